@@ -10,9 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import resource
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +20,7 @@ from typing import Any, Literal
 
 import jax
 
+from trainer.resident_memory import peak_resident_bytes
 from trainer.workdir import write_atomically
 
 SCHEMA_VERSION = 1
@@ -121,7 +120,7 @@ class RunRecord:
             "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
             "updated": None,
             "command": list(command),
-            "versions": _versions(),
+            "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
             "resumed_from": None,
             "step": 0,
             "steps": previous.get("steps"),
@@ -203,9 +202,8 @@ def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
 def measured_memory(device: jax.Device) -> dict[str, int | None]:
     """Peak bytes so far: of this process on the host, and on one device where its runtime counts them."""
     stats = device.memory_stats() or {}
-    unit = 1 if sys.platform == "darwin" else 1024
     return {
-        "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "host_peak_bytes": peak_resident_bytes(),
         "device_peak_bytes": stats.get("peak_bytes_in_use"),
     }
 
@@ -221,9 +219,10 @@ def _read_previous(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
+def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:
+    """Of each distribution; None where it isn't installed."""
+    versions: dict[str, str | None] = {}
+    for name in distributions:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -177,16 +177,39 @@ def test_not_a_number_in_an_empty_tile_is_never_read(rng):
     np.testing.assert_array_equal(gradient[:, 384:], 0)
 
 
-def trace(mask, length, heads=2):
+def trace(mask, length, heads=2, dtype=jnp.bfloat16, backward="split"):
     """Forward and backward, traced for a TPU as `jax.jit` would."""
-    x = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((1, length, heads, 128), dtype)
 
     def loss(query, key, value):
         inputs = passes.AttentionInputs(query, key, value)
-        call = call_of(mask, length, heads=heads, num_kv_heads=heads, head_dim=128, value_dim=128)
-        return passes.attend(passes.planned_mask, SplashTuning.square(512), inputs, call)[0].astype(jnp.float32).sum()
+        call = call_of(mask, length, heads=heads, dtype=dtype, num_kv_heads=heads, head_dim=128, value_dim=128)
+        sizes = SplashTuning.square(512, backward=backward)
+        return passes.attend(passes.planned_mask, sizes, inputs, call)[0].astype(jnp.float32).sum()
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
+
+
+def matmul_precisions(jaxpr):
+    """Of every matmul in a jaxpr, those inside kernels included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation.params["precision"]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
+                yield from matmul_precisions(getattr(inner, "jaxpr", inner))
+
+
+def is_jaxpr(x):
+    return hasattr(x, "eqns")
+
+
+@pytest.mark.parametrize(("backward", "num_matmuls"), [("split", 2 + 4 + 3), ("fused", 2 + 5)])
+def test_float32_is_multiplied_in_full_precision_forward_and_backward(backward, num_matmuls):
+    """On a CPU both precisions give the same numbers; on a TPU the default one rounds operands to bfloat16."""
+    found = list(matmul_precisions(trace(CausalMask(), 512, dtype=jnp.float32, backward=backward).jaxpr))
+    assert len(found) == num_matmuls
+    assert set(found) == {(jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)}
 
 
 @pytest.mark.parametrize("mask", [m for m in MASKS if m.exact], ids=repr)

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from trainer.compile.topology import Topology
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"
 )
@@ -65,13 +67,7 @@ CASES = {
 
 def count_kernels(topology: str, cases: list[str]) -> dict[str, int]:
     """Pallas kernels in the compiled forward and backward of each case."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5p-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    environment = os.environ | Topology.parse(topology).environment()
     command = [sys.executable, "-c", COMPILE, topology, *cases]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert finished.returncode == 0, finished.stderr[-3000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +13,7 @@ from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
 from trainer.config_file import config_to_json
 from trainer.console import format_bytes, format_count, format_seconds
+from trainer.record import installed_versions
 
 SCHEMA_VERSION = 1
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "flax")
@@ -162,7 +162,7 @@ def to_json(
     return {
         "schema_version": SCHEMA_VERSION,
         "command": list(command),
-        "versions": _versions(),
+        "versions": installed_versions(_DISTRIBUTIONS),
         "config": config_to_json(config),
         "topology": None if topology is None else topology.name,
         "profile": None if profile is None else profile_to_json(profile),
@@ -266,13 +266,3 @@ def _describe_memory(profile: StepProfile) -> list[str]:
         f"{label.ljust(width)}  {size.rjust(max(map(len, sizes)))}{f'  {remark}' if remark else ''}"
         for (label, _, remark), size in zip(rows, sizes, strict=True)
     ]
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions

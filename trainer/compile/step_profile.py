@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +17,7 @@ from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_re
 from trainer.compile.hlo import parse_module
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
+from trainer.resident_memory import peak_resident_bytes
 from trainer.sharding import make_mesh
 from trainer.step import make_trainer
 
@@ -97,9 +94,9 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     attention = plan_attention(config, device)
     trainer = make_trainer(config, mesh)
     available = device_memory(device, mesh.size)
-    start = _peak_resident_bytes()
+    start = peak_resident_bytes()
     lowering = lower_in_stages(trainer.train_step, trainer.abstract_state, trainer.abstract_batch)
-    lower = _peak_resident_bytes()
+    lower = peak_resident_bytes()
     begun = time.perf_counter()
     compiled: jax.stages.Compiled | None = None
     memory: MemoryReport | None = None
@@ -115,7 +112,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
             raise TrainingFailed(f"the compiler failed: {_first_lines(str(error))}") from error
         fit = judge_refusal(refusal, available)
     compile_s = time.perf_counter() - begun
-    host = HostMemory(start, lower, _peak_resident_bytes())
+    host = HostMemory(start, lower, peak_resident_bytes())
     # The texts come after the peak has been read, since they take memory as well.
     size, collectives = (None, ()) if compiled is None else _read_program(lowering, compiled)
     return StepProfile(
@@ -150,15 +147,3 @@ def _first_lines(message: str, num_lines: int = 6, width: int = 300) -> str:
     """What a person can read of a compiler's error."""
     lines = [line[:width] for line in message.splitlines() if line.strip()]
     return "\n  ".join(lines[:num_lines] + (["…"] if len(lines) > num_lines else []))
-
-
-def _peak_resident_bytes() -> int:
-    """Of this process so far."""
-    # getrusage goes on from the peak of the process that started this one, /proc doesn't.
-    status = Path("/proc/self/status")
-    if status.exists():
-        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

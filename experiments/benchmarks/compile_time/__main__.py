@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.compile_time --target v5p:2x2x1 --output compile_time.jsonl --plot compile_time.png
 
 No TPU is needed: programs for one are compiled ahead of time by libtpu (the `tpu` extra). Without `--target` the
-programs are for this machine's devices. The default sweep takes a quarter of an hour on two cores, most of it in the
-dense cells and those that run into their limit; each cell is printed as it is done, and Ctrl-C keeps what was measured.
+programs are for this machine's devices. Most of a sweep's time goes into the dense cells and those that run into
+their limit; each cell is printed as it is done, and Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.benchmarks.compile_time.resident import peak_resident_bytes, reset_peak, resident_bytes
 from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
+from trainer.compile.comparison import MASKS as IMPLEMENTATION_OF_MASKS
 from trainer.errors import UserMistake
+from trainer.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -102,7 +103,7 @@ def implementation_of(source: Source, platform: str) -> str:
       UserMistake: a baseline on a platform that its kernel doesn't run on.
     """
     if platform == "tpu":
-        return {"ours": "splash", "upstream_lazy": "splash_upstream_lazy", "dense": "splash_dense"}[source]
+        return IMPLEMENTATION_OF_MASKS[source]
     if source != "ours":
         raise UserMistake(
             f"{source} masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -18,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from experiments.benchmarks.compile_time.cell import Cell, Source
-from experiments.benchmarks.compile_time.resident import resident_bytes
 from trainer.compile.topology import Topology, require_libtpu
 from trainer.console import format_bytes
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
+from trainer.record import installed_versions
+from trainer.resident_memory import resident_bytes
 
 Row = dict[str, Any]
 """A cell's fields, `status`, and where that is "measured" the fields of a `Measurement`; versions and machine."""
@@ -129,14 +129,8 @@ def sweep(
 
 def machine() -> Row:
     """The versions and the machine that a row's figures are of."""
-    versions: dict[str, str | None] = {}
-    for distribution in ("jax", "jaxlib", "libtpu"):
-        try:
-            versions[distribution] = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            versions[distribution] = None
     return {
-        **versions,
+        **installed_versions(("jax", "jaxlib", "libtpu")),
         "python": platform.python_version(),
         "cpu": _cpu_model(),
         "num_cores": os.cpu_count(),

@@ -189,20 +189,24 @@ def _corners(tokens: Int[Array, " L"], block: int) -> tuple[Int[Array, " tiles"]
     return by_tile.min(axis=1), by_tile.max(axis=1)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
 def attend(
     source: MaskSource, tuning: SplashTuning, inputs: AttentionInputs, call: AttentionCall
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call, of which all heads have one mask."""
-    # JAX multiplies 32-bit operands in fewer bits on TPUs unless told otherwise.
-    precision = "highest" if call.dtype == jnp.float32 else None
-    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-        return _attend(source, tuning, inputs, call)
+    """Attention of one call.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
-def _attend(source: MaskSource, tuning: SplashTuning, inputs: AttentionInputs, call: AttentionCall):
+    Args:
+      source: makes the passes' masks; `planned_mask` takes the mask of one head, which all heads share.
+      tuning: the passes' tiles.
+      inputs, call: the call.
+    """
     (output, lse), _ = _attend_forward(source, tuning, inputs, call)
     return output, lse
+
+
+def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
+    """For float32, whose operands JAX rounds to fewer bits on TPUs unless told otherwise while a kernel is traced."""
+    return jax.default_matmul_precision("highest") if call.dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionInputs, call: AttentionCall):
@@ -230,7 +234,8 @@ def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionI
         return output, lse
 
     query, key, value = _kernel_operands(inputs, call, walk)
-    output, lse = _over_batch(attend_one, call, _tokens(inputs, call, walk), query, key, value)
+    with _full_precision(call):
+        output, lse = _over_batch(attend_one, call, _tokens(inputs, call, walk), query, key, value)
     output, lse = output[:, :, : call.q_len].swapaxes(1, 2), lse[:, :, : call.q_len].swapaxes(1, 2)
     # Where all logits are masked, the kernel's maximum stays at _MASKED; where no tile is visited, its sum stays 0.
     attends = lse > 0.5 * _MASKED
@@ -282,10 +287,12 @@ def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCa
                 interpret=tuning.interpret,
             )
 
-        rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in _rows]
-        return _over_batch(one, call, _tokens(inputs, call, walk), *_kernel_operands(inputs, call, walk), *rows)
+        filled = ((d_output, 0), (kernel_lse, huge), (pull, 0))
+        rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
+        operands = _kernel_operands(inputs, call, walk)
+        with _full_precision(call):
+            return _over_batch(one, call, _tokens(inputs, call, walk), *operands, *rows)
 
-    _rows = ((d_output, 0), (kernel_lse, huge), (pull, 0))
     walk = d_key_value_pass(call, tuning)
     d_query, d_key, d_value = run(
         walk,
@@ -306,7 +313,7 @@ def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCa
     return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _kernel_operands(inputs: AttentionInputs, call: AttentionCall, walk: Pass) -> tuple[Array, Array, Array]:

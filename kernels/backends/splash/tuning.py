@@ -8,7 +8,7 @@ from kernels.masks import MultiHeadMask
 from kernels.tuning import SplashTuning
 
 # By `jax.Device.device_kind`. All compile for head dims up to 256, forward and both backwards; none has been timed by
-# this project, which has no TPU. 512 is what MaxText ships; the v6e's matrix unit has twice the side.
+# this project, which has no TPU. The v6e's matrix unit has twice the side of the others'.
 DEFAULTS = {
     "TPU v4": SplashTuning.square(512),
     "TPU v5 lite": SplashTuning.square(512),  # v5e
