@@ -16,7 +16,14 @@ from kernels.masks import (
     parse_mask,
 )
 from kernels.target import Target
-from kernels.tuning import BlockwiseTuning, SplashTuning, Tuning
+from kernels.tuning import (
+    BlockwiseTuning,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    SplashTuning,
+    Tuning,
+)
 
 __all__ = [
     "BlockPlan",
@@ -27,6 +34,9 @@ __all__ = [
     "LocalMask",
     "Mask",
     "MaskFn",
+    "MosaicBackwardTuning",
+    "MosaicForwardTuning",
+    "MosaicGpuTuning",
     "MultiHeadMask",
     "NumpyMask",
     "PrefixMask",

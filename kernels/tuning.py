@@ -80,4 +80,134 @@ class SplashTuning:
         return SplashTuning(*(block,) * 8, backward=backward, interpret=interpret)
 
 
-Tuning = BlockwiseTuning | SplashTuning
+@dataclass(frozen=True)
+class MosaicForwardTuning:
+    """How the `mosaic_gpu` forward kernel runs.
+
+    Attributes:
+      num_warpgroups: warpgroups that compute, each on 64 query rows; one more loads.
+      block_kv: keys in a tile: 64, 128, 192 or 256.
+      num_stages: key/value tiles in shared memory.
+      take_turns: whether warpgroups issue their matmuls by turns.
+      heads_first: whether blocks of all heads start before any head's next block: the longest rows of a causal mask then
+        all start early; else one head's keys and values stay in the L2 cache.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    num_warpgroups: int = 2
+    block_kv: int = 128
+    num_stages: int = 2
+    take_turns: bool = True
+    heads_first: bool = False
+
+    def __post_init__(self):
+        if self.num_warpgroups not in (1, 2, 3):
+            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        if self.block_kv not in (64, 128, 192, 256):
+            raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+
+    @property
+    def block_q(self) -> int:
+        """Query rows of a block."""
+        return 64 * self.num_warpgroups
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a computing thread, of the multiprocessor's 65,536."""
+        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a loading thread."""
+        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
+
+
+@dataclass(frozen=True)
+class MosaicBackwardTuning:
+    """How the `mosaic_gpu` backward kernels cut their work up.
+
+    Attributes:
+      num_warpgroups: warpgroups that compute; one more loads. The pass for dK and dV (and dQ, if fused) gives each 64
+        keys, the pass for dQ alone 64 query rows.
+      block_q: query rows in a tile of the pass for dK and dV, 64 or 128.
+      num_stages: such tiles in shared memory.
+      split_columns: give each warpgroup all of 64 keys but a part of the head dim, since above 128 one thread's registers
+        don't hold a row of dK and dV. Each then weighs every tile for itself. Not for a fused backward.
+      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    num_warpgroups: int = 2
+    block_q: int = 64
+    num_stages: int = 2
+    split_columns: bool = False
+    block_kv_dq: int = 64
+    num_stages_dq: int = 2
+
+    def __post_init__(self):
+        if self.num_warpgroups not in (1, 2, 3):
+            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        for name in ("block_q", "block_kv_dq"):
+            if getattr(self, name) not in (64, 128):
+                raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
+        for name in ("num_stages", "num_stages_dq"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+    @property
+    def block_kv(self) -> int:
+        """Keys of a block of the pass for dK and dV."""
+        return 64 if self.split_columns else 64 * self.num_warpgroups
+
+    @property
+    def block_q_dq(self) -> int:
+        """Query rows of a block of the pass for dQ alone."""
+        return 64 * self.num_warpgroups
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a computing thread, of the multiprocessor's 65,536."""
+        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a loading thread."""
+        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
+
+
+@dataclass(frozen=True)
+class MosaicGpuTuning:
+    """How the `mosaic_gpu` backend runs.
+
+    Attributes:
+      backward: "fused": one kernel for all gradients, which adds up dQ in an order that differs from run to run; for head
+        dims up to 128. "split": one for dK and dV, one for dQ; the same bits in every run. None: the faster one.
+      forward_tiles, backward_tiles: how the kernels cut the work up; None for the best known for the call.
+      interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
+        times slower.
+
+    Raises:
+      ValueError: an unknown backward, or "fused" to be interpreted.
+    """
+
+    backend: ClassVar[str] = "mosaic_gpu"
+
+    backward: Literal["fused", "split"] | None = None
+    forward_tiles: MosaicForwardTuning | None = None
+    backward_tiles: MosaicBackwardTuning | None = None
+    interpret: bool = False
+
+    def __post_init__(self):
+        if self.backward not in ("fused", "split", None):
+            raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
+        if self.interpret and self.backward == "fused":
+            raise ValueError("Pallas's interpreter can't add to memory as backward='fused' does; use backward='split'")
+
+
+Tuning = BlockwiseTuning | SplashTuning | MosaicGpuTuning

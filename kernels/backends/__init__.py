@@ -44,6 +44,7 @@ class Backend:
 
 BACKENDS = (
     Backend("splash", "kernels.backends.splash", platforms=("tpu",)),
+    Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
     Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",)),
     Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu")),
     Backend("reference", "kernels.backends.reference", platforms=("cpu", "gpu", "tpu"), automatic=False),

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import BlockwiseTuning, SplashTuning, dot_product_attention
-from tests.kernels.contract_cases import CASES
+from kernels import (
+    BlockwiseTuning,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    SplashTuning,
+    dot_product_attention,
+)
+from tests.kernels.contract_cases import CASES, CAUSAL, WINDOW, Case
 
 
 def value_and_gradients(attend, case, arrays, cotangents, *, with_lse):
@@ -172,3 +179,53 @@ def test_splash_in_tiles_of_several_sizes(rng):
 @pytest.mark.parametrize("case", named("grouped_query", "sinks", "packed"), ids=lambda case: case.name)
 def test_splash_in_bfloat16(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH), dtype=jnp.bfloat16)
+
+
+# Values wider than a tile in every way that the kernels tell apart.
+WIDE = [
+    Case("wide_window", WINDOW, q_len=700, kv_len=700, head_dim=64, num_kv_heads=2),
+    Case("wide_packed", CAUSAL, q_len=1000, kv_len=1000, head_dim=128, num_kv_heads=1, segments="packed"),
+    Case("wide_values", CAUSAL, q_len=300, kv_len=500, head_dim=64, value_dim=128),
+    Case("narrow_values", CAUSAL, q_len=500, kv_len=300, head_dim=96, value_dim=40, sinks=True),
+    Case("widest", CAUSAL, q_len=520, kv_len=520, head_dim=256, num_heads=4, num_kv_heads=2),
+    Case("widest_ragged", WINDOW, q_len=333, kv_len=444, head_dim=200, value_dim=160, logits_soft_cap=5.0, sinks=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("backward", ["fused", "split"])
+@pytest.mark.parametrize("case", CASES + LONG + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
+def test_mosaic_gpu(case, backward, dtype, rng):
+    attend = through_implementation(case, MosaicGpuTuning(backward))
+    if case.name == "numpy_mask":
+        with pytest.raises(ValueError, match="can't serve this call: evaluates masks in the kernel"):
+            run_case(case, rng, attend, dtype=dtype)
+    elif backward == "fused" and case.head_dim > 128:
+        with pytest.raises(ValueError, match="fused backward for head dims up to 128"):
+            run_case(case, rng, attend, dtype=dtype)
+    else:
+        run_case(case, rng, attend, dtype=dtype)
+
+
+INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwardTuning(1), interpret=True)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.parametrize(
+    "case",
+    named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "value_dim"),
+    ids=lambda case: case.name,
+)
+def test_mosaic_gpu_interpreted(case, rng):
+    run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_the_split_backward_gives_the_same_bits_every_time(rng):
+    (case,) = (case for case in WIDE if case.name == "wide_packed")
+    arrays, keywords, cotangents = case.inputs(rng, jnp.bfloat16)
+    attend = functools.partial(through_implementation(case, MosaicGpuTuning("split")), keywords=keywords)
+    first, *others = [value_and_gradients(attend, case, arrays, cotangents, with_lse=True) for _ in range(5)]
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)

@@ -1,0 +1,41 @@
+"""Shared memory of the kernels, as the tensor cores and the copy engine read it, and what the interpreter lacks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+"""Rows of a warpgroup's matmul."""
+
+
+def matrix(*shape: int, dtype) -> plgpu.SMEM:
+    """A stack of matrices `[..., rows, columns]`, tiled and swizzled for the tensor cores."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(size for size in (128, 64, 32) if shape[-1] * itemsize % size == 0)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def vector(*shape: int) -> plgpu.SMEM:
+    """A stack of float32 vectors `[..., rows]`."""
+    return plgpu.SMEM(shape, jnp.float32)
+
+
+def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
+    """Loads a vector from shared memory, or from global, as a matrix's column of rows, or else as its row of columns."""
+    layout = plgpu.Layout.WGMMA.reduce(1 if rows else 0)
+    return plgpu.load(ref, layout=layout, optimized=shared)
+
+
+def multiply(acc, a, b, spare) -> None:
+    """Adds `a @ b` to an accumulator, a in registers.
+
+    Args:
+      spare: None, or in Pallas's interpreter, which takes no operand from registers, memory to pass `a` through.
+    """
+    if spare is not None:
+        spare[...] = a
+        a = spare
+    plgpu.wgmma(acc, a, b)

@@ -1,0 +1,129 @@
+"""The kernels as one differentiable function: padding, what each pass is handed, and the custom gradient."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.backward import Operands, key_value_pass, query_pass
+from kernels.backends.mosaic_gpu.forward import forward
+from kernels.backends.mosaic_gpu.pairs import Tokens
+from kernels.backends.mosaic_gpu.walk import make_rows
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.tuning import MosaicGpuTuning
+
+_LOG2_E = math.log2(math.e)
+# exp2(a logit − it) = 0.
+_HUGE_LSE = 1e30
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def attend(
+    tuning: MosaicGpuTuning, inputs: AttentionInputs, call: AttentionCall
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention of one call whose mask all heads share.
+
+    Args:
+      tuning: how the passes run, with the tiles of both directions.
+      inputs, call: the call.
+
+    Returns:
+      Output and lse.
+    """
+    (output, lse), _ = _attend_forward(tuning, inputs, call)
+    return output, lse
+
+
+def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: AttentionCall):
+    how = tuning.forward_tiles
+    assert how is not None
+    output, lse = forward(
+        *(_padded(x, block) for x, block in _matrices(inputs, how.block_q, how.block_kv)),
+        sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
+        tokens=Tokens.of(inputs, how.block_q, how.block_kv),
+        rows=make_rows(inputs, call, how.block_q, how.block_kv),
+        call=call,
+        tuning=how,
+        interpret=_interpreter(tuning),
+    )
+    output, lse = output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len]
+    # The names let a remat policy keep these two, all that the backward needs besides the inputs.
+    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
+    return (output, lse.swapaxes(1, 2)), (inputs, output, lse)
+
+
+def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, cotangents):
+    how = tuning.backward_tiles
+    assert how is not None
+    inputs, output, lse = residuals
+    d_output, d_lse = cotangents
+    attends = lse > -jnp.inf
+    pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
+        attends.swapaxes(1, 2), d_lse, 0
+    )
+    pull = pull.swapaxes(1, 2)
+
+    def operands(block_q: int, block_kv: int) -> Operands:
+        width = max(padded_head_dim(call.head_dim), padded_head_dim(call.value_dim))
+        width = next(w for w in (64, 128, 256) if width <= w)
+        query, key, value = (_padded(x, block, width) for x, block in _matrices(inputs, block_q, block_kv))
+        row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
+        in_log2 = jnp.where(attends, lse * _LOG2_E, _HUGE_LSE)
+        return Operands(
+            query,
+            key,
+            value,
+            _padded(d_output, block_q, width),
+            jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
+            jnp.pad(pull, row_padding),
+        )
+
+    def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
+        rows = make_rows(inputs, call, block_q, block_kv, transposed=transposed)
+        tokens = Tokens.of(inputs, block_q, block_kv)
+        return kernel(operands(block_q, block_kv), tokens, rows, call, how, _interpreter(tuning))
+
+    fused = tuning.backward == "fused" or (tuning.backward is None and not how.split_columns and not tuning.interpret)
+    d_key, d_value, d_query = run(functools.partial(key_value_pass, fused=fused), how.block_q, how.block_kv, transposed=True)
+    if d_query is None:
+        d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
+    else:
+        d_query = (d_query * call.scale).astype(call.dtype)
+    d_query = d_query[:, : call.q_len, :, : call.head_dim]
+    d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]
+    d_sinks = None
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.astype(jnp.float32)[None, :, None]
+        weight = jnp.where(attends, jnp.exp(sinks - jnp.where(attends, lse, 0)), 0)
+        d_sinks = -(weight * pull).sum((0, 2)).astype(inputs.sinks.dtype)
+    return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _matrices(inputs: AttentionInputs, block_q: int, block_kv: int):
+    return (inputs.query, block_q), (inputs.key, block_kv), (inputs.value, block_kv)
+
+
+def _padded(x: Float[Array, "B L N H"], block: int, width: int | None = None) -> Float[Array, "B L2 N H2"]:
+    """Fills the last tile, and the head dim up to what the tensor cores take, with zeros."""
+    length, head_dim = x.shape[1], x.shape[3]
+    width = padded_head_dim(head_dim) if width is None else width
+    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
+    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim that the kernels work at: 32 or a multiple of 64."""
+    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
+
+
+def _interpreter(tuning: MosaicGpuTuning):
+    return plgpu.InterpretGPUParams() if tuning.interpret else None

@@ -1,0 +1,37 @@
+"""What the Mosaic GPU kernels can't do."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels.call import AttentionCall
+from kernels.masks import NumpyMask, leaves
+from kernels.tuning import MosaicGpuTuning
+
+_HOPPER = 9.0
+_OLDEST_JAX = (0, 11)
+_MAX_HEAD_DIM = 256
+_MAX_FUSED_HEAD_DIM = 128
+
+
+def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = None) -> str | None:
+    """Why the kernels can't serve the call, or None if they can."""
+    if jax.__version_info__ < _OLDEST_JAX:
+        return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
+    interpreted = tuning is not None and tuning.interpret
+    capability = call.target.compute_capability
+    if not interpreted and capability != _HOPPER:
+        return f"is for Hopper GPUs (compute capability {_HOPPER}), not for {capability} ({call.target.device_kind})"
+    widest = max(call.head_dim, call.value_dim)
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, not {call.dtype}"
+    if widest > _MAX_HEAD_DIM:
+        return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
+    if tuning is not None and tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
+        return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
+    if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
+        return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
+    if call.scale <= 0:
+        return f"takes positive scales, not {call.scale}"
+    return None

@@ -1,0 +1,30 @@
+"""The best tiles found for each kind of call, on an H200."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kernels.call import AttentionCall
+from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
+
+
+def forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
+    """The forward's tiles of a call."""
+    widest = max(call.head_dim, call.value_dim)
+    if widest <= 64:
+        best = MosaicForwardTuning(num_warpgroups=3, block_kv=128)
+    elif widest <= 128:
+        best = MosaicForwardTuning(num_warpgroups=2, block_kv=128)
+    else:
+        best = MosaicForwardTuning(num_warpgroups=2, block_kv=64)
+    return dataclasses.replace(best, heads_first=call.q_len <= 8192)
+
+
+def backward_tiles(call: AttentionCall) -> MosaicBackwardTuning:
+    """The backward's tiles of a call."""
+    widest = max(call.head_dim, call.value_dim)
+    if widest <= 64:
+        return MosaicBackwardTuning(block_q=128)
+    if widest <= 128:
+        return MosaicBackwardTuning(block_q=64)
+    return MosaicBackwardTuning(block_q=64, num_stages=1, split_columns=True, num_stages_dq=1)

@@ -1,0 +1,156 @@
+"""The Mosaic GPU backend away from a GPU: its kernels in Pallas's interpreter, what it visits, what it refuses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import (
+    CausalMask,
+    FullMask,
+    LocalMask,
+    MaskFn,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    NumpyMask,
+    PrefixMask,
+    Target,
+    select_backend,
+)
+from kernels.backends.mosaic_gpu.walk import Rows, make_rows, read_row
+from kernels.call import make_call
+from kernels.intervals import TileKind
+
+H200 = Target("gpu", "NVIDIA H200", 9.0)
+WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
+
+
+def call_of(mask=None, *, length=512, dtype=jnp.bfloat16, head_dim=64, target=H200, **given):
+    """Inputs and call of a self-attention, as compiled for a target."""
+    array = jnp.ones((2, length, 2, head_dim), dtype)
+    nothing = dict.fromkeys(
+        ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale",
+         "logits_soft_cap", "sinks"),
+    )  # fmt: skip
+    inputs, call = make_call(array, array, array, mask, **{**nothing, **given}, return_lse=False)
+    return inputs, call._replace(target=target)
+
+
+def visited(rows: Rows, batch: int, num_cols: int) -> np.ndarray:
+    """What the kernel makes of `Rows`: the kind of every tile."""
+    kinds = np.full((rows.bounds.shape[1], num_cols), TileKind.EMPTY)
+    for i in range(len(kinds)):
+        row = read_row(rows.bounds, rows.tiles, batch, i)
+        for rank in range(int(row.num_tiles)):
+            j = int(row.tile(rank))
+            assert kinds[i, j] == TileKind.EMPTY, "no tile is visited twice"
+            kinds[i, j] = TileKind.PARTIAL if rank < row.num_partial else TileKind.FULL
+    return kinds
+
+
+def dense_kinds(allowed: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
+    """The kind of every tile of a dense mask whose sides the blocks divide."""
+    tiles = allowed.reshape(allowed.shape[0] // block_q, block_q, -1, block_kv)
+    return np.where(tiles.all((1, 3)), TileKind.FULL, np.where(tiles.any((1, 3)), TileKind.PARTIAL, TileKind.EMPTY))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), PrefixMask(100), WITH_GAPS], ids=repr)
+def test_kernels_visit_the_plans_tiles(mask, transposed):
+    inputs, call = call_of(mask)
+    kinds = visited(make_rows(inputs, call, 64, 32, transposed=transposed), 1, 8 if transposed else 16)
+    position = np.arange(512)
+    expected = dense_kinds(np.broadcast_to(np.asarray(mask(position[:, None], position[None])), (512, 512)), 64, 32)
+    np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("mask", [CausalMask(), WITH_GAPS], ids=repr)
+def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
+    ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 512))))
+    inputs, call = call_of(mask, query_segment_ids=ids, key_value_segment_ids=ids)
+    rows = make_rows(inputs, call, 64, 32, transposed=transposed)
+    position = np.arange(512)
+    for batch in range(2):
+        kinds = visited(rows, batch, 8 if transposed else 16)
+        same = np.asarray(ids[batch][:, None] == ids[batch][None])
+        planned = dense_kinds(np.asarray(mask(position[:, None], position[None])), 64, 32)
+        expected = np.minimum(planned, dense_kinds(same, 64, 32))
+        np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
+
+
+def test_unsorted_documents_lose_no_pair(rng):
+    ids = jnp.asarray(rng.integers(0, 3, (2, 512)) * (np.arange(512) % 96 > 60))
+    inputs, call = call_of(CausalMask(), query_segment_ids=ids, key_value_segment_ids=ids)
+    rows = make_rows(inputs, call, 64, 32)
+    position = np.arange(512)
+    for batch in range(2):
+        allowed = np.asarray(ids[batch][:, None] == ids[batch][None]) & (position[:, None] >= position)
+        kinds, exact = visited(rows, batch, 16), dense_kinds(allowed, 64, 32)
+        assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
+        assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
+
+
+def test_positions_are_classified_on_the_device(rng):
+    positions = jnp.asarray(rng.permutation(512))
+    inputs, call = call_of(LocalMask(40, 0), query_positions=jnp.arange(512) + 7, key_value_positions=positions)
+    kinds = visited(make_rows(inputs, call, 64, 32), 0, 16)
+    exact = dense_kinds(np.asarray(LocalMask(40, 0)(np.arange(512)[:, None] + 7, np.asarray(positions)[None])), 64, 32)
+    assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
+
+
+REFUSED = {
+    "another GPU": ({"target": Target("gpu", "NVIDIA A100", 8.0)}, "is for Hopper GPUs (compute capability 9.0)"),
+    "float32": ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+    "head dim": ({"head_dim": 264}, "takes head dims up to 256, not 264"),
+    "scale": ({"scale": -1.0}, "takes positive scales, not -1.0"),
+    "array": ({"mask": NumpyMask(np.ones((512, 512), bool))}, "evaluates masks in the kernel"),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses_with_the_reason_and_is_passed_over(given, reason):
+    _, call = call_of(**given)
+    with pytest.raises(ValueError) as refusal:
+        select_backend(call, "mosaic_gpu")
+    assert reason in str(refusal.value)
+    selection = select_backend(call)
+    assert selection.name != "mosaic_gpu"
+    assert reason in dict(selection.passed_over)["mosaic_gpu"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+def test_is_chosen_on_hopper():
+    assert select_backend(call_of(MaskFn(lambda q, kv: kv <= q))[1]).name == "mosaic_gpu"
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="for JAX before 0.11")
+def test_says_that_it_needs_a_newer_jax():
+    with pytest.raises(ValueError, match=r"needs JAX 0\.11 or later"):
+        select_backend(call_of()[1], "mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MosaicForwardTuning(num_warpgroups=4), "num_warpgroups=4 must be 1, 2 or 3"),
+        (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
+        (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
+        (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
+        (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
+        (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),
+    ],
+)
+def test_tunings_refuse_what_cannot_run(make, message):
+    with pytest.raises(ValueError) as refusal:
+        make()
+    assert message in str(refusal.value)
+
+
+def test_tunings_are_values():
+    assert dataclasses.replace(MosaicForwardTuning(), num_stages=3) == MosaicForwardTuning(num_stages=3)
+    assert hash(MosaicGpuTuning()) == hash(MosaicGpuTuning())
