@@ -5,7 +5,7 @@ Hypothesis: the one global layer takes most of a step's attention and, this earl
 Command:
     python -m trainer --config experiments/gpt_32k_window.py
 
-Hardware and expected numbers: those of the base, in less time; not measured yet.
+Hardware and expected numbers: those of the base, in less time.
 """
 
 import dataclasses

@@ -89,8 +89,8 @@ class MosaicForwardTuning:
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
       take_turns: whether warpgroups issue their matmuls by turns.
-      heads_first: whether blocks of all heads start before any head's next block: the longest rows of a causal mask then
-        all start early; else one head's keys and values stay in the L2 cache.
+      heads_first: whether blocks of all heads start before any head's next block, so that the longest rows of a causal
+        mask all start early. Else one head's keys and values stay in the L2 cache.
 
     Raises:
       ValueError: a value out of range.
@@ -131,12 +131,12 @@ class MosaicBackwardTuning:
     """How the `mosaic_gpu` backward kernels cut their work up.
 
     Attributes:
-      num_warpgroups: warpgroups that compute; one more loads. The pass for dK and dV (and dQ, if fused) gives each 64
-        keys, the pass for dQ alone 64 query rows.
+      num_warpgroups: warpgroups that compute; one more loads. The pass for dK and dV (and dQ, if fused) gives each
+        64 keys, the pass for dQ alone 64 query rows.
       block_q: query rows in a tile of the pass for dK and dV, 64 or 128.
       num_stages: such tiles in shared memory.
-      split_columns: give each warpgroup all of 64 keys but a part of the head dim, since above 128 one thread's registers
-        don't hold a row of dK and dV. Each then weighs every tile for itself. Not for a fused backward.
+      split_columns: give each warpgroup all of 64 keys but a part of the head dim, since above 128 one thread's
+        registers don't hold a row of dK and dV. Each then weighs every tile for itself. Not for a fused backward.
       block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory.
 
     Raises:
@@ -186,8 +186,8 @@ class MosaicGpuTuning:
     """How the `mosaic_gpu` backend runs.
 
     Attributes:
-      backward: "fused": one kernel for all gradients, which adds up dQ in an order that differs from run to run; for head
-        dims up to 128. "split": one for dK and dV, one for dQ; the same bits in every run. None: the faster one.
+      backward: "fused": one kernel for all gradients, which adds up dQ in an order that differs from run to run; for
+        head dims up to 128. "split": one for dK and dV, one for dQ; the same bits in every run. None: the faster one.
       forward_tiles, backward_tiles: how the kernels cut the work up; None for the best known for the call.
       interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
         times slower.

@@ -7,9 +7,10 @@ import re
 import jax
 import pytest
 
-from experiments import gpt_32k, gpt_32k_window, smoke
+from experiments import gpt_1b_32k, gpt_32k, gpt_32k_window, smoke
 from kernels import CausalMask
 from trainer.config import MeshConfig
+from trainer.errors import UserMistake
 from trainer.sharding import make_mesh
 from trainer.step import make_trainer
 
@@ -63,6 +64,16 @@ def test_the_page_fits_the_machine(monkeypatch):
     assert large.model.num_parameters == pytest.approx(124e6, rel=0.01)
     assert (large.model.num_layers, large.model.width, large.model.num_heads) == (12, 768, 12)
     assert large.model.vocab_size == 50_304
+
+
+def test_the_large_page_refuses_a_machine_without_an_accelerator(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(UserMistake, match=r"needs an accelerator.*run experiments/gpt_32k\.py"):
+        gpt_1b_32k.get_config()
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    model = gpt_1b_32k.get_config().model
+    assert (model.num_layers, model.width, model.num_heads, model.head_dim) == (24, 2048, 16, 128)
+    assert model.num_parameters == pytest.approx(1.31e9, rel=0.01)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

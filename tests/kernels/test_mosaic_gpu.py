@@ -1,6 +1,7 @@
 """The Mosaic GPU backend away from a GPU: its kernels in Pallas's interpreter, what it visits, what it refuses."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,9 +116,8 @@ REFUSED = {
 @pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_with_the_reason_and_is_passed_over(given, reason):
     _, call = call_of(**given)
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=re.escape(reason)):
         select_backend(call, "mosaic_gpu")
-    assert reason in str(refusal.value)
     selection = select_backend(call)
     assert selection.name != "mosaic_gpu"
     assert reason in dict(selection.passed_over)["mosaic_gpu"]
@@ -146,9 +146,8 @@ def test_says_that_it_needs_a_newer_jax():
     ],
 )
 def test_tunings_refuse_what_cannot_run(make, message):
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=re.escape(message)):
         make()
-    assert message in str(refusal.value)
 
 
 def test_tunings_are_values():

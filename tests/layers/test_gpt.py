@@ -80,6 +80,39 @@ def test_scan_is_the_same_as_the_blocks_one_after_another(rng, model, packed):
     np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_unrolled_layers_are_the_same_as_the_scan(rng, packed):
+    model = make_model(dataclasses.replace(CONFIG, num_layers=3), rng)
+    inputs = (packed.tokens, packed.segment_ids, packed.positions)
+    loss, gradients = loss_and_gradients(model, *inputs)
+    unrolled = with_config(model, scan_layers=False, remat="save_matmuls")
+    unrolled_loss, unrolled_gradients = loss_and_gradients(unrolled, *inputs)
+    np.testing.assert_allclose(unrolled_loss, loss, rtol=1e-5)
+    for path, gradient in parameters(gradients).items():
+        largest = float(jnp.abs(gradient).max())
+        np.testing.assert_allclose(parameters(unrolled_gradients)[path], gradient, atol=1e-4 * largest, err_msg=path)
+
+
+def test_what_layers_share_is_computed_once():
+    """The rotary angles, and each stack's matrices in the compute dtype: not in every layer, nor again going back."""
+    config = dataclasses.replace(CONFIG, num_layers=4, masks=(CausalMask(),), compute_dtype="bfloat16", remat="full")
+    for scan_layers in (True, False):
+        jaxpr = gradient_jaxpr(dataclasses.replace(config, scan_layers=scan_layers), None)
+        assert count_equations(jaxpr, "cos") == count_equations(jaxpr, "sin") == 1
+        casts = [
+            equation.invars[0].aval.shape
+            for equation in all_equations(jaxpr)
+            if equation.primitive.name == "convert_element_type"
+            and (equation.invars[0].aval.dtype, equation.params["new_dtype"]) == (jnp.float32, jnp.bfloat16)
+        ]
+        kernels = [
+            path
+            for path in parameters(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+            if path.startswith("blocks") and "kernel" in path
+        ]
+        assert len([shape for shape in casts if shape[:1] == (4,)]) == len(kernels)
+        assert not set(casts) & {(16, 4, 4), (16, 2, 4), (4, 4, 16), (16, 24), (24, 16)}, "a layer's own cast"
+
+
 def test_remat_changes_no_gradient(rng, packed):
     model = make_model(dataclasses.replace(CONFIG, num_layers=2, masks=(CausalMask(),)), rng)
     inputs = (packed.tokens, packed.segment_ids, packed.positions)
@@ -103,19 +136,20 @@ def with_config(model, **changes):
     return nnx.merge(graphdef, nnx.state(model))
 
 
+def all_equations(jaxpr):
+    """The equations of a jaxpr and of all that it calls, a scan's body once."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for sub in jax.tree.leaves(value, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    yield from all_equations(sub)
+
+
 def count_equations(jaxpr, name):
-    """Equations of one primitive in a jaxpr and all that it calls, a scan's body once."""
-    inner = [
-        sub
-        for equation in jaxpr.eqns
-        for value in equation.params.values()
-        for sub in jax.tree.leaves(value, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr"))
-    ]
-    inner = [getattr(sub, "jaxpr", sub) for sub in inner]
-    inner = [sub for sub in inner if hasattr(sub, "eqns")]
-    return sum(equation.primitive.name == name for equation in jaxpr.eqns) + sum(
-        count_equations(sub, name) for sub in inner
-    )
+    """How many of them are of one primitive."""
+    return sum(equation.primitive.name == name for equation in all_equations(jaxpr))
 
 
 def gradient_jaxpr(config, activation_sharding):
@@ -213,6 +247,16 @@ def test_compile_does_not_grow_with_depth():
     shallow, deep, one_more = size_of_program(6), size_of_program(24), size_of_program(25)
     assert deep == shallow
     assert one_more > deep
+
+
+def test_unrolled_layers_are_lowered_once_for_each_mask():
+    def num_matmuls(num_layers):
+        graphdef, state = abstract(dataclasses.replace(CONFIG, num_layers=num_layers, scan_layers=False))
+        loss = lambda state, tokens: nnx.merge(graphdef, state)(tokens).sum()  # noqa: E731
+        lowered = jax.jit(jax.grad(loss)).lower(state, jax.ShapeDtypeStruct((1, 32), jnp.int32))
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    assert num_matmuls(6) == num_matmuls(2) > 0
 
 
 def test_parameters_have_the_promised_paths_and_shapes(model):

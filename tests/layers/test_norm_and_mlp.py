@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from layers import MLP, RMSNorm
+from layers.mlp import gelu, swiglu
 
 
 def test_norm_is_computed_in_float32(rng):
@@ -40,6 +41,43 @@ def test_mlp_matches_its_formula(rng, kind):
         gate = inputs @ np.asarray(mlp.gate.kernel[...], np.float64)
         hidden = gate / (1 + np.exp(-gate)) * hidden
     np.testing.assert_allclose(mlp(inputs), hidden @ down, atol=1e-6)
+
+
+def gelu_oracle(x):
+    """Value and slope in float64."""
+    z, dz = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    return x / 2 * (1 + np.tanh(z)), (1 + np.tanh(z)) / 2 + x / 2 * (1 - np.tanh(z) ** 2) * dz
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 2**-8)])
+def test_gelu_and_its_slope_match_float64_from_tail_to_tail(rng, dtype, tolerance):
+    x = np.concatenate([3 * rng.standard_normal(500), [0, -1e4, 1e4, -40, 40]])
+    x = jnp.asarray(x, dtype)
+    value, slope = gelu_oracle(np.asarray(x, np.float64))
+    actual, vjp = jax.vjp(gelu, x)
+    (gradient,) = vjp(jnp.ones_like(x))
+    assert actual.dtype == gradient.dtype == x.dtype
+    np.testing.assert_allclose(np.asarray(actual, np.float64), value, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), slope, rtol=tolerance, atol=tolerance)
+
+
+def test_swiglu_and_its_gradients_match_float64(rng):
+    gate, inputs = rng.standard_normal((2, 300)).astype(np.float32) * 4
+    gate[:2] = -1e4, 1e4
+    sigmoid = 1 / (1 + np.exp(-np.maximum(gate.astype(np.float64), -700)))
+    value, vjp = jax.vjp(swiglu, gate, inputs)
+    d_gate, d_inputs = vjp(jnp.ones_like(value))
+    np.testing.assert_allclose(value, gate * sigmoid * inputs, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(d_inputs, gate * sigmoid, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(d_gate, inputs * sigmoid * (1 + gate * (1 - sigmoid)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("activation", "num_inputs"), [(gelu, 1), (swiglu, 2)])
+def test_the_backward_pass_keeps_the_inputs_alone(activation, num_inputs):
+    inputs = [jnp.ones((4, 8), jnp.bfloat16)] * num_inputs
+    _, vjp = jax.vjp(activation, *inputs)
+    kept = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(vjp) if leaf.size > 1]
+    assert kept == [((4, 8), jnp.bfloat16)] * num_inputs
 
 
 def test_mlp_computes_in_the_compute_dtype_and_stores_in_the_parameter_dtype():

@@ -38,6 +38,12 @@ def count_densely(mask, num_heads, segment_ids) -> int:
     return int(pairs)
 
 
+def test_documents_that_are_not_kept_apart_are_one(rng):
+    segment_ids = random_segment_ids(rng)
+    together = FlopCounter(CONFIG, segment_ids.shape[1], keep_documents_apart=False)(segment_ids)
+    assert together == FlopCounter(CONFIG, segment_ids.shape[1])(np.minimum(segment_ids, 1))
+
+
 @pytest.mark.parametrize(
     "masks",
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,14 +13,13 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from kernels import Target
-from layers import GPT, ActivationSharding
 from trainer.attention_plan import attention_call, plan_attention
 from trainer.config_file import load_config
 from trainer.sharding import make_mesh
+from trainer.step import make_trainer
 
 NUM_STEPS = 60  # of the tiny config
 WINDOW_ENDS = [1, 8, 16, 20, 24, 30, 32, 40, 48, 56, 60]  # first, logs, checkpoints, evaluations
@@ -322,11 +322,15 @@ def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tm
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "failed"
 
 
-def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch):
+@pytest.mark.parametrize("keep_documents_apart", [True, False])
+def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, keep_documents_apart):
     """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
     import kernels.attention
 
     config = load_config(trainer_command.config)
+    config = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart)
+    )
     seen = []
     choose = kernels.attention.select_backend
 
@@ -336,15 +340,8 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
 
     monkeypatch.setattr(kernels.attention, "select_backend", watch)
     mesh = make_mesh(config.mesh)
-    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32)
-
-    def forward(tokens):
-        from flax import nnx
-
-        model = GPT(config.model, rngs=nnx.Rngs(0), activation_sharding=ActivationSharding(mesh))
-        return model(tokens, tokens, tokens)
-
-    jax.eval_shape(forward, tokens)
+    trainer = make_trainer(config, mesh)
+    jax.eval_shape(trainer.eval_step, trainer.abstract_state.params, trainer.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
     assert {plan.mask for plan in plan_attention(config, device)} == {repr(mask) for mask in config.model.masks}

@@ -116,6 +116,21 @@ def test_step_matches_dense_logits(rng, trainer, initial_state, train_step):
     assert_trees_close(state.params, params)
 
 
+def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_state):
+    batch = make_batch(rng)
+    one_document = batch | {
+        "segment_ids": jnp.ones_like(batch["segment_ids"]),
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH), (BATCH_SIZE, LENGTH)),
+    }
+    together = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, keep_documents_apart=False))
+    apart_step, together_step = (
+        make_trainer(config, make_mesh(MeshConfig())).eval_step for config in (CONFIG, together)
+    )
+    nats, _ = together_step(initial_state.params, batch)
+    np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document)[0], rtol=1e-6)
+    assert abs(float(nats - apart_step(initial_state.params, batch)[0])) > 1e-3
+
+
 def test_accumulation_equals_the_large_batch(rng, trainer, initial_state, train_step):
     # The rows' numbers of targets differ, so a mean of the micro-batches' means would be another number.
     batch = make_batch(rng)

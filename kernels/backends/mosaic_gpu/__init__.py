@@ -7,7 +7,6 @@ inputs, head dims up to 256, everything in the attention contract but `NumpyMask
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from jaxtyping import Array, Float
 

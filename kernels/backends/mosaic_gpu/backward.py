@@ -1,12 +1,12 @@
 """The backward kernels.
 
 `key_value_pass`: a block of keys and values stays, query tiles stream past it. Working on the transposed tile, keys as
-rows, leaves the weights and the logits' gradients in registers as the operands of dV and dK. The fused form makes dQ as
-well: the warpgroups exchange the logits' gradients through shared memory, multiply them with the keys, and add the
+rows, leaves the weights and the logits' gradients in registers as the operands of dV and dK. The fused form makes dQ,
+too: the warpgroups exchange the logits' gradients through shared memory, multiply them with the keys, and add the
 product to a float32 dQ in memory, in no fixed order. Five matmuls a tile.
 
-`query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. With a key_value_pass
-that leaves dQ out, the split form: seven matmuls a tile, the same bits in every run.
+`query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. Together with a
+`key_value_pass` that leaves dQ out, the split form: seven matmuls a tile, the same bits in every run.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
@@ -23,18 +23,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, load_vector, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs
+from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, keep_allowed
 from kernels.backends.mosaic_gpu.walk import Rows, read_row
 from kernels.call import AttentionCall
+from kernels.masks import FullMask, PrefixMask
 from kernels.tuning import MosaicBackwardTuning
 
 _LOG2_E = math.log2(math.e)
 # A step's gradients of the logits are read in the next step. A warpgroup that writes a third knows that the other has
 # read the first: it has written the second since.
 _DS_BUFFERS = 3
-import os
-NOAUTO = os.environ.get('NOAUTO')=='1'
+# Query tiles from one block's first to the next one's, where they would all have the same.
+_SHIFT = 4
 
 
 class Operands(NamedTuple):
@@ -52,15 +53,14 @@ class Operands(NamedTuple):
     pull: Float[Array, "B N T"]
 
 
-def _weights(logits, lse, call: AttentionCall, allowed, *, rows: bool):
+def _weights(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: bool):
     """Weights of a tile, and by what the soft cap shrinks the gradient of its logits (None without one)."""
     cap = call.logits_soft_cap
     to_log2, slope = _LOG2_E * (call.scale if cap is None else cap), None
     if cap is not None:
         logits = jnp.tanh(logits * (call.scale / cap))
         slope = 1 - logits * logits
-    if allowed is not None:
-        logits = jnp.where(allowed(logits.shape), logits, -jnp.inf)
+    logits = keep_allowed(logits, is_partial, allowed)
     return jnp.exp2(logits * to_log2 - _spread(lse, logits.shape, rows=rows)), slope
 
 
@@ -96,7 +96,7 @@ def key_value_pass(
       interpret: parameters of Pallas's interpreter, or None.
       fused: whether to make dQ.
     """
-    batch, q_len, num_heads, head_dim = operands.query.shape
+    batch, _, _, head_dim = operands.query.shape
     _, kv_len, num_kv_heads, value_dim = operands.value.shape
     dtype = operands.query.dtype
     num_warpgroups, block_q, block_kv, num_stages = (
@@ -105,14 +105,17 @@ def key_value_pass(
         tuning.block_kv,
         tuning.num_stages,
     )
-    num_rows = kv_len // block_kv
-    # Warpgroups share the work on dK and dV by keys, or where a row of both fills a thread's registers, by columns; each
-    # then weighs all of the tile for itself.
+    num_rows = pl.cdiv(kv_len, block_kv)
+    # Warpgroups share the work on dK and dV by keys, or where a row of both fills a thread's registers, by columns;
+    # each then weighs all of the tile for itself.
     by_cols = tuning.split_columns
     num_parts = num_warpgroups if by_cols else 1
     # And that on a tile of dQ by its rows, where there are enough, or else by columns.
     dq_by_rows = not by_cols and block_q == ROWS * num_warpgroups
     dq_cols = head_dim if dq_by_rows else head_dim // num_warpgroups
+
+    # Blocks that begin with the same query tile would all add to the same part of dQ at once.
+    same_start = isinstance(call.mask, (FullMask, PrefixMask)) and all(x is None for x in tokens)
 
     given = {name: x for name, x in {"tiles": rows.tiles, **tokens._asdict()}.items() if x is not None}
 
@@ -126,7 +129,7 @@ def key_value_pass(
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
         b, kv_head, j = (jax.lax.axis_index(name) for name in ("batch", "head", "row"))
         warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, j)
+        row = read_row(bounds_ref, optional.get("tiles"), b, j, shift=j * _SHIFT if same_start else None)
 
         @pl.when(warpgroup == num_warpgroups)
         def _load():
@@ -167,7 +170,7 @@ def key_value_pass(
             plgpu.barrier_wait(v_ready)
 
             def accumulate(dk_acc, dv_acc):
-                def visit(rank, last, *, member, masked):
+                def visit(rank, last, *, member):
                     head = kv_head * call.group_size + member
                     step = member * row.num_tiles + rank
                     slot = jax.lax.rem(step, num_stages)
@@ -182,16 +185,16 @@ def key_value_pass(
                         lse = load_vector(lse_smem.at[slot], rows=False)
                         allowed = functools.partial(
                             allowed_pairs, call, token_refs, b, tile * block_q, j * block_kv + first_key,
-                            kv_padded=kv_len > call.kv_len, transposed=True,
+                            kv_padded=call.kv_len % block_kv != 0, transposed=True,
                         )  # fmt: skip
-                        weights, slope = _weights(logits, lse, call, allowed if masked else None, rows=False)
+                        weights, slope = _weights(logits, lse, call, rank < row.num_partial, allowed, rows=False)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         pull = load_vector(pull_smem.at[slot], rows=False)
                         d_logits = weights * (dp - _spread(pull, dp.shape, rows=False))
                         d_logits = d_logits if slope is None else d_logits * slope
                         return weights.astype(dtype), d_logits.astype(dtype)
 
-                    logits_type = plgpu.ACC((ROWS, block_q), jnp.float32)
+                    logits_type = accumulator(block_q)
                     weights, d_logits = pl.run_scoped(weigh, logits_type, logits_type)
 
                     if not fused:
@@ -219,7 +222,7 @@ def key_value_pass(
                     plgpu.barrier_arrive(free.at[slot])
                     return tile, head
 
-                dq_type = plgpu.ACC((ROWS, dq_cols), jnp.float32)
+                dq_type = accumulator(dq_cols)
 
                 def start_dq(dq_acc, step):
                     ds = ds_smem.at[jax.lax.rem(step + _DS_BUFFERS, _DS_BUFFERS)]
@@ -237,10 +240,7 @@ def key_value_pass(
                     plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_part, predicate, reduction_op="add")
 
                 def visit_all(member, last):
-                    for start, stop, masked in ((0, row.num_partial, True), (row.num_partial, row.num_tiles, False)):
-                        visit_one = functools.partial(visit, member=member, masked=masked)
-                        last = jax.lax.fori_loop(start, stop, visit_one, last)
-                    return last
+                    return jax.lax.fori_loop(0, row.num_tiles, functools.partial(visit, member=member), last)
 
                 last = jax.lax.fori_loop(0, call.group_size, visit_all, (jnp.int32(0), jnp.int32(0)))
                 if fused:
@@ -276,32 +276,32 @@ def key_value_pass(
 
             pl.run_scoped(
                 accumulate,
-                plgpu.ACC((ROWS, head_dim // num_parts), jnp.float32),
-                plgpu.ACC((ROWS, value_dim // num_parts), jnp.float32),
+                accumulator(head_dim // num_parts),
+                accumulator(value_dim // num_parts),
             )
 
-    scratch = dict(
-        k_smem=matrix(block_kv, head_dim, dtype=dtype),
-        v_smem=matrix(block_kv, value_dim, dtype=dtype),
-        q_smem=matrix(num_stages, block_q, head_dim, dtype=dtype),
-        do_smem=matrix(num_stages, block_q, value_dim, dtype=dtype),
-        lse_smem=vector(num_stages, block_q),
-        pull_smem=vector(num_stages, block_q),
-        k_ready=plgpu.Barrier(),
-        v_ready=plgpu.Barrier(),
-        q_ready=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-        do_ready=plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-        free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-        done=plgpu.Barrier(num_arrivals=num_warpgroups),
-    )
+    scratch = {
+        "k_smem": matrix(block_kv, head_dim, dtype=dtype),
+        "v_smem": matrix(block_kv, value_dim, dtype=dtype),
+        "q_smem": matrix(num_stages, block_q, head_dim, dtype=dtype),
+        "do_smem": matrix(num_stages, block_q, value_dim, dtype=dtype),
+        "lse_smem": vector(num_stages, block_q),
+        "pull_smem": vector(num_stages, block_q),
+        "k_ready": plgpu.Barrier(),
+        "v_ready": plgpu.Barrier(),
+        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
+        "done": plgpu.Barrier(num_arrivals=num_warpgroups),
+    }
     if interpret is not None:
         scratch["spare"] = matrix(num_warpgroups, ROWS, block_q, dtype=dtype)
     if fused:
-        scratch |= dict(
-            ds_smem=matrix(_DS_BUFFERS, block_kv, block_q, dtype=dtype),
-            dq_smem=matrix(num_warpgroups, ROWS, dq_cols, dtype=jnp.float32),
-            ds_ready=plgpu.Barrier(num_arrivals=num_warpgroups),
-        )
+        scratch |= {
+            "ds_smem": matrix(_DS_BUFFERS, block_kv, block_q, dtype=dtype),
+            "dq_smem": matrix(num_warpgroups, ROWS, dq_cols, dtype=jnp.float32),
+            "ds_ready": plgpu.Barrier(num_arrivals=num_warpgroups),
+        }
     run = plgpu.kernel(
         kernel,
         out_type=(
@@ -313,7 +313,7 @@ def key_value_pass(
         grid_names=("row", "head", "batch"),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=NOAUTO),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     inputs = (*operands, rows.bounds, *given.values())
@@ -337,11 +337,11 @@ def query_pass(
       interpret: parameters of Pallas's interpreter, or None.
     """
     batch, q_len, num_heads, head_dim = operands.query.shape
-    _, kv_len, _, value_dim = operands.value.shape
+    value_dim = operands.value.shape[-1]
     dtype = operands.query.dtype
     num_warpgroups, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
     block_q = ROWS * num_warpgroups
-    num_rows = q_len // block_q
+    num_rows = pl.cdiv(q_len, block_q)
 
     given = {name: x for name, x in {"tiles": rows.tiles, **tokens._asdict()}.items() if x is not None}
 
@@ -388,7 +388,8 @@ def query_pass(
             pull = load_vector(pull_smem.at[warpgroup], rows=True)
 
             def accumulate(dq_acc):
-                def visit(step, *, masked):
+                @pl.loop(0, row.num_tiles)
+                def _(step):
                     slot = jax.lax.rem(step, num_stages)
                     k, v = k_smem.at[slot], v_smem.at[slot]
 
@@ -400,27 +401,25 @@ def query_pass(
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                         allowed = functools.partial(
                             allowed_pairs, call, token_refs, b, q_first, row.tile(step) * block_kv,
-                            kv_padded=kv_len > call.kv_len, transposed=False,
+                            kv_padded=call.kv_len % block_kv != 0, transposed=False,
                         )  # fmt: skip
-                        weights, slope = _weights(logits, lse, call, allowed if masked else None, rows=True)
+                        weights, slope = _weights(logits, lse, call, step < row.num_partial, allowed, rows=True)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
                         d_logits = weights * (dp - _spread(pull, dp.shape, rows=True))
                         return (d_logits if slope is None else d_logits * slope).astype(dtype)
 
-                    logits_type = plgpu.ACC((ROWS, block_kv), jnp.float32)
+                    logits_type = accumulator(block_kv)
                     d_logits = pl.run_scoped(weigh, logits_type, logits_type)
                     multiply(dq_acc, d_logits, k, my_spare)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(free.at[slot])
 
-                pl.loop(0, row.num_partial)(functools.partial(visit, masked=True))
-                pl.loop(row.num_partial, row.num_tiles)(functools.partial(visit, masked=False))
                 q[...] = (plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q, dq_ref.at[b, q_rows, head])
                 plgpu.wait_smem_to_gmem(0)
 
-            pl.run_scoped(accumulate, plgpu.ACC((ROWS, head_dim), jnp.float32))
+            pl.run_scoped(accumulate, accumulator(head_dim))
 
     run = plgpu.kernel(
         kernel,

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs
+from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, keep_allowed
 from kernels.backends.mosaic_gpu.walk import Rows, read_row
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicForwardTuning
@@ -46,7 +46,8 @@ def forward(
     """Output and lse of arrays padded to whole tiles and whole head dims.
 
     Args:
-      query, key, value, tokens: padded.
+      query: of a length that is a multiple of 64 (in the interpreter: of the tuning's block).
+      key, value, tokens: of lengths that are multiples of the tuning's blocks.
       sinks: float32.
       rows: the key/value tiles of each block of query rows.
       call: the call, with the lengths before padding.
@@ -61,7 +62,7 @@ def forward(
         tuning.block_kv,
         tuning.num_stages,
     )
-    num_rows = q_len // block_q
+    num_rows = pl.cdiv(q_len, block_q)
     soft_cap = call.logits_soft_cap
     # Of the accumulator's numbers: what brings them to units of log₂.
     to_log2 = _LOG2_E * (call.scale if soft_cap is None else soft_cap)
@@ -69,8 +70,26 @@ def forward(
     given = {"tiles": rows.tiles, "sinks": sinks, **tokens._asdict()}
     given = {name: array for name, array in given.items() if array is not None}
 
-    def kernel(query_ref, key_ref, value_ref, bounds_ref, *refs, q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turn, o_smem=None, spare=None):
-        optional = dict(zip(given, refs))
+    def kernel(
+        query_ref,
+        key_ref,
+        value_ref,
+        bounds_ref,
+        *refs,
+        q_smem,
+        k_smem,
+        v_smem,
+        lse_smem,
+        q_ready,
+        k_ready,
+        v_ready,
+        k_free,
+        v_free,
+        turn,
+        o_smem=None,
+        spare=None,
+    ):
+        optional = dict(zip(given, refs, strict=False))
         output_ref, lse_ref = refs[len(given) :]
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
 
@@ -94,7 +113,7 @@ def forward(
                     (key_ref, k_smem, k_ready, k_free),
                     (value_ref, v_smem, v_ready, v_free),
                 ):
-                    pl.when(step >= num_stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
+                    pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     plgpu.copy_gmem_to_smem(ref.at[b, tile, kv_head], smem.at[slot], ready.at[slot])
 
             # Whoever waits at a barrier must see each of its completions, the last ones, too.
@@ -122,19 +141,27 @@ def forward(
             if tuning.take_turns:
                 pl.when(warpgroup == num_warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-            def softmax(logits, step, peak, total, *, masked):
+            def softmax(logits, step, peak, total):
                 """Weights of a tile, and the running maximum and sum with it; by what all before it shrinks."""
                 if soft_cap is not None:
                     logits = jnp.tanh(logits * (call.scale / soft_cap))
-                if masked:
-                    pairs = functools.partial(allowed_pairs, call, token_refs, b, q_first, row.tile(step) * block_kv)
-                    logits = jnp.where(pairs(logits.shape, kv_padded=key.shape[1] > call.kv_len, transposed=False), logits, -jnp.inf)
+                allowed = functools.partial(
+                    allowed_pairs,
+                    call,
+                    token_refs,
+                    b,
+                    q_first,
+                    row.tile(step) * block_kv,
+                    kv_padded=call.kv_len % block_kv != 0,
+                    transposed=False,
+                )
+                logits = keep_allowed(logits, step < row.num_partial, allowed)
                 new_peak = jnp.maximum(peak, logits.max(axis=1) * to_log2)
                 weights = jnp.exp2(logits * to_log2 - jax.lax.broadcast_in_dim(new_peak, logits.shape, [0]))
                 shrink = jnp.exp2(peak - new_peak)
                 return weights, new_peak, total * shrink + weights.sum(axis=1), shrink
 
-            def first_tile(logits_acc, *, masked):
+            def first_tile(logits_acc):
                 plgpu.barrier_wait(k_ready.at[0])
                 my_turn()
                 plgpu.wgmma(logits_acc, q, k_smem.at[0].transpose((1, 0)))
@@ -143,7 +170,7 @@ def forward(
                 plgpu.barrier_arrive(k_free.at[0])
                 peak = plgpu.layout_cast(jnp.full((ROWS,), _INITIAL_MAX, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-                weights, peak, total, _ = softmax(logits, 0, peak, total, masked=masked)
+                weights, peak, total, _ = softmax(logits, 0, peak, total)
                 output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
                 return weights.astype(query.dtype), peak, total, output
 
@@ -162,9 +189,9 @@ def forward(
                 return plgpu.wgmma_accumulator_load(acc, wait_n=0) if interpret is None else output + product
 
             def attend(acc):
-                logits_type = plgpu.ACC((ROWS, block_kv), jnp.float32)
+                logits_type = accumulator(block_kv)
 
-                def visit(step, carry, *, masked):
+                def visit(step, carry):
                     weights, peak, total, output = carry
                     slot, last_slot = jax.lax.rem(step, num_stages), jax.lax.rem(step - 1, num_stages)
 
@@ -177,7 +204,7 @@ def forward(
                         next_turn()
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                         plgpu.barrier_arrive(k_free.at[slot])
-                        new_weights, new_peak, new_total, shrink = softmax(logits, step, peak, total, masked=masked)
+                        new_weights, new_peak, new_total, shrink = softmax(logits, step, peak, total)
                         new_output = total_output(acc, product, output)
                         plgpu.barrier_arrive(v_free.at[last_slot])
                         new_output = new_output * jax.lax.broadcast_in_dim(shrink, new_output.shape, [0])
@@ -187,12 +214,8 @@ def forward(
 
                     return pl.run_scoped(tile, logits_type)
 
-                has_mask = True
-                carry = pl.run_scoped(functools.partial(first_tile, masked=has_mask), logits_type)
-                carry = jax.lax.fori_loop(1, jnp.maximum(row.num_partial, 1), functools.partial(visit, masked=True), carry)
-                carry = jax.lax.fori_loop(
-                    jnp.maximum(row.num_partial, 1), row.num_tiles, functools.partial(visit, masked=False), carry
-                )
+                carry = pl.run_scoped(first_tile, logits_type)
+                carry = jax.lax.fori_loop(1, row.num_tiles, visit, carry)
                 weights, peak, total, output = carry
                 slot = jax.lax.rem(row.num_tiles - 1, num_stages)
                 plgpu.barrier_wait(v_ready.at[slot])
@@ -218,18 +241,24 @@ def forward(
 
             def send():
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem.at[warpgroup], output_ref.at[b, q_rows, head])
-                plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, head, q_rows])
+                # Nothing keeps a copy from writing past the end of a dimension that isn't the array's last.
+                exists = None if q_len % block_q == 0 else q_first < q_len
+                plgpu.copy_smem_to_gmem(o_smem.at[warpgroup], output_ref.at[b, q_rows, head], exists)
+                plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[b, head, q_rows], exists)
                 plgpu.wait_smem_to_gmem(0)
 
             plgpu.barrier_wait(q_ready.at[warpgroup])
-            acc_type = plgpu.ACC((ROWS, value_dim), jnp.float32)
+            acc_type = accumulator(value_dim)
             pl.when(row.num_tiles > 0)(lambda: pl.run_scoped(attend, acc_type))
 
             @pl.when(row.num_tiles == 0)
             def _():
-                o_smem.at[warpgroup][...] = plgpu.layout_cast(jnp.zeros((ROWS, value_dim), query.dtype), plgpu.Layout.WGMMA)
-                lse_smem.at[warpgroup][...] = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+                o_smem.at[warpgroup][...] = plgpu.layout_cast(
+                    jnp.zeros((ROWS, value_dim), query.dtype), plgpu.Layout.WGMMA
+                )
+                lse_smem.at[warpgroup][...] = plgpu.layout_cast(
+                    jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1)
+                )
                 send()
 
             if tuning.take_turns:

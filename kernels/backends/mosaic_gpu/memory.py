@@ -10,7 +10,7 @@ ROWS = 64
 """Rows of a warpgroup's matmul."""
 
 
-def matrix(*shape: int, dtype) -> plgpu.SMEM:
+def matrix(*shape: int, dtype):
     """A stack of matrices `[..., rows, columns]`, tiled and swizzled for the tensor cores."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next(size for size in (128, 64, 32) if shape[-1] * itemsize % size == 0)
@@ -18,15 +18,20 @@ def matrix(*shape: int, dtype) -> plgpu.SMEM:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def vector(*shape: int) -> plgpu.SMEM:
+def vector(*shape: int):
     """A stack of float32 vectors `[..., rows]`."""
     return plgpu.SMEM(shape, jnp.float32)
 
 
+def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
+    """A warpgroup's float32 accumulator `[64, num_columns]`."""
+    return plgpu.WGMMAAccumulatorRef((ROWS, num_columns), jnp.float32)
+
+
 def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
-    """Loads a vector from shared memory, or from global, as a matrix's column of rows, or else as its row of columns."""
+    """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
     layout = plgpu.Layout.WGMMA.reduce(1 if rows else 0)
-    return plgpu.load(ref, layout=layout, optimized=shared)
+    return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
 def multiply(acc, a, b, spare) -> None:

@@ -13,7 +13,9 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import Operands, key_value_pass, query_pass
 from kernels.backends.mosaic_gpu.forward import forward
+from kernels.backends.mosaic_gpu.memory import ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
+from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
 from kernels.backends.mosaic_gpu.walk import make_rows
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.tuning import MosaicGpuTuning
@@ -43,8 +45,15 @@ def attend(
 def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: AttentionCall):
     how = tuning.forward_tiles
     assert how is not None
+    # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
+    query, key, value = (
+        _padded(x, block, padded_head_dim(x.shape[-1]))
+        for x, block in _matrices(inputs, how.block_q if tuning.interpret else ROWS, how.block_kv)
+    )
     output, lse = forward(
-        *(_padded(x, block) for x, block in _matrices(inputs, how.block_q, how.block_kv)),
+        query,
+        key,
+        value,
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
         tokens=Tokens.of(inputs, how.block_q, how.block_kv),
         rows=make_rows(inputs, call, how.block_q, how.block_kv),
@@ -72,14 +81,16 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     def operands(block_q: int, block_kv: int) -> Operands:
         width = max(padded_head_dim(call.head_dim), padded_head_dim(call.value_dim))
         width = next(w for w in (64, 128, 256) if width <= w)
-        query, key, value = (_padded(x, block, width) for x, block in _matrices(inputs, block_q, block_kv))
+        query, key, value, d_out = (
+            _padded(x, block, width) for x, block in (*_matrices(inputs, block_q, block_kv), (d_output, block_q))
+        )
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(attends, lse * _LOG2_E, _HUGE_LSE)
         return Operands(
             query,
             key,
             value,
-            _padded(d_output, block_q, width),
+            d_out,
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(pull, row_padding),
         )
@@ -89,8 +100,10 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
         tokens = Tokens.of(inputs, block_q, block_kv)
         return kernel(operands(block_q, block_kv), tokens, rows, call, how, _interpreter(tuning))
 
-    fused = tuning.backward == "fused" or (tuning.backward is None and not how.split_columns and not tuning.interpret)
-    d_key, d_value, d_query = run(functools.partial(key_value_pass, fused=fused), how.block_q, how.block_kv, transposed=True)
+    fused = (tuning.backward or fastest_backward(call)) == "fused" and not tuning.interpret
+    d_key, d_value, d_query = run(
+        functools.partial(key_value_pass, fused=fused), how.block_q, how.block_kv, transposed=True
+    )
     if d_query is None:
         d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
     else:
@@ -112,10 +125,9 @@ def _matrices(inputs: AttentionInputs, block_q: int, block_kv: int):
     return (inputs.query, block_q), (inputs.key, block_kv), (inputs.value, block_kv)
 
 
-def _padded(x: Float[Array, "B L N H"], block: int, width: int | None = None) -> Float[Array, "B L2 N H2"]:
-    """Fills the last tile, and the head dim up to what the tensor cores take, with zeros."""
+def _padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
+    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
     length, head_dim = x.shape[1], x.shape[3]
-    width = padded_head_dim(head_dim) if width is None else width
     padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
@@ -126,4 +138,4 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def _interpreter(tuning: MosaicGpuTuning):
-    return plgpu.InterpretGPUParams() if tuning.interpret else None
+    return plgpu.InterpretGPUParams() if tuning.interpret else None  # type: ignore[attr-defined]  # new in JAX 0.11

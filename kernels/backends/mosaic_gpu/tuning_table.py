@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
@@ -18,6 +19,13 @@ def forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     else:
         best = MosaicForwardTuning(num_warpgroups=2, block_kv=64)
     return dataclasses.replace(best, heads_first=call.q_len <= 8192)
+
+
+def fastest_backward(call: AttentionCall) -> Literal["fused", "split"]:
+    """The backward's faster form."""
+    widest = max(call.head_dim, call.value_dim)
+    # The fused one's passes over a float32 dQ cost more than they save on short sequences.
+    return "split" if widest > 128 or (widest > 64 and call.q_len <= 8192) else "fused"
 
 
 def backward_tiles(call: AttentionCall) -> MosaicBackwardTuning:

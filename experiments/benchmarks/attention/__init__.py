@@ -1,0 +1,1 @@
+"""Times attention: named cases × backends × direction, interleaved in one process."""

@@ -1,0 +1,128 @@
+"""The named inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels import CausalMask, FullMask, LocalMask, Mask, count_allowed_pairs
+
+Direction = Literal["forward", "forward_backward"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of one attention.
+
+    Attributes:
+      document_length: of packed documents: the median of their lengths, in tokens; None for one document.
+      document_spread: standard deviation of the lengths' logarithm; 0 for documents of one length.
+    """
+
+    batch: int
+    length: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mask: Mask
+    dtype: str = "bfloat16"
+    document_length: int | None = None
+    document_spread: float = 0.0
+
+
+CAUSAL, WINDOW_1024, WINDOW_4096 = CausalMask(), LocalMask(1023, 0), LocalMask(4095, 0)
+
+CASES = {
+    "causal": Case(1, 32_768, 4, 4, 64, CAUSAL, "float32"),
+    "window_1024": Case(1, 32_768, 4, 4, 64, WINDOW_1024, "float32"),
+    "window_1024_131k": Case(1, 131_072, 4, 4, 64, WINDOW_1024, "float32"),
+    "gpt2_causal": Case(1, 32_768, 12, 12, 64, CAUSAL),
+    "gpt2_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
+    "1x2x32768x32": Case(1, 32_768, 2, 2, 32, CAUSAL),
+    "1x2x32768x64": Case(1, 32_768, 2, 2, 64, CAUSAL),
+    "1x2x32768x128": Case(1, 32_768, 2, 2, 128, CAUSAL),
+    "4x24x4096x64": Case(4, 4096, 24, 24, 64, CAUSAL),
+    "4x24x4096x128": Case(4, 4096, 24, 24, 128, CAUSAL),
+    "1x16x32768x128": Case(1, 32_768, 16, 16, 128, CAUSAL),
+    "1x16x32768x128_full": Case(1, 32_768, 16, 16, 128, FullMask()),
+    "1x32/8x32768x128": Case(1, 32_768, 32, 8, 128, CAUSAL),
+    "1x12x32768x64": Case(1, 32_768, 12, 12, 64, CAUSAL),
+    "1x16/2x32768x256": Case(1, 32_768, 16, 2, 256, CAUSAL),
+    "1x16x32768x128_window_4096": Case(1, 32_768, 16, 16, 128, WINDOW_4096),
+    "1x16x32768x128_documents_4096": Case(1, 32_768, 16, 16, 128, CAUSAL, document_length=4096),
+    "1x16x32768x128_documents": Case(1, 32_768, 16, 16, 128, CAUSAL, document_length=4096, document_spread=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A case with fresh random inputs.
+
+    Attributes:
+      arrays: query, key, value and d_output.
+      segment_ids: int32 `[batch, length]`, or None for one document.
+      num_pairs: pairs that mask and documents allow, over all heads and the batch.
+    """
+
+    case: Case
+    length: int
+    arrays: dict[str, jax.Array]
+    segment_ids: np.ndarray | None
+    num_pairs: int
+
+    def flops(self, direction: Direction | Literal["backward"]) -> float:
+        """Of the pairs allowed; a backward counts as 2.5 forwards."""
+        factor = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}[direction]
+        return factor * 4 * self.case.head_dim * self.num_pairs
+
+
+def make_problem(case: Case, length: int | None = None) -> Problem:
+    """Draws the inputs of a case, at its own length or another."""
+    length = case.length if length is None else length
+    rng = np.random.default_rng()
+    shapes = dict.fromkeys(("query", "d_output"), (case.batch, length, case.num_heads, case.head_dim))
+    shapes |= dict.fromkeys(("key", "value"), (case.batch, length, case.num_kv_heads, case.head_dim))
+    arrays = {name: _normal(rng, shape, case.dtype) for name, shape in shapes.items()}
+    if case.document_length is None:
+        num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, length), None
+    else:
+        documents = [_document_lengths(case, length, rng) for _ in range(case.batch)]
+        segment_ids = np.stack([np.repeat(np.arange(len(x)), x) for x in documents]).astype(np.int32)
+        # The masks of these cases depend on distances alone, so that each document is a sequence of its own.
+        assert case.mask.translation_invariant
+        num_pairs = sum(count_allowed_pairs(case.mask, int(n), int(n)) for x in documents for n in x)
+    return Problem(case, length, arrays, segment_ids, num_pairs * case.num_heads)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    key = jax.random.key(int(rng.integers(1 << 31)))
+    return jax.random.normal(key, shape, jnp.dtype(dtype))
+
+
+def _document_lengths(case: Case, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Lengths that fill a sequence; the last document is cut off."""
+    assert case.document_length is not None
+    drawn = np.exp(rng.normal(math.log(case.document_length), case.document_spread, length)).astype(np.int64)
+    ends = np.minimum(np.cumsum(np.maximum(drawn, 1)), length)
+    return np.diff(np.unique(np.concatenate([[0], ends])))
+
+
+def known_cases(names: tuple[str, ...]) -> dict[str, Case]:
+    """The cases of these names.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if unknown := set(names) - set(CASES):
+        raise ValueError(f"unknown cases {sorted(unknown)}; expected some of {', '.join(CASES)}")
+    return {name: CASES[name] for name in names}
+
+
+def describe(case: Case) -> dict[str, Any]:
+    """A case as JSON."""
+    return {**{name: getattr(case, name) for name in case.__dataclass_fields__}, "mask": repr(case.mask)}

@@ -1,0 +1,155 @@
+"""One workload, compiled, timed and traced in this process.
+
+    python -m experiments.benchmarks.train_throughput.measure '{"workload": "124m_32k", "trace": true, "fields": {}}'
+
+prints one line of JSON, the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
+from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
+from trainer.attention_plan import plan_attention
+from trainer.compilation import compile_in_stages, lower_in_stages
+from trainer.compile.hlo import parse_module
+from trainer.config import TrainConfig
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.flops import FlopCounter, device_peak
+from trainer.record import installed_versions, measured_memory
+from trainer.sharding import batch_sharding, make_mesh
+from trainer.step import StepMetrics, TrainState, make_trainer
+
+# In a CUDA graph the profiler names the graph, not the instruction, for every kernel.
+_WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
+
+
+def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) -> dict[str, Any]:
+    """Trains for some steps and returns the row, of JSON's types.
+
+    Its `breakdown` is None where no trace was asked for, or the profiler saw no GPU.
+
+    Args:
+      name: for the row.
+      workload: its batches and numbers of steps.
+      config: `workload.config()`, or that with something replaced.
+      trace: whether to trace some more steps, for the breakdown.
+
+    Raises:
+      UserMistake: an attention backend that can't serve the call.
+      TrainingFailed: the loss or the gradient isn't finite.
+    """
+    mesh = make_mesh(config.mesh)
+    device = mesh.devices.flat[0]
+    attention = plan_attention(config, device)
+    trainer = make_trainer(config, mesh)
+    state = trainer.init_state()
+    rng = np.random.default_rng()
+    host_batches = [workload.batch(config.model.vocab_size, rng) for _ in range(workload.num_batches)]
+    batches = itertools.cycle([jax.device_put(batch, batch_sharding(mesh)) for batch in host_batches])
+    train_step, report = compile_in_stages(
+        trainer.train_step, trainer.abstract_state, trainer.abstract_batch, name="train_step"
+    )
+
+    def run(step: Any, state: TrainState, num_steps: int) -> tuple[TrainState, StepMetrics, float]:
+        """Steps from idle device to idle device, and the seconds of one."""
+        begun = time.perf_counter()
+        for _ in range(num_steps):
+            state, metrics = step(state, next(batches))
+        jax.block_until_ready(state)
+        return state, metrics, (time.perf_counter() - begun) / num_steps
+
+    # The first step loads the program and takes the device's memory; of steps of minutes that doesn't matter.
+    is_long = workload.num_windows * workload.steps_per_window == 1
+    if not is_long:
+        state, _, _ = run(train_step, state, 1)
+    windows = []
+    for _ in range(workload.num_windows):
+        state, metrics, seconds = run(train_step, state, workload.steps_per_window)
+        windows.append(seconds)
+    if not metrics.finite:
+        raise TrainingFailed(f"{name}: loss {float(metrics.loss)}, gradient norm {float(metrics.grad_norm)}")
+    memory = measured_memory(device)
+    breakdown = None
+    if trace and workload.num_traced_steps:
+        lowering = lower_in_stages(trainer.train_step, trainer.abstract_state, trainer.abstract_batch)
+        traced_step = lowering.lowered.compile(_WITHOUT_GRAPHS)
+        state, _, _ = run(traced_step, state, 1)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                state, _, traced_s = run(traced_step, state, workload.num_traced_steps)
+            kernels = read_kernels(Path(folder))
+        if kernels:
+            breakdown = break_down(kernels, parse_module(traced_step.as_text() or ""), workload.num_traced_steps)
+
+    step_s = statistics.median(windows)
+    counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
+    flops = [counter(batch["segment_ids"]) for batch in host_batches]
+    peak = device_peak(device, config.model.compute_dtype)
+    return {
+        "workload": name,
+        "tokens_per_s": config.batch_size * config.sequence_length / step_s,
+        "step_s": step_s,
+        "fastest_step_s": min(windows),
+        "slowest_step_s": max(windows),
+        "mfu_causal": statistics.mean(step.causal for step in flops) / step_s / peak.flops_per_s,
+        "mfu_noncausal": statistics.mean(step.noncausal for step in flops) / step_s / peak.flops_per_s,
+        "device_peak_bytes": memory["device_peak_bytes"],
+        "num_parameters": trainer.num_parameters,
+        "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
+        "loss": float(metrics.loss),
+        "attention": [plan.backend for plan in attention],
+        "config": {
+            "sequence_length": config.sequence_length,
+            "implementation": config.model.implementation,
+            "remat": config.model.remat,
+            "scan_layers": config.model.scan_layers,
+            "loss_chunk_size": config.loss.chunk_size,
+        },
+        "compile": report.to_json(),
+        "breakdown": None if breakdown is None else breakdown.to_json() | {"traced_step_s": traced_s},
+        "device": device.device_kind,
+        "versions": installed_versions(("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def override(config: TrainConfig, **fields: Any) -> TrainConfig:
+    """The config with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    chunk_size = given.pop("chunk_size", config.loss.chunk_size)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, **given),
+        loss=dataclasses.replace(config.loss, chunk_size=chunk_size),
+    )
+
+
+def main(request: str) -> int:
+    """Measures what a JSON object asks for, prints the row and returns the exit status."""
+    asked = json.loads(request)
+    workload = WORKLOADS[asked["workload"]]
+    try:
+        config = override(workload.config(), **asked["fields"])
+        print(json.dumps(measure(asked["workload"], workload, config, trace=asked["trace"])))
+    except (UserMistake, TrainingFailed, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1 if isinstance(error, TrainingFailed) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,71 @@
+"""The tables of a run, and the figures of other trainers that it is compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from experiments.benchmarks.train_throughput.breakdown import PARTS
+from trainer.console import format_bytes
+from trainer.errors import UserMistake
+
+
+def read_baselines(path: Path) -> dict[str, float]:
+    """The best tokens per second of each tag in a file of JSON lines that hold `tag` and `tok_s`.
+
+    Raises:
+      UserMistake: it can't be read, or has another form.
+    """
+    best: dict[str, float] = {}
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            run = json.loads(line)
+            best[run["tag"]] = max(best.get(run["tag"], 0.0), float(run["tok_s"]))
+    except OSError as error:
+        raise UserMistake(f"--baseline {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        expected = '{"tag": "gpt2_124m_32k", "tok_s": 150000}'
+        raise UserMistake(f"--baseline {path}: expected lines of JSON such as {expected}, got {error!r}") from error
+    return best
+
+
+def throughput_table(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> Table:
+    """One line for each workload.
+
+    Args:
+      rows: from `measure`.
+      baselines: tokens per second to compare with, by workload.
+    """
+    table = Table(
+        "workload", "attention", "tokens/s", "× baseline", "step", "MFU causal", "noncausal", "peak memory", "compile"
+    )
+    for row in rows:
+        baseline = baselines.get(row["workload"])
+        stages = row["compile"]
+        table.add_row(
+            row["workload"],
+            ", ".join(dict.fromkeys(row["attention"])),
+            f"{row['tokens_per_s']:,.0f}",
+            "" if baseline is None else f"{row['tokens_per_s'] / baseline:.3f}",
+            f"{row['step_s'] * 1e3:,.1f} ms",
+            f"{row['mfu_causal']:.1%}",
+            f"{row['mfu_noncausal']:.1%}",
+            "" if row["device_peak_bytes"] is None else format_bytes(row["device_peak_bytes"]),
+            f"{stages['trace_s'] + stages['lower_s'] + stages['compile_s']:.1f} s",
+        )
+    return table
+
+
+def breakdown_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Milliseconds of a step by part, a column for each workload that was traced."""
+    traced = [row for row in rows if row["breakdown"] is not None]
+    table = Table("ms of a step", *(row["workload"] for row in traced))
+    for part in PARTS:
+        table.add_row(part, *(f"{row['breakdown']['parts_ms'][part]:.2f}" for row in traced))
+    table.add_row("idle", *(f"{row['breakdown']['idle_ms']:.2f}" for row in traced), end_section=True)
+    table.add_row("traced step", *(f"{row['breakdown']['traced_step_s'] * 1e3:.2f}" for row in traced))
+    return table

@@ -1,0 +1,101 @@
+"""The named training workloads: a config, the documents in its sequences, and how many steps are timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from experiments import gpt_1b_32k, gpt_32k
+from layers.config import RematPolicy
+from trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One sequence to a step, of random tokens: throughput doesn't depend on what they are."""
+
+    model: str
+    """Key of MODELS."""
+    sequence_length: int
+    document_length: int | None = None
+    """Median length of packed documents, kept apart; None: a sequence is one document."""
+    num_batches: int = 1
+    """Batches that the steps take in turn; a multiple of it should make a window."""
+    remat: RematPolicy | None = None
+    """None: the experiment's own."""
+    num_windows: int = 5
+    """Timed windows, of which the median counts."""
+    steps_per_window: int = 4
+    num_traced_steps: int = 3
+    """Steps that the breakdown is a mean over; 0: none, for steps of many seconds."""
+    peer: str | None = None
+    """Tag of nanoGPT's run of this model and length, which knows no documents."""
+
+    def config(self) -> TrainConfig:
+        """What is trained."""
+        base = MODELS[self.model]()
+        return dataclasses.replace(
+            base,
+            sequence_length=self.sequence_length,
+            batch_size=1,
+            gradient_accumulation=1,
+            model=base.model if self.remat is None else dataclasses.replace(base.model, remat=self.remat),
+            data=dataclasses.replace(base.data, keep_documents_apart=self.document_length is not None),
+        )
+
+    def batch(self, vocab_size: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        """A batch as `trainer.data` makes them, of fresh random tokens."""
+        tokens = rng.integers(0, vocab_size, (1, self.sequence_length + 1), np.int32)
+        segment_ids, positions = pack(self.document_lengths(rng))
+        return {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "target_mask": np.ones((1, self.sequence_length), bool),
+            "segment_ids": segment_ids[None],
+            "positions": positions[None],
+        }
+
+    def document_lengths(self, rng: np.random.Generator) -> list[int]:
+        """Lengths that add up to the sequence's, log-normal with deviation 0.5 around the median; the last is cut."""
+        if self.document_length is None:
+            return [self.sequence_length]
+        lengths: list[int] = []
+        while (left := self.sequence_length - sum(lengths)) > 0:
+            lengths.append(min(left, max(1, round(self.document_length * rng.lognormal(0.0, 0.5)))))
+        return lengths
+
+
+def pack(lengths: list[int]) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
+    """Segment ids, counted from 1, and positions in the document of documents laid one after another.
+
+    >>> pack([2, 3])
+    (array([1, 1, 2, 2, 2], dtype=int32), array([0, 1, 0, 1, 2], dtype=int32))
+    """
+    segment_ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return segment_ids, positions
+
+
+MODELS = {"124m": gpt_32k.gpt2_small, "1b": gpt_1b_32k.gpt_1b}
+
+WORKLOADS = {
+    "124m_32k": Workload("124m", 32_768, peer="gpt2_124m_32k"),
+    "1b_32k": Workload("1b", 32_768, peer="1.3b_32k", num_windows=3, steps_per_window=2),
+    "124m_32k_packed": Workload(
+        "124m",
+        32_768,
+        document_length=4096,
+        num_batches=8,
+        steps_per_window=8,
+        num_traced_steps=8,
+        peer="gpt2_124m_32k",
+    ),
+    "124m_131k": Workload("124m", 131_072, num_windows=2, steps_per_window=1, num_traced_steps=0),
+    "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0),
+    "124m_1m": Workload(
+        "124m", 1_048_576, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0
+    ),
+}
