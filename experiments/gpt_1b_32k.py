@@ -9,9 +9,9 @@ Command:
 
 Hardware and expected numbers:
     An accelerator: 1.3B parameters (24 layers, width 2048, 16 heads of 128, 50,304 vocabulary), every layer global.
-    One H200 (JAX 0.11.2, 2026-11-21) takes 29,200 tokens/s and 73.2 GB on cuDNN's attention, where each sequence is one
-    document: `python -m experiments.benchmarks.train_throughput --workloads 1b_32k --implementation cudnn`; the rows
-    are in experiments/benchmarks/results/train_throughput_h200.jsonl.
+    One H200 (JAX 0.11.2, 2026-11-21) takes 29,100 tokens/s and 76.2 GB where each sequence is one document, the most
+    work that there can be: `python -m experiments.benchmarks.train_throughput --workloads 1b_32k`; the rows are in
+    experiments/benchmarks/results/train_throughput_h200.jsonl.
     There is no small version of this page: without an accelerator it refuses, and experiments/gpt_32k.py has one.
 
 Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config.py.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -17,7 +18,7 @@ from layers.activation_sharding import ActivationSharding
 from layers.config import RopeScaling, check_heads
 from layers.initializers import small_init
 from layers.norm import RMSNorm
-from layers.rotary import apply_rope
+from layers.rotary import Rotation, make_rotation, rotate
 
 
 class Attention(nnx.Module):
@@ -87,6 +88,7 @@ class Attention(nnx.Module):
             raise ValueError(f"the MultiHeadMask is for {mask.num_heads} heads, but num_heads={num_heads}")
 
         self.mask = mask
+        self.head_dim = head_dim
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.logits_soft_cap = logits_soft_cap
@@ -118,6 +120,7 @@ class Attention(nnx.Module):
         inputs: Float[Array, "B T W"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        rotation: Rotation | None = None,
     ) -> Float[Array, "B T W"]:
         """Attends within each document.
 
@@ -125,25 +128,37 @@ class Attention(nnx.Module):
           inputs: any float type; computed in the compute dtype.
           segment_ids: document of each token; tokens attend within their own only. None: one document per row.
           positions: each token's place in its document, counting up by one there. None: its place in the row.
+          rotation: the rotary embedding's angles at these positions, if a caller has them already.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
         """
-        query = checkpoint_name(self.query(inputs), "projection")
-        key = checkpoint_name(self.key(inputs), "projection")
-        value = checkpoint_name(self.value(inputs), "projection")
+        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         if self.qk_norm:
+            # The norms' backward needs what went in.
+            query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
             query, key = self.query_norm(query), self.key_norm(key)
         if self.rope_base is not None:
-            places = jnp.arange(inputs.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-            query = apply_rope(query, places, base=self.rope_base, scaling=self.rope_scaling)
-            key = apply_rope(key, places, base=self.rope_base, scaling=self.rope_scaling)
+            if rotation is None:
+                rotation = self.make_rotation(inputs.shape[1], positions)
+            assert rotation is not None, "there is a rope_base"
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        # What the kernel's backward needs; turning has no need of what went in.
+        query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
         # A mask that only looks at kv - q gives the same answer on a token's place in the row, which is known ahead of
         # time and lets the kernel plan its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions)
         return checkpoint_name(self.output(attended), "projection")
 
+    def make_rotation(self, length: int, positions: Int[Array, "B T"] | None) -> Rotation | None:
+        """The rotary embedding's angles at these positions, for layers like this one to share; None if it has none."""
+        if self.rope_base is None:
+            return None
+        places = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
+        return make_rotation(places, self.head_dim, base=self.rope_base, scaling=self.rope_scaling)
+
+    @jax.named_scope("dot_product_attention")
     def _attend(
         self,
         query: Float[Array, "B T N H"],

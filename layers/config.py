@@ -91,6 +91,9 @@ class GPTConfig:
     remat: RematPolicy = "full"
     """What the backward pass recomputes. none: nothing; full: each block from its input; save_attention: all
     but the attention kernel; save_matmuls: only what is elementwise."""
+    scan_layers: bool = True
+    """One loop over the layers, so that compile time doesn't grow with depth. False: every layer compiled by itself,
+    which spares the copies of activations into the loop's stacks and out of them."""
     compute_dtype: DTypeName = "bfloat16"
     """Type of activations and of the matmuls' operands."""
     param_dtype: DTypeName = "float32"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from layers.config import GPTConfig, RematPolicy
 from layers.initializers import small_init
 from layers.mlp import MLP
 from layers.norm import RMSNorm
+from layers.rotary import Rotation
 
 _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
     "full": (),
@@ -88,10 +90,13 @@ class Block(nnx.Module):
         hidden: Float[Array, "B T W"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        rotation: Rotation | None = None,
     ) -> Float[Array, "B T W"]:
-        """Returns the residual stream after this block; see `Attention` for segment ids and positions."""
-        hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions)
-        hidden = hidden + self.mlp(self.mlp_norm(hidden))
+        """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        with jax.named_scope("attention"):
+            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation)
+        with jax.named_scope("mlp"):
+            hidden = hidden + self.mlp(self.mlp_norm(hidden))
         if self.activation_sharding is not None:
             hidden = self.activation_sharding.constrain_hidden(hidden)
         return hidden
@@ -175,17 +180,24 @@ class GPT(nnx.Module):
             table = self.activation_sharding.constrain_embedding(table)
         # Cast after the lookup: its gradient sums over all uses of a token, and in bfloat16 a sum of equal terms stops
         # growing at 256 of them.
-        hidden = jnp.take(table, tokens, axis=0).astype(self.config.compute_dtype)
+        with jax.named_scope("embedding"):
+            hidden = jnp.take(table, tokens, axis=0).astype(self.config.compute_dtype)
         if self.activation_sharding is not None:
             hidden = self.activation_sharding.constrain_hidden(hidden)
 
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], positions)
+
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
-            return nnx.merge(graphdef, state)(hidden, segment_ids, positions)
+            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation)
 
         return self.final_norm(self._apply_blocks(apply_block, hidden))
 
     def _apply_blocks(self, apply_block: ApplyBlock, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         graphdefs, states = zip(*(nnx.split(stack) for stack in self.blocks), strict=True)
+        # Once for all layers and both passes; each layer would cast its own, forward and again backward.
+        states = _with_kernels_in(jnp.dtype(self.config.compute_dtype), states)
+        if not self.config.scan_layers:
+            return self._apply_each(apply_block, graphdefs, states, hidden)
         num_repeats, num_left_over = divmod(self.config.num_layers, len(graphdefs))
         # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
         # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
@@ -200,6 +212,21 @@ class GPT(nnx.Module):
         hidden, _ = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
         for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
             hidden = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
+        return hidden
+
+    def _apply_each(
+        self,
+        apply_block: ApplyBlock,
+        graphdefs: tuple[nnx.GraphDef, ...],
+        states: tuple[nnx.State, ...],
+        hidden: Float[Array, "B T W"],
+    ) -> Float[Array, "B T W"]:
+        # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
+        apply = jax.jit(_rematerialized(apply_block, self.config.remat, prevent_cse=True), static_argnums=(0,))
+        unstacked = [_unstack(state) for state in states]
+        for layer in range(self.config.num_layers):
+            repeat, pattern_index = divmod(layer, len(graphdefs))
+            hidden = apply(graphdefs[pattern_index], unstacked[pattern_index][repeat], hidden)
         return hidden
 
     @property
@@ -218,3 +245,21 @@ def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse:
         return apply_block
     policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[remat])
     return jax.checkpoint(apply_block, policy=policy, prevent_cse=prevent_cse, static_argnums=(0,))
+
+
+def _with_kernels_in(dtype: jnp.dtype, states: Any) -> Any:
+    """The blocks' matrices in the compute dtype; norm scales and sinks, which float32 sums meet, as they are."""
+
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_kernel = any(getattr(key, "key", None) == "kernel" for key in path)
+        return leaf.astype(dtype) if is_kernel else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, states)
+
+
+def _unstack(state: nnx.State) -> list[nnx.State]:
+    """One state a layer. A split's gradient is one concatenation; that of L slices is a sum of L padded arrays."""
+    leaves, treedef = jax.tree.flatten(state)
+    num_layers = leaves[0].shape[0]
+    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*pieces, strict=True)]

@@ -33,7 +33,8 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Returns the normalised inputs, in the inputs' own type."""
-        values = inputs.astype(jnp.float32)
-        mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
-        values = values * jax.lax.rsqrt(mean_square + self.epsilon)
-        return (values * self.scale[...].astype(jnp.float32)).astype(inputs.dtype)
+        with jax.named_scope("norm"):
+            values = inputs.astype(jnp.float32)
+            mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
+            values = values * jax.lax.rsqrt(mean_square + self.epsilon)
+            return (values * self.scale[...].astype(jnp.float32)).astype(inputs.dtype)

@@ -5,6 +5,9 @@ Shapes: B batch, T tokens, N heads, H head dim.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -13,6 +16,13 @@ from layers.config import RopeScaling
 
 # Positions are split at this many tokens before they meet a frequency; see `_phases`.
 _COARSE_TOKENS = 1024
+
+
+class Rotation(NamedTuple):
+    """The angle that each feature pair is turned by, the same for every head and layer."""
+
+    cos: Float[Array, "B T half_H"] | Float[Array, "1 T half_H"]
+    sin: Float[Array, "B T half_H"] | Float[Array, "1 T half_H"]
 
 
 def inverse_frequencies(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
@@ -63,10 +73,43 @@ def apply_rope(
     Source: Su et al., RoFormer, arXiv:2104.09864; pairs are halves of the head dim, as in GPT-NeoX and Hugging Face's
     Llama.
     """
-    phases = _phases(positions, inverse_frequencies(inputs.shape[-1], base, scaling))[:, :, None, :]
-    cos, sin = jnp.cos(phases), jnp.sin(phases)
-    first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
+    return rotate(inputs, make_rotation(positions, inputs.shape[-1], base=base, scaling=scaling))
+
+
+def make_rotation(
+    positions: Int[Array, "B T"] | Int[Array, "1 T"],
+    head_dim: int,
+    *,
+    base: float = 10_000.0,
+    scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
+) -> Rotation:
+    """The angles of `apply_rope`, for many layers to share.
+
+    Args:
+      positions: each token's position in its document.
+      head_dim: features of a head; even.
+      base, scaling: as for `apply_rope`.
+    """
+    with jax.named_scope("rope"):
+        phases = _phases(positions, inverse_frequencies(head_dim, base, scaling))
+        return Rotation(jnp.cos(phases), jnp.sin(phases))
+
+
+def rotate(inputs: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
+    """The second half of `apply_rope`.
+
+    Args:
+      inputs: queries or keys.
+      rotation: from `make_rotation`.
+
+    Returns:
+      The turned inputs, in the inputs' own type.
+    """
+    with jax.named_scope("rope"):
+        cos, sin = (angle[:, :, None, :] for angle in rotation)
+        first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.astype(inputs.dtype)
 
 
 def _phases(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T half_H"]:

@@ -63,6 +63,7 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
 def attention_call(config: TrainConfig, mask: Mask, target: Target) -> AttentionCall:
     """The call that `layers.Attention` makes on each device of the config's mesh, as the backends see it."""
     model, mesh = config.model, config.mesh
+    has_positions = config.data.keep_documents_apart and not mask.translation_invariant
     return AttentionCall(
         batch=config.batch_size // config.gradient_accumulation // (mesh.data * mesh.fsdp),
         q_len=config.sequence_length // mesh.context,
@@ -76,9 +77,9 @@ def attention_call(config: TrainConfig, mask: Mask, target: Target) -> Attention
         scale=1 / math.sqrt(model.head_dim),
         logits_soft_cap=model.logits_soft_cap,
         has_sinks=model.sinks,
-        has_segment_ids=True,
-        has_query_positions=mesh.context > 1 or not mask.translation_invariant,
-        has_key_value_positions=not mask.translation_invariant,
+        has_segment_ids=config.data.keep_documents_apart,
+        has_query_positions=mesh.context > 1 or has_positions,
+        has_key_value_positions=has_positions,
         return_lse=False,
         target=target,
     )

@@ -37,6 +37,8 @@ class DataConfig:
     Llama 3 files 128000."""
     token_cache_dir: str = "~/.cache/flax-longcontext/tokens"
     """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, memory-mapped."""
+    keep_documents_apart: bool = True
+    """Attention and positions stay within a document. False: a packed sequence is read as one text, as nanoGPT does."""
     num_prefetch_batches: int = 4
     """Batches prepared ahead of the step."""
 

@@ -59,13 +59,15 @@ class FlopCounter:
     Args:
       config: the model.
       sequence_length: the longest a document can be.
+      keep_documents_apart: as in `DataConfig`; False: all tokens of a sequence are one document.
 
     >>> config = GPTConfig(vocab_size=256, num_layers=1, width=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8)
     >>> FlopCounter(config, 4)(np.array([[1, 1, 2, 2]]))  # 4 · 6 · 2432 and 12 · 8 · (3 + 3 of 16)
     StepFlops(causal=58944, noncausal=59904)
     """
 
-    def __init__(self, config: GPTConfig, sequence_length: int):
+    def __init__(self, config: GPTConfig, sequence_length: int, *, keep_documents_apart: bool = True):
+        self._keep_documents_apart = keep_documents_apart
         self._num_heads = config.num_heads
         self._flops_per_token = 6 * num_matmul_parameters(config)
         self._flops_per_pair = 12 * config.head_dim
@@ -85,6 +87,8 @@ class FlopCounter:
           segment_ids: document of each token, 0 for padding; a document is one run of equal ids.
         """
         batch_size, sequence_length = segment_ids.shape
+        if not self._keep_documents_apart:
+            segment_ids = (segment_ids != 0).astype(segment_ids.dtype)
         lengths, counts = np.unique(_document_lengths(segment_ids), return_counts=True)
         causal_pairs = sum(
             num_layers * int(self._pairs(mask, lengths) @ counts) for mask, num_layers in self._layers_per_mask.items()

@@ -125,21 +125,27 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
     if sharded:
         head = lax.all_gather(head, "fsdp", axis=0, tiled=True)
     vocab_size = head.shape[1]
-    vocab_ids = lax.axis_index(vocab_axis) * vocab_size + jnp.arange(vocab_size)
+    first_id = lax.axis_index(vocab_axis) * vocab_size
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
         logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
-        highest = lax.pmax(logits.max(axis=-1, keepdims=True), vocab_axis)
-        exp_sum = lax.psum(jnp.exp(logits - highest).sum(axis=-1, keepdims=True), vocab_axis)
-        log_partition = highest + jnp.log(exp_sum)  # [C, 1]
-        is_target = vocab_ids == targets[:, None]
-        target_logits = lax.psum(jnp.where(is_target, logits, 0.0).sum(axis=-1), vocab_axis)
-        nats = jnp.where(target_mask, log_partition[:, 0] - target_logits, 0.0).sum()
-        z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition[:, 0]), 0.0).sum()
+        own_highest, exp_sum = _highest_and_exp_sum(logits)
+        highest = lax.pmax(own_highest, vocab_axis)
+        exp_sum = lax.psum(exp_sum * jnp.exp(own_highest - highest), vocab_axis)
+        log_partition = highest + jnp.log(exp_sum)  # [C]
+        # The target's logit lies in one device's slice of the vocabulary.
+        own_targets = targets - first_id
+        is_own = (own_targets >= 0) & (own_targets < vocab_size)
+        target_logits = jnp.take_along_axis(logits, jnp.where(is_own, own_targets, 0)[:, None], axis=-1)[:, 0]
+        target_logits = lax.psum(jnp.where(is_own, target_logits, 0.0), vocab_axis)
+        nats = jnp.where(target_mask, log_partition - target_logits, 0.0).sum()
+        z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition), 0.0).sum()
         if not with_gradients:
             return d_head, ((nats, z), None)
+        log_partition = log_partition[:, None]
         probabilities = jnp.exp(logits - log_partition)
+        is_target = own_targets[:, None] == jnp.arange(vocab_size)
         d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
         d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=jnp.float32)
@@ -161,6 +167,24 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
         d_head = lax.psum(d_head, ("data", "context"))
     num_tokens = targets.size
     return loss, (d_hidden.reshape(-1, hidden.shape[-1])[:num_tokens].reshape(hidden.shape), d_head)
+
+
+def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
+    """Of each row, read once: the highest logit, and the sum of exp(logit - highest).
+
+    The sum is carried along with the highest so far, as in Milakov and Gimelshein, arXiv:1805.02867.
+    """
+
+    def combine(one, other):
+        (highest, exp_sum), (other_highest, other_exp_sum) = one, other
+        is_higher = highest >= other_highest
+        factor = jnp.exp(-jnp.abs(highest - other_highest))
+        exp_sum = jnp.where(is_higher, exp_sum + other_exp_sum * factor, exp_sum * factor + other_exp_sum)
+        return jnp.where(is_higher, highest, other_highest), exp_sum
+
+    # Not -inf to begin with: its difference from itself is NaN.
+    begin = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
+    return lax.reduce((logits, jnp.ones_like(logits)), begin, combine, (1,))
 
 
 def _into_chunks(x: Array, chunk_size: int) -> Any:

@@ -131,7 +131,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
         attention=attention,
         batches=batches,
         validation_batches=[jax.device_put(batch, batch_sharding(mesh)) for batch in validation_batches],
-        flops=FlopCounter(config.model, config.sequence_length),
+        flops=FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart),
         peak=device_peak(device, config.model.compute_dtype),
     )
 

@@ -117,16 +117,18 @@ def make_trainer(config: TrainConfig, mesh: Mesh) -> Trainer:
 
     def cross_entropy(params, batch: Batch) -> CrossEntropy:
         model = nnx.merge(graphdef, params)
-        hidden = model(batch["tokens"], batch["segment_ids"], batch["positions"])
-        return chunked_cross_entropy(
-            hidden,
-            model.head_kernel,
-            batch["targets"],
-            batch["target_mask"],
-            chunk_size=config.loss.chunk_size,
-            z_loss=config.loss.z_loss,
-            mesh=mesh,
-        )
+        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else ()
+        hidden = model(batch["tokens"], *documents)
+        with jax.named_scope("loss"):
+            return chunked_cross_entropy(
+                hidden,
+                model.head_kernel,
+                batch["targets"],
+                batch["target_mask"],
+                chunk_size=config.loss.chunk_size,
+                z_loss=config.loss.z_loss,
+                mesh=mesh,
+            )
 
     def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
         """Gradient of the mean over all micro-batches' targets, and their sums."""
@@ -151,13 +153,14 @@ def make_trainer(config: TrainConfig, mesh: Mesh) -> Trainer:
         grads, sums = mean_loss_gradient(state.params, batch)
         num_targets = jnp.maximum(sums.num_targets, 1)
         loss, z_loss = sums.nats / num_targets, sums.z / num_targets
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-        # A select fuses into the update; a branch would keep both states alive.
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
-        learning_rate = schedule(state.step)
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.tree.norm(grads)
+            finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+            # A select fuses into the update; a branch would keep both states alive.
+            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            learning_rate = schedule(state.step)
         return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
 
     def eval_step(params, batch: Batch) -> tuple[Array, Array]:

@@ -42,6 +42,12 @@ class Instruction:
         found = re.search(rf'\b{name}=[%"]?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
+    @property
+    def op_name(self) -> str:
+        """What of the traced program it came from, such as `jit(f)/transpose(jvp(scope))/add`; may be empty."""
+        found = re.search(r'\bop_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
     def called(self) -> Iterator[str]:
         """Names of the computations that it runs."""
         if self.opcode in ("async-update", "async-done"):  # XLA names there what async-start has run

@@ -239,6 +239,7 @@ def key_value_pass(
                     dq_part = dq_ref[0].at[b, rows, head, my_dq_cols]
                     plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_part, predicate, reduction_op="add")
 
+                # One loop for all kinds of tiles: with one for each, registers spill.
                 def visit_all(member, last):
                     return jax.lax.fori_loop(0, row.num_tiles, functools.partial(visit, member=member), last)
 
