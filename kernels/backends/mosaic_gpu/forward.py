@@ -141,7 +141,7 @@ def forward(
             if tuning.take_turns:
                 pl.when(warpgroup == num_warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-            def softmax(logits, step, peak, total, is_partial):
+            def softmax(logits, step, peak, total):
                 """Weights of a tile, and the running maximum and sum with it; by what all before it shrinks."""
                 if soft_cap is not None:
                     logits = jnp.tanh(logits * (call.scale / soft_cap))
@@ -155,7 +155,7 @@ def forward(
                     kv_padded=call.kv_len % block_kv != 0,
                     transposed=False,
                 )
-                logits = keep_allowed(logits, is_partial, allowed)
+                logits = keep_allowed(logits, step < row.num_partial, allowed)
                 new_peak = jnp.maximum(peak, logits.max(axis=1) * to_log2)
                 weights = jnp.exp2(logits * to_log2 - jax.lax.broadcast_in_dim(new_peak, logits.shape, [0]))
                 shrink = jnp.exp2(peak - new_peak)
@@ -170,7 +170,7 @@ def forward(
                 plgpu.barrier_arrive(k_free.at[0])
                 peak = plgpu.layout_cast(jnp.full((ROWS,), _INITIAL_MAX, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-                weights, peak, total, _ = softmax(logits, 0, peak, total, row.num_partial > 0)
+                weights, peak, total, _ = softmax(logits, 0, peak, total)
                 output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
                 return weights.astype(query.dtype), peak, total, output
 
@@ -191,7 +191,7 @@ def forward(
             def attend(acc):
                 logits_type = accumulator(block_kv)
 
-                def visit(step, carry, *, is_partial: bool):
+                def visit(step, carry):
                     weights, peak, total, output = carry
                     slot, last_slot = jax.lax.rem(step, num_stages), jax.lax.rem(step - 1, num_stages)
 
@@ -204,7 +204,7 @@ def forward(
                         next_turn()
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                         plgpu.barrier_arrive(k_free.at[slot])
-                        new_weights, new_peak, new_total, shrink = softmax(logits, step, peak, total, is_partial)
+                        new_weights, new_peak, new_total, shrink = softmax(logits, step, peak, total)
                         new_output = total_output(acc, product, output)
                         plgpu.barrier_arrive(v_free.at[last_slot])
                         new_output = new_output * jax.lax.broadcast_in_dim(shrink, new_output.shape, [0])
@@ -215,10 +215,7 @@ def forward(
                     return pl.run_scoped(tile, logits_type)
 
                 carry = pl.run_scoped(first_tile, logits_type)
-                # A loop for each kind of tile: a branch within one loop costs up to 6 % of the speed here.
-                num_partial = jnp.maximum(row.num_partial, 1)
-                carry = jax.lax.fori_loop(1, num_partial, functools.partial(visit, is_partial=True), carry)
-                carry = jax.lax.fori_loop(num_partial, row.num_tiles, functools.partial(visit, is_partial=False), carry)
+                carry = jax.lax.fori_loop(1, row.num_tiles, visit, carry)
                 weights, peak, total, output = carry
                 slot = jax.lax.rem(row.num_tiles - 1, num_stages)
                 plgpu.barrier_wait(v_ready.at[slot])

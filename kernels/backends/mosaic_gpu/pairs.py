@@ -50,16 +50,11 @@ def keep_allowed(logits: jax.Array, is_partial, allowed: Callable[[tuple[int, in
 
     Args:
       logits: of a tile, in registers.
-      is_partial: whether the tile is PARTIAL: a traced scalar, or a bool where that is known.
+      is_partial: whether the tile is PARTIAL, a scalar.
       allowed: (shape) → which pairs may attend.
     """
-
-    def mask(logits):
-        return jnp.where(allowed(logits.shape), logits, -jnp.inf)
-
-    if isinstance(is_partial, bool):
-        return mask(logits) if is_partial else logits
-    return jax.lax.cond(is_partial, mask, lambda logits: logits, logits)
+    # One loop with a branch, not one loop for each kind of tile: half the program, and fewer registers spilled.
+    return jax.lax.cond(is_partial, lambda x: jnp.where(allowed(x.shape), x, -jnp.inf), lambda x: x, logits)
 
 
 def allowed_pairs(
