@@ -24,6 +24,7 @@ KV = jnp.zeros((1, 8, 2, 16))
 
 CPU, TPU = Target("cpu", "cpu"), Target("tpu", "TPU v5")
 HOPPER = Target("gpu", "NVIDIA H200", 9.0)
+AMPERE = Target("gpu", "NVIDIA A100-SXM4-80GB", 8.0)
 OPTIONAL = (
     "query_segment_ids",
     "key_value_segment_ids",
@@ -45,12 +46,16 @@ def call_of(mask=None, *, dtype=jnp.float32, target=CPU, **changes):
 def test_a_cpu_gets_blockwise_and_hears_why():
     selection = select_backend(call_of(CausalMask()))
     assert selection.name == "blockwise"
-    assert selection.passed_over == (("splash", "runs on tpu, not on cpu"), ("cudnn", "runs on gpu, not on cpu"))
+    assert selection.passed_over == (
+        ("splash", "runs on tpu, not on cpu"),
+        ("mosaic_gpu", "runs on gpu, not on cpu"),
+        ("cudnn", "runs on gpu, not on cpu"),
+    )
 
 
 @pytest.mark.parametrize("target", [CPU, TPU, HOPPER], ids=lambda target: target.platform)
 def test_the_reference_and_the_baselines_are_never_selected(target):
-    assert select_backend(call_of(target=target)).name in ("splash", "cudnn", "blockwise")
+    assert select_backend(call_of(target=target)).name in ("splash", "mosaic_gpu", "cudnn", "blockwise")
     assert select_backend(call_of(target=target), "reference").name == "reference"
 
 
@@ -73,8 +78,8 @@ def test_a_tpu_gets_splash():
 )
 def test_cudnn_says_what_it_cannot_do(call, reason):
     with pytest.raises(ValueError, match=f"implementation='cudnn' can't serve this call: .*{reason}"):
-        select_backend(call._replace(target=HOPPER), "cudnn")
-    selection = select_backend(call._replace(target=HOPPER))
+        select_backend(call._replace(target=AMPERE), "cudnn")
+    selection = select_backend(call._replace(target=AMPERE))
     assert selection.name == "blockwise"
     assert reason in dict(selection.passed_over)["cudnn"]
 
@@ -101,6 +106,7 @@ def test_passed_over_backends_are_logged_once(caplog, rng):
             dot_product_attention(x, x, x, CausalMask(), device=jax.devices("cpu")[0])
     assert [r.message for r in caplog.records] == [
         "attention uses blockwise; splash passed over: runs on tpu, not on cpu",
+        "attention uses blockwise; mosaic_gpu passed over: runs on gpu, not on cpu",
         "attention uses blockwise; cudnn passed over: runs on gpu, not on cpu",
     ]
 
@@ -148,7 +154,7 @@ def test_the_target_is_what_the_call_is_compiled_for_and_not_this_machine():
         selection = select_backend(call._replace(target=target))
         assert selection.name == "blockwise"
         assert dict(selection.passed_over)["cudnn"] == reason
-    assert select_backend(call._replace(target=HOPPER)).name == "cudnn"
+    assert select_backend(call._replace(target=AMPERE)).name == "cudnn"
 
 
 def test_a_calls_target_is_its_device():
