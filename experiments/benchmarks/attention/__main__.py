@@ -75,6 +75,8 @@ def measure(name: str, case: Case, arguments: Arguments) -> list[dict[str, Any]]
             continue
         pairs[backend] = (forward, both)
     contenders = [contender for pair in pairs.values() for contender in pair]
+    for contender in contenders:
+        contender.time(1)  # A first run also loads the program.
     num_runs = [1 + int(arguments.sample_ms / 1e3 / max(contender.time(1), 1e-6)) for contender in contenders]
     for _ in range(arguments.num_rounds):
         for contender, runs in zip(contenders, num_runs, strict=True):
