@@ -135,9 +135,10 @@ class MosaicBackwardTuning:
         64 keys, the pass for dQ alone 64 query rows.
       block_q: query rows in a tile of the pass for dK and dV, 64 or 128.
       num_stages: such tiles in shared memory.
-      split_columns: give each warpgroup all of 64 keys but a part of the head dim, since above 128 one thread's
-        registers don't hold a row of dK and dV. Each then weighs every tile for itself. Not for a fused backward.
-      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory.
+      one_gradient_each: two warpgroups share 64 keys, and one makes dV, the other dK: above a head dim of 128 one
+        warpgroup's registers don't hold both. Not for a fused backward.
+      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (of values,
+        which are read early, one fewer).
 
     Raises:
       ValueError: a value out of range.
@@ -146,13 +147,15 @@ class MosaicBackwardTuning:
     num_warpgroups: int = 2
     block_q: int = 64
     num_stages: int = 2
-    split_columns: bool = False
+    one_gradient_each: bool = False
     block_kv_dq: int = 64
     num_stages_dq: int = 2
 
     def __post_init__(self):
         if self.num_warpgroups not in (1, 2, 3):
             raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        if self.one_gradient_each and self.num_warpgroups != 2:
+            raise ValueError(f"one_gradient_each takes num_warpgroups=2, not {self.num_warpgroups}")
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
@@ -163,7 +166,7 @@ class MosaicBackwardTuning:
     @property
     def block_kv(self) -> int:
         """Keys of a block of the pass for dK and dV."""
-        return 64 if self.split_columns else 64 * self.num_warpgroups
+        return 64 if self.one_gradient_each else 64 * self.num_warpgroups
 
     @property
     def block_q_dq(self) -> int:
@@ -190,10 +193,10 @@ class MosaicGpuTuning:
         head dims up to 128. "split": one for dK and dV, one for dQ; the same bits in every run. None: the faster one.
       forward_tiles, backward_tiles: how the kernels cut the work up; None for the best known for the call.
       interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
-        times slower.
+        times slower. On a machine with few cores set the environment's PJRT_NPROC=16, or it may wait forever.
 
     Raises:
-      ValueError: an unknown backward, or "fused" to be interpreted.
+      ValueError: an unknown backward, "fused" to be interpreted, or tiles that only "split" takes.
     """
 
     backend: ClassVar[str] = "mosaic_gpu"
@@ -208,6 +211,8 @@ class MosaicGpuTuning:
             raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
         if self.interpret and self.backward == "fused":
             raise ValueError("Pallas's interpreter can't add to memory as backward='fused' does; use backward='split'")
+        if self.backward == "fused" and self.backward_tiles is not None and self.backward_tiles.one_gradient_each:
+            raise ValueError("backward='fused' can't take backward_tiles with one_gradient_each; use backward='split'")
 
 
 Tuning = BlockwiseTuning | SplashTuning | MosaicGpuTuning

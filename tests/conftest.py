@@ -7,6 +7,8 @@ from trainer.hardware import expected_platform
 
 # Several test processes share one accelerator; each would otherwise claim most of its memory at its first array.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Pallas's GPU interpreter keeps a thread of XLA's pool waiting for each of a kernel's: with few cores, all of them.
+os.environ.setdefault("PJRT_NPROC", "16")
 # Where no accelerator is to be seen, JAX need not look for one: libtpu, which is here to compile, would complain.
 if expected_platform() == "cpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -221,6 +221,13 @@ def test_mosaic_gpu_interpreted(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.parametrize("case", named("everything", "value_dim"), ids=lambda case: case.name)
+def test_mosaic_gpu_interpreted_as_for_wide_heads(case, rng):
+    wide = dataclasses.replace(INTERPRETED, backward_tiles=MosaicBackwardTuning(one_gradient_each=True))
+    run_case(case, rng, through_implementation(case, wide), dtype=jnp.bfloat16)
+
+
 @pytest.mark.gpu
 def test_the_split_backward_gives_the_same_bits_every_time(rng):
     (case,) = (case for case in WIDE if case.name == "wide_packed")

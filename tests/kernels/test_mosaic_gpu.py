@@ -26,6 +26,7 @@ from kernels.call import make_call
 from kernels.intervals import TileKind
 
 H200 = Target("gpu", "NVIDIA H200", 9.0)
+ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 
 
@@ -141,6 +142,8 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
         (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
+        (lambda: MosaicBackwardTuning(3, one_gradient_each=True), "one_gradient_each takes num_warpgroups=2, not 3"),
+        (lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT_EACH), "can't take backward_tiles with one_grad"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
         (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),
     ],

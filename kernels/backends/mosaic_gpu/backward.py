@@ -1,19 +1,10 @@
-"""The backward kernels.
-
-`key_value_pass`: a block of keys and values stays, query tiles stream past it. Working on the transposed tile, keys as
-rows, leaves the weights and the logits' gradients in registers as the operands of dV and dK. The fused form makes dQ,
-too: the warpgroups exchange the logits' gradients through shared memory, multiply them with the keys, and add the
-product to a float32 dQ in memory, in no fixed order. Five matmuls a tile.
-
-`query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. Together with a
-`key_value_pass` that leaves dQ out, the split form: seven matmuls a tile, the same bits in every run.
+"""What the backward passes share.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -23,19 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, keep_allowed
-from kernels.backends.mosaic_gpu.walk import Rows, read_row
+from kernels.backends.mosaic_gpu.pairs import keep_allowed
 from kernels.call import AttentionCall
-from kernels.masks import FullMask, PrefixMask
-from kernels.tuning import MosaicBackwardTuning
 
 _LOG2_E = math.log2(math.e)
-# A step's gradients of the logits are read in the next step. A warpgroup that writes a third knows that the other has
-# read the first: it has written the second since.
-_DS_BUFFERS = 3
-# Query tiles from one block's first to the next one's, where they would all have the same.
-_SHIFT = 4
 
 
 class Operands(NamedTuple):
@@ -53,7 +35,7 @@ class Operands(NamedTuple):
     pull: Float[Array, "B N T"]
 
 
-def _weights(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: bool):
+def weigh_pairs(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: bool):
     """Weights of a tile, and by what the soft cap shrinks the gradient of its logits (None without one)."""
     cap = call.logits_soft_cap
     to_log2, slope = _LOG2_E * (call.scale if cap is None else cap), None
@@ -61,388 +43,17 @@ def _weights(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: boo
         logits = jnp.tanh(logits * (call.scale / cap))
         slope = 1 - logits * logits
     logits = keep_allowed(logits, is_partial, allowed)
-    return jnp.exp2(logits * to_log2 - _spread(lse, logits.shape, rows=rows)), slope
+    return jnp.exp2(logits * to_log2 - spread(lse, logits.shape, rows=rows)), slope
 
 
-def _spread(vector, shape, *, rows: bool):
+def spread(vector, shape, *, rows: bool):
+    """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
 
 
-def _see_last(free, num_steps, num_stages: int) -> None:
+def see_last(free, num_steps, num_stages: int) -> None:
     """Waits for the last completions of a ring's barriers: whoever waits at a barrier must see each of them."""
 
     @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
     def _(step):
         plgpu.barrier_wait(free.at[jax.lax.rem(step, num_stages)])
-
-
-def key_value_pass(
-    operands: Operands,
-    tokens: Tokens,
-    rows: Rows,
-    call: AttentionCall,
-    tuning: MosaicBackwardTuning,
-    interpret,
-    *,
-    fused: bool,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
-    """dK, dV and, if fused, the float32 dQ without the scale.
-
-    Args:
-      operands, tokens: padded to whole tiles.
-      rows: the query tiles of each key/value block.
-      call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
-      fused: whether to make dQ.
-    """
-    batch, _, _, head_dim = operands.query.shape
-    _, kv_len, num_kv_heads, value_dim = operands.value.shape
-    dtype = operands.query.dtype
-    num_warpgroups, block_q, block_kv, num_stages = (
-        tuning.num_warpgroups,
-        tuning.block_q,
-        tuning.block_kv,
-        tuning.num_stages,
-    )
-    num_rows = pl.cdiv(kv_len, block_kv)
-    # Warpgroups share the work on dK and dV by keys, or where a row of both fills a thread's registers, by columns;
-    # each then weighs all of the tile for itself.
-    by_cols = tuning.split_columns
-    num_parts = num_warpgroups if by_cols else 1
-    # And that on a tile of dQ by its rows, where there are enough, or else by columns.
-    dq_by_rows = not by_cols and block_q == ROWS * num_warpgroups
-    dq_cols = head_dim if dq_by_rows else head_dim // num_warpgroups
-
-    # Blocks that begin with the same query tile would all add to the same part of dQ at once.
-    same_start = isinstance(call.mask, (FullMask, PrefixMask)) and all(x is None for x in tokens)
-
-    given = {name: x for name, x in {"tiles": rows.tiles, **tokens._asdict()}.items() if x is not None}
-
-    def kernel(
-        query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        k_smem, v_smem, q_smem, do_smem, lse_smem, pull_smem,
-        k_ready, v_ready, q_ready, do_ready, free, done, ds_smem=None, dq_smem=None, ds_ready=None, spare=None,
-    ):  # fmt: skip
-        optional = dict(zip(given, refs, strict=False))
-        *dq_ref, dk_ref, dv_ref = refs[len(given) :]
-        token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, kv_head, j = (jax.lax.axis_index(name) for name in ("batch", "head", "row"))
-        warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, j, shift=j * _SHIFT if same_start else None)
-
-        @pl.when(warpgroup == num_warpgroups)
-        def _load():
-            plgpu.set_max_registers(tuning.load_registers, action="decrease")
-            keys = pl.ds(j * block_kv, block_kv)
-            plgpu.copy_gmem_to_smem(key_ref.at[b, keys, kv_head], k_smem, k_ready)
-            plgpu.copy_gmem_to_smem(value_ref.at[b, keys, kv_head], v_smem, v_ready)
-
-            @pl.loop(0, call.group_size)
-            def _(member):
-                head = kv_head * call.group_size + member
-
-                @pl.loop(0, row.num_tiles)
-                def _(rank):
-                    step = member * row.num_tiles + rank
-                    slot = jax.lax.rem(step, num_stages)
-                    tile = pl.ds(row.tile(rank) * block_q, block_q)
-                    pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(query_ref.at[b, tile, head], q_smem.at[slot], q_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, tile], lse_smem.at[slot], q_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(d_output_ref.at[b, tile, head], do_smem.at[slot], do_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(pull_ref.at[b, head, tile], pull_smem.at[slot], do_ready.at[slot])
-
-            _see_last(free, call.group_size * row.num_tiles, num_stages)
-
-        @pl.when(warpgroup < num_warpgroups)
-        def _compute():
-            plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            first_key = 0 if by_cols else warpgroup * ROWS
-            my_keys, my_rows = pl.ds(first_key, ROWS), pl.ds(warpgroup * ROWS, ROWS)
-            k, v = k_smem.at[my_keys], v_smem.at[my_keys]
-            my_spare = None if spare is None else spare.at[warpgroup]
-            part = warpgroup if by_cols else 0
-            my_cols = pl.ds(part * (head_dim // num_parts), head_dim // num_parts)
-            my_value_cols = pl.ds(part * (value_dim // num_parts), value_dim // num_parts)
-            my_dq_cols = pl.ds(0 if dq_by_rows else warpgroup * dq_cols, dq_cols)
-            plgpu.barrier_wait(k_ready)
-            plgpu.barrier_wait(v_ready)
-
-            def accumulate(dk_acc, dv_acc):
-                def visit(rank, last, *, member):
-                    head = kv_head * call.group_size + member
-                    step = member * row.num_tiles + rank
-                    slot = jax.lax.rem(step, num_stages)
-                    q, do, tile = q_smem.at[slot], do_smem.at[slot], row.tile(rank)
-
-                    def weigh(logits_acc, dp_acc):
-                        plgpu.barrier_wait(q_ready.at[slot])
-                        plgpu.wgmma(logits_acc, k, q.transpose((1, 0)))
-                        plgpu.barrier_wait(do_ready.at[slot])
-                        plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-                        logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                        lse = load_vector(lse_smem.at[slot], rows=False)
-                        allowed = functools.partial(
-                            allowed_pairs, call, token_refs, b, tile * block_q, j * block_kv + first_key,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=True,
-                        )  # fmt: skip
-                        weights, slope = _weights(logits, lse, call, rank < row.num_partial, allowed, rows=False)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        pull = load_vector(pull_smem.at[slot], rows=False)
-                        d_logits = weights * (dp - _spread(pull, dp.shape, rows=False))
-                        d_logits = d_logits if slope is None else d_logits * slope
-                        return weights.astype(dtype), d_logits.astype(dtype)
-
-                    logits_type = accumulator(block_q)
-                    weights, d_logits = pl.run_scoped(weigh, logits_type, logits_type)
-
-                    if not fused:
-                        multiply(dv_acc, weights, do.at[:, my_value_cols], my_spare)
-                        multiply(dk_acc, d_logits, q.at[:, my_cols], my_spare)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(free.at[slot])
-                        return last
-
-                    # The last step's dQ is made in this one, so that warpgroups may run half a step apart and one
-                    # weighs while the other multiplies.
-                    pl.when(step > 0)(lambda: plgpu.barrier_wait(ds_ready))
-                    ds_smem.at[jax.lax.rem(step, _DS_BUFFERS), my_keys][...] = d_logits
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(ds_ready)
-
-                    def multiply_all(dq_acc):
-                        start_dq(dq_acc, step - 1)
-                        multiply(dv_acc, weights, do, my_spare)
-                        multiply(dk_acc, d_logits, q, my_spare)
-                        send_dq(dq_acc, last, wait_n=2, predicate=step > 0)
-                        plgpu.wgmma_wait(0)
-
-                    pl.run_scoped(multiply_all, dq_type)
-                    plgpu.barrier_arrive(free.at[slot])
-                    return tile, head
-
-                dq_type = accumulator(dq_cols)
-
-                def start_dq(dq_acc, step):
-                    ds = ds_smem.at[jax.lax.rem(step + _DS_BUFFERS, _DS_BUFFERS)]
-                    ds = ds.at[:, my_rows] if dq_by_rows else ds
-                    plgpu.wgmma(dq_acc, ds.transpose((1, 0)), k_smem.at[:, my_dq_cols])
-
-                def send_dq(dq_acc, where, *, wait_n: int, predicate=None):
-                    tile, head = where
-                    # The copy engine has read what dQ's buffer held.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_smem.at[warpgroup][...] = plgpu.wgmma_accumulator_load(dq_acc, wait_n=wait_n)
-                    plgpu.commit_smem()
-                    rows = pl.ds(tile * block_q + (warpgroup * ROWS if dq_by_rows else 0), ROWS)
-                    dq_part = dq_ref[0].at[b, rows, head, my_dq_cols]
-                    plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_part, predicate, reduction_op="add")
-
-                # One loop for all kinds of tiles: with one for each, registers spill.
-                def visit_all(member, last):
-                    return jax.lax.fori_loop(0, row.num_tiles, functools.partial(visit, member=member), last)
-
-                last = jax.lax.fori_loop(0, call.group_size, visit_all, (jnp.int32(0), jnp.int32(0)))
-                if fused:
-
-                    @pl.when(row.num_tiles > 0)
-                    def _():
-                        plgpu.barrier_wait(ds_ready)
-
-                        def last_dq(dq_acc):
-                            start_dq(dq_acc, call.group_size * row.num_tiles - 1)
-                            send_dq(dq_acc, last, wait_n=0)
-
-                        pl.run_scoped(last_dq, dq_type)
-
-                dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
-                dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
-                # The other warpgroups' dQ reads these keys.
-                plgpu.barrier_arrive(done)
-                plgpu.barrier_wait(done)
-                v.at[:, my_value_cols][...] = dv.astype(dtype)
-                k.at[:, my_cols][...] = (dk * call.scale).astype(dtype)
-                plgpu.commit_smem()
-                if by_cols:
-                    plgpu.barrier_arrive(done)
-                    plgpu.barrier_wait(done)
-
-                @pl.when((warpgroup == 0) | (not by_cols))
-                def _():
-                    keys = pl.ds(j * block_kv + first_key, ROWS)
-                    plgpu.copy_smem_to_gmem(v, dv_ref.at[b, keys, kv_head])
-                    plgpu.copy_smem_to_gmem(k, dk_ref.at[b, keys, kv_head])
-                    plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(
-                accumulate,
-                accumulator(head_dim // num_parts),
-                accumulator(value_dim // num_parts),
-            )
-
-    scratch = {
-        "k_smem": matrix(block_kv, head_dim, dtype=dtype),
-        "v_smem": matrix(block_kv, value_dim, dtype=dtype),
-        "q_smem": matrix(num_stages, block_q, head_dim, dtype=dtype),
-        "do_smem": matrix(num_stages, block_q, value_dim, dtype=dtype),
-        "lse_smem": vector(num_stages, block_q),
-        "pull_smem": vector(num_stages, block_q),
-        "k_ready": plgpu.Barrier(),
-        "v_ready": plgpu.Barrier(),
-        "q_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-        "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-        "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-        "done": plgpu.Barrier(num_arrivals=num_warpgroups),
-    }
-    if interpret is not None:
-        scratch["spare"] = matrix(num_warpgroups, ROWS, block_q, dtype=dtype)
-    if fused:
-        scratch |= {
-            "ds_smem": matrix(_DS_BUFFERS, block_kv, block_q, dtype=dtype),
-            "dq_smem": matrix(num_warpgroups, ROWS, dq_cols, dtype=jnp.float32),
-            "ds_ready": plgpu.Barrier(num_arrivals=num_warpgroups),
-        }
-    run = plgpu.kernel(
-        kernel,
-        out_type=(
-            jax.ShapeDtypeStruct(operands.key.shape, dtype),
-            jax.ShapeDtypeStruct(operands.value.shape, dtype),
-        ),
-        scratch_types=scratch,
-        grid=(num_rows, num_kv_heads, batch),
-        grid_names=("row", "head", "batch"),
-        num_threads=num_warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )
-    inputs = (*operands, rows.bounds, *given.values())
-    if not fused:
-        return (*run(*inputs), None)
-    d_query = jax.new_ref(jnp.zeros(operands.query.shape, jnp.float32))
-    d_key, d_value = run(*inputs, d_query)
-    return d_key, d_value, jax.freeze(d_query)
-
-
-def query_pass(
-    operands: Operands, tokens: Tokens, rows: Rows, call: AttentionCall, tuning: MosaicBackwardTuning, interpret
-) -> Float[Array, "B T N H"]:
-    """dQ alone, scaled, in the query's dtype.
-
-    Args:
-      operands, tokens: padded to whole tiles.
-      rows: the key/value tiles of each block of query rows.
-      call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
-    """
-    batch, q_len, num_heads, head_dim = operands.query.shape
-    value_dim = operands.value.shape[-1]
-    dtype = operands.query.dtype
-    num_warpgroups, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    block_q = ROWS * num_warpgroups
-    num_rows = pl.cdiv(q_len, block_q)
-
-    given = {name: x for name, x in {"tiles": rows.tiles, **tokens._asdict()}.items() if x is not None}
-
-    def kernel(
-        query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        q_smem, do_smem, lse_smem, pull_smem, k_smem, v_smem, ready, k_ready, v_ready, free, spare=None,
-    ):  # fmt: skip
-        optional = dict(zip(given, refs, strict=False))
-        (dq_ref,) = refs[len(given) :]
-        token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-        i = num_rows - 1 - jax.lax.axis_index("row")
-        warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, i)
-
-        @pl.when(warpgroup == num_warpgroups)
-        def _load():
-            plgpu.set_max_registers(tuning.load_registers, action="decrease")
-            kv_head = head // call.group_size
-
-            @pl.loop(0, row.num_tiles)
-            def _(step):
-                slot = jax.lax.rem(step, num_stages)
-                tile = pl.ds(row.tile(step) * block_kv, block_kv)
-                pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(key_ref.at[b, tile, kv_head], k_smem.at[slot], k_ready.at[slot])
-                plgpu.copy_gmem_to_smem(value_ref.at[b, tile, kv_head], v_smem.at[slot], v_ready.at[slot])
-
-            _see_last(free, row.num_tiles, num_stages)
-
-        @pl.when(warpgroup < num_warpgroups)
-        def _compute():
-            plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            q_first = i * block_q + warpgroup * ROWS
-            q_rows, mine = pl.ds(q_first, ROWS), ready.at[warpgroup]
-            q, do = q_smem.at[warpgroup], do_smem.at[warpgroup]
-            my_spare = None if spare is None else spare.at[warpgroup]
-            plgpu.copy_gmem_to_smem(query_ref.at[b, q_rows, head], q, mine)
-            plgpu.copy_gmem_to_smem(d_output_ref.at[b, q_rows, head], do, mine)
-            plgpu.copy_gmem_to_smem(lse_ref.at[b, head, q_rows], lse_smem.at[warpgroup], mine)
-            plgpu.copy_gmem_to_smem(pull_ref.at[b, head, q_rows], pull_smem.at[warpgroup], mine)
-            plgpu.barrier_wait(mine)
-            lse = load_vector(lse_smem.at[warpgroup], rows=True)
-            pull = load_vector(pull_smem.at[warpgroup], rows=True)
-
-            def accumulate(dq_acc):
-                @pl.loop(0, row.num_tiles)
-                def _(step):
-                    slot = jax.lax.rem(step, num_stages)
-                    k, v = k_smem.at[slot], v_smem.at[slot]
-
-                    def weigh(logits_acc, dp_acc):
-                        plgpu.barrier_wait(k_ready.at[slot])
-                        plgpu.wgmma(logits_acc, q, k.transpose((1, 0)))
-                        plgpu.barrier_wait(v_ready.at[slot])
-                        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
-                        logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                        allowed = functools.partial(
-                            allowed_pairs, call, token_refs, b, q_first, row.tile(step) * block_kv,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=False,
-                        )  # fmt: skip
-                        weights, slope = _weights(logits, lse, call, step < row.num_partial, allowed, rows=True)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        d_logits = weights * (dp - _spread(pull, dp.shape, rows=True))
-                        return (d_logits if slope is None else d_logits * slope).astype(dtype)
-
-                    logits_type = accumulator(block_kv)
-                    d_logits = pl.run_scoped(weigh, logits_type, logits_type)
-                    multiply(dq_acc, d_logits, k, my_spare)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(free.at[slot])
-
-                q[...] = (plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q, dq_ref.at[b, q_rows, head])
-                plgpu.wait_smem_to_gmem(0)
-
-            pl.run_scoped(accumulate, accumulator(head_dim))
-
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
-        scratch_types=dict(
-            **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
-            q_smem=matrix(num_warpgroups, ROWS, head_dim, dtype=dtype),
-            do_smem=matrix(num_warpgroups, ROWS, value_dim, dtype=dtype),
-            lse_smem=vector(num_warpgroups, ROWS),
-            pull_smem=vector(num_warpgroups, ROWS),
-            k_smem=matrix(num_stages, block_kv, head_dim, dtype=dtype),
-            v_smem=matrix(num_stages, block_kv, value_dim, dtype=dtype),
-            ready=plgpu.Barrier(num_arrivals=4, num_barriers=num_warpgroups),
-            k_ready=plgpu.Barrier(num_barriers=num_stages),
-            v_ready=plgpu.Barrier(num_barriers=num_stages),
-            free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-        ),
-        grid=(num_rows, num_heads, batch),
-        grid_names=("row", "head", "batch"),
-        num_threads=num_warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=interpret,
-    )
-    return run(*operands, rows.bounds, *given.values())

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
@@ -27,6 +26,10 @@ class Tokens(NamedTuple):
     key_value_segment_ids: Any = None
     query_positions: Any = None
     key_value_positions: Any = None
+
+    def given(self, side: str = "") -> dict[str, Any]:
+        """What was given, or what was given of one side ("query" or "key_value"), by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None and name.startswith(side)}
 
     @staticmethod
     def of(inputs: AttentionInputs, block_q: int, block_kv: int) -> Tokens:
@@ -50,17 +53,55 @@ def keep_allowed(logits: jax.Array, is_partial, allowed: Callable[[tuple[int, in
 
     Args:
       logits: of a tile, in registers.
-      is_partial: whether the tile is PARTIAL, a scalar.
+      is_partial: whether the tile is PARTIAL: a traced scalar, or a bool where that is known.
       allowed: (shape) → which pairs may attend.
     """
-    # One loop with a branch, not one loop for each kind of tile: half the program, and fewer registers spilled.
-    return jax.lax.cond(is_partial, lambda x: jnp.where(allowed(x.shape), x, -jnp.inf), lambda x: x, logits)
+
+    def mask(logits):
+        return jnp.where(allowed(logits.shape), logits, -jnp.inf)
+
+    if isinstance(is_partial, bool):
+        return mask(logits) if is_partial else logits
+    return jax.lax.cond(is_partial, mask, lambda logits: logits, logits)
+
+
+def token_memory(tokens: Tokens, *, query: tuple[int, int], key_value: tuple[int, int]) -> dict[str, Any]:
+    """Shared memory for what is given of tokens, by name.
+
+    Args:
+      tokens: the arrays.
+      query, key_value: number of pieces of either side that are kept, and tokens in a piece.
+    """
+    sides = {"query": query, "key_value": key_value}
+    return {name: plgpu.SMEM(sides[side], jnp.int32) for side in sides for name in tokens.given(side)}
+
+
+def copy_tokens(tokens: Tokens, memory: dict[str, Any], side: str, where, piece, ready) -> None:
+    """Starts to copy a piece of one side's tokens; each array arrives at the barrier once.
+
+    Args:
+      tokens: references to the arrays.
+      memory: of `token_memory`.
+      side: "query" or "key_value".
+      where: (element of the batch, tokens) to copy.
+      piece: where to.
+      ready: the barrier.
+    """
+    for name, ref in tokens.given(side).items():
+        plgpu.copy_gmem_to_smem(ref.at[where], memory[name].at[piece], ready)
+
+
+def tile_tokens(memory: dict[str, Any], *, query, key_value) -> Tokens:
+    """References to the tokens of one tile: a piece of either side."""
+    pieces = {"query": query, "key_value": key_value}
+    return Tokens(
+        **{name: memory[name].at[pieces[side]] for side in pieces for name in memory if name.startswith(side)}
+    )
 
 
 def allowed_pairs(
     call: AttentionCall,
     tokens: Tokens,
-    batch,
     q_first,
     kv_first,
     shape: tuple[int, int],
@@ -72,8 +113,8 @@ def allowed_pairs(
 
     Args:
       call: its mask, lengths and what is given of tokens.
-      tokens: references to what is given.
-      batch, q_first, kv_first: element of the batch; index of the tile's first query and first key.
+      tokens: references to the tile's own, in shared memory.
+      q_first, kv_first: index of the tile's first query and first key.
       shape: (queries, keys) of the tile, or (keys, queries) if transposed.
       kv_padded: whether keys past the call's last one may be in the tile.
       transposed: whether keys are the rows.
@@ -86,20 +127,18 @@ def allowed_pairs(
     def index(first, dim):
         return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=_LAYOUT)
 
-    def given(ref, first, dim):
-        vector = load_vector(ref.at[batch, pl.ds(first, shape[dim])], rows=dim == 0, shared=False)
-        return jax.lax.broadcast_in_dim(vector, shape, [dim])
+    def given(ref, dim):
+        return jax.lax.broadcast_in_dim(load_vector(ref, rows=dim == 0), shape, [dim])
 
     kv_index = index(kv_first, kv_dim)
     if call.has_positions:
-        q_pos = given(tokens.query_positions, q_first, q_dim)
-        kv_pos = given(tokens.key_value_positions, kv_first, kv_dim)
+        q_pos = given(tokens.query_positions, q_dim)
+        kv_pos = given(tokens.key_value_positions, kv_dim)
     else:
         q_pos, kv_pos = index(q_first, q_dim), kv_index
     allowed = call.mask(q_pos, kv_pos)
     if call.has_segment_ids:
-        q_ids = given(tokens.query_segment_ids, q_first, q_dim)
-        allowed &= q_ids == given(tokens.key_value_segment_ids, kv_first, kv_dim)
+        allowed &= given(tokens.query_segment_ids, q_dim) == given(tokens.key_value_segment_ids, kv_dim)
     if kv_padded:
         allowed &= kv_index < call.kv_len
     return allowed

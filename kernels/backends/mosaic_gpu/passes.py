@@ -11,12 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands, key_value_pass, query_pass
+from kernels.backends.mosaic_gpu.backward import Operands
 from kernels.backends.mosaic_gpu.forward import forward
+from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.memory import ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
+from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
 from kernels.backends.mosaic_gpu.walk import make_rows
+from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.tuning import MosaicGpuTuning
 
@@ -79,10 +82,9 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     pull = pull.swapaxes(1, 2)
 
     def operands(block_q: int, block_kv: int) -> Operands:
-        width = max(padded_head_dim(call.head_dim), padded_head_dim(call.value_dim))
-        width = next(w for w in (64, 128, 256) if width <= w)
         query, key, value, d_out = (
-            _padded(x, block, width) for x, block in (*_matrices(inputs, block_q, block_kv), (d_output, block_q))
+            _padded(x, block, max(64, padded_head_dim(x.shape[-1])))
+            for x, block in (*_matrices(inputs, block_q, block_kv), (d_output, block_q))
         )
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(attends, lse * _LOG2_E, _HUGE_LSE)
@@ -101,9 +103,8 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
         return kernel(operands(block_q, block_kv), tokens, rows, call, how, _interpreter(tuning))
 
     fused = (tuning.backward or fastest_backward(call)) == "fused" and not tuning.interpret
-    d_key, d_value, d_query = run(
-        functools.partial(key_value_pass, fused=fused), how.block_q, how.block_kv, transposed=True
-    )
+    key_values = wide_key_value_pass if how.one_gradient_each else functools.partial(key_value_pass, fused=fused)
+    d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
     if d_query is None:
         d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
     else:

@@ -30,6 +30,9 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
     if tuning is not None and tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
         return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
+    tiles = None if tuning is None else tuning.backward_tiles
+    if tiles is not None and widest > _MAX_FUSED_HEAD_DIM and not tiles.one_gradient_each:
+        return f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
     if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
         return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
     if call.scale <= 0:

@@ -35,4 +35,4 @@ def backward_tiles(call: AttentionCall) -> MosaicBackwardTuning:
         return MosaicBackwardTuning(block_q=128)
     if widest <= 128:
         return MosaicBackwardTuning(block_q=64)
-    return MosaicBackwardTuning(block_q=64, num_stages=1, split_columns=True, num_stages_dq=1)
+    return MosaicBackwardTuning(block_q=64, one_gradient_each=True)
