@@ -113,6 +113,11 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert written.read_text() == table.render(rows)
     assert "forward 1: 2 candidates" in capsys.readouterr().out
 
+    monkeypatch.undo()
+    monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))
+    assert command.main(arguments) == 2
+    assert "no forward kernel ran for small; the first: implementation=MosaicGpuTuning(" in capsys.readouterr().err
+
     late = dataclasses.replace(arguments, budget_s=0)
     assert command.main(late) == 1
     assert "search with --cases for them" in capsys.readouterr().err

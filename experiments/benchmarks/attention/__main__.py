@@ -120,7 +120,7 @@ def headings(arguments: Arguments) -> tuple[str, ...]:
 
 
 def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
-    """One row of a printed table; what a backend refuses stands where the numbers would."""
+    """One row of a printed table."""
     yield row["backend"]
     if "errors" in row:
         for quantity, error in row["errors"].items():
@@ -128,19 +128,17 @@ def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
             yield f"{error['rms']:.1e}{ratio}, {error['largest']:.1e}"
     elif "lower_s" in row:
         yield from (f"{row['length']:,}", f"{row['lower_s']:.2f} s", f"{row['compile_s']:.2f} s")
-    elif "seconds" in row:
+    else:
         scaled = "" if row["measured_at_length"] == row["length"] else f" (from {row['measured_at_length']:,})"
         memory = row["temporary_bytes"]
         yield from (row["direction"], f"{row['seconds'] * 1e3:,.3f}{scaled}", f"{row['tflops_per_s']:,.1f}")
         yield f"{row['speed_ratios'][baseline]:.3f}" if baseline in row["speed_ratios"] else ""
         yield "" if memory is None else f"{memory / 1e6:,.0f} MB"
         yield f"{row['compile_s']:.1f} s"
-    if "refused" in row:
-        yield f"{row.get('direction', '')} {row['refused']}".strip()
 
 
 def main(arguments: Arguments) -> None:
-    """Measures case after case: appends the rows and prints a table of them."""
+    """Measures case after case: appends the rows and prints a table of them, and under it what was refused."""
     console = Console() if Console().is_terminal else Console(width=160)
     for name, case in known_cases(arguments.chosen.cases).items():
         rows = measure(name, case, arguments)
@@ -150,8 +148,13 @@ def main(arguments: Arguments) -> None:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
         table = Table(*headings(arguments), title=name, title_justify="left")
         for row in rows:
-            table.add_row(*cells(row, arguments.chosen.baseline))
+            if row.keys() & {"seconds", "lower_s", "errors"}:
+                table.add_row(*cells(row, arguments.chosen.baseline))
         console.print(table)
+        for row in rows:
+            if "refused" in row:
+                refused = " ".join([row["backend"], *([row["direction"]] if "direction" in row else ())])
+                console.print(f"{refused}: {row['refused']}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -66,8 +66,12 @@ class Arguments:
         known_cases(self.cases)
 
 
-def search_case(name: str, case: Case, *, num_rounds: int, sample_ms: float) -> Iterator[list[dict[str, Any]]]:
-    """Searches for one case; the rows of each race, as soon as it is over."""
+def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Iterator[list[dict[str, Any]]]:
+    """Searches for one case; the rows of each race, as soon as it is over.
+
+    Raises:
+      ValueError: the kernels don't run here.
+    """
     problem, key = make_problem(case), table.key_of(case)
     common = {"case": name, **describe(case), **where()}
     expected = {
@@ -99,9 +103,12 @@ def search_case(name: str, case: Case, *, num_rounds: int, sample_ms: float) -> 
             candidates = {
                 tiles: implementation(search, tiles, best["forward"]) for tiles in variations(best[search], settings)
             }
-            yield run(search, stage, candidates, plan.timed, best[search])
+            rows = run(search, stage, candidates, plan.timed, best[search])
+            yield rows
             if best[search] is None:
                 break
+        if search == "forward" and best[search] is None:
+            raise ValueError(f"no forward kernel ran for {name}; the first: {rows[0]['refused']}")
     forms = {form: implementation(form, best[form], best["forward"]) for form in ("fused", "split") if best[form]}
     yield run("fastest_backward", 0, forms, "forward_backward", tuned.FASTEST_BACKWARD.get(key))
 
@@ -110,11 +117,15 @@ def main(arguments: Arguments) -> int:
     """Searches, and writes the table; returns the exit status."""
     begin, left = time.monotonic(), dict(known_cases(arguments.cases))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    while left and time.monotonic() - begin < arguments.budget_s:
-        name = next(iter(left))
-        for rows in search_case(name, left.pop(name), num_rounds=arguments.num_rounds, sample_ms=arguments.sample_ms):
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+    try:
+        while left and time.monotonic() - begin < arguments.budget_s:
+            name = next(iter(left))
+            for rows in search_case(name, left.pop(name), arguments.num_rounds, arguments.sample_ms):
+                with arguments.output.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
+    except ValueError as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
     table.main(table.Arguments(results=arguments.output, table=arguments.table))
     if left:
         print(f"error: no time was left for {' '.join(left)}; search with --cases for them", file=sys.stderr)
