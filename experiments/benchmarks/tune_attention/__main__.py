@@ -11,6 +11,7 @@ experiments.benchmarks.tune_attention.table` makes the table of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ from typing import Any
 
 import tyro
 
-from experiments.benchmarks.attention.cases import Case, describe, known_cases, make_problem
+from experiments.benchmarks.attention.cases import Case, Direction, describe, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
@@ -74,15 +75,16 @@ def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Ite
     """
     problem, key = make_problem(case), table.key_of(case)
     common = {"case": name, **describe(case), **where()}
-    expected = {
-        timed: compile_contender(problem, "blockwise", timed).start() for timed in ("forward", "forward_backward")
-    }
     best: dict[str, Any] = {}
 
-    def run(search: str, stage: int, candidates: dict[Any, Any], timed, incumbent) -> list[dict[str, Any]]:
+    @functools.cache
+    def expected(timed: Direction) -> Any:
+        return compile_contender(problem, "blockwise", timed).start()
+
+    def run(search: str, stage: int, candidates: dict[Any, Any], timed: Direction, incumbent) -> list[dict[str, Any]]:
         print(f"{name}, {search} {stage}: {len(candidates)} candidates", end="", flush=True)
         begin = time.monotonic()
-        trials = race(problem, timed, candidates, expected[timed], num_rounds=num_rounds, sample_ms=sample_ms)
+        trials = race(problem, timed, candidates, expected(timed), num_rounds=num_rounds, sample_ms=sample_ms)
         best[search] = best_of(trials, incumbent)
         print(f", {time.monotonic() - begin:.1f} s: {best[search]}", flush=True)
         return [
