@@ -1,53 +1,212 @@
-"""The attention benchmark: what its rows say, on shapes small enough for a CPU."""
+"""The attention benchmark: what its rows say, on shapes small enough for a CPU, and with clocks that are made up."""
 
 import dataclasses
+import json
+import re
 import statistics
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks.attention.__main__ import SUITES, Arguments, measure
+from experiments.benchmarks.attention import contenders, readme_table
+from experiments.benchmarks.attention.__main__ import SUITES, Arguments, Suite, cells, headings, main, measure
 from experiments.benchmarks.attention.cases import CASES, Case, known_cases, make_problem
-from kernels import CausalMask, LocalMask, count_allowed_pairs
+from experiments.benchmarks.attention.contenders import compile_contender
+from experiments.benchmarks.attention.timing import Contender, speed_ratio, time_in_rounds
+from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
+from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_pairs
 
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
+README = Path(__file__).parents[2] / "README.md"
+
+
+class Device:
+    """A clock that stands still but for the runs of its contenders."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def contender(self, *seconds: float) -> Contender:
+        """One whose runs take these times, and then the last of them for ever."""
+        left = list(seconds)
+
+        def start():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return Contender("made up", start, lambda result: None, 256, 0.0, 0, clock=lambda: self.now)
+
+
+def test_a_slow_first_run_does_not_shorten_the_samples():
+    contender = Device().contender(5.0, 0.001)
+    assert contender.prepare(sample_ms=20) == pytest.approx(0.001)
+    assert contender.num_runs == 20
+    assert contender.seconds == []
+
+
+def test_contenders_take_turns_and_a_ratio_is_one_round_over_the_same_round():
+    device = Device()
+    # From round to round the device slows down; in each of them ours takes half of the time.
+    ours, theirs = device.contender(1, 2, 8), device.contender(2, 4, 16)
+    time_in_rounds([ours, theirs], 3)
+    assert (ours.seconds, theirs.seconds) == ([1, 2, 8], [2, 4, 16])
+    assert speed_ratio(theirs.seconds, ours.seconds) == 2
+    assert speed_ratio([1, 10, 1], [1, 1, 1]) == 1
 
 
 def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_not():
-    arguments = Arguments(backends=("blockwise", "xla", "cudnn"), baseline="xla", num_rounds=3, sample_ms=1)
-    rows = measure("small", SMALL, arguments)
-    refused = [row for row in rows if "refused" in row]
-    assert [row["backend"] for row in refused] == ["cudnn"]
-    assert "runs on gpu, not on cpu" in refused[0]["refused"]
+    others = [name for name in SUITES["hopper"].backends if name not in ("xla", "mosaic_gpu")]
+    rows = measure("small", SMALL, Arguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1))
+    refused = {row["backend"]: row["refused"] for row in rows if "refused" in row}
+    assert list(refused) == others
+    for backend, reason in refused.items():
+        assert "runs on gpu" in reason or (backend in TORCH_PEERS and "No module named 'torch'" in reason)
     timed = {(row["backend"], row["direction"]): row for row in rows if "refused" not in row}
     assert set(timed) == {(b, d) for b in ("blockwise", "xla") for d in ("forward", "backward", "forward_backward")}
-    assert all(row["speed_ratio"] == 1 for (backend, _), row in timed.items() if backend == "xla")
+    assert all(row["speed_ratios"][backend] == 1 for (backend, _), row in timed.items())
     ours = timed["blockwise", "forward"]
+    assert ours["speed_ratios"]["xla"] == pytest.approx(1 / timed["xla", "forward"]["speed_ratios"]["blockwise"])
     flops = 4 * 16 * 2 * 2 * count_allowed_pairs(CausalMask(), 256, 256)
     assert ours["tflops_per_s"] == pytest.approx(flops / ours["seconds"] / 1e12)
     assert ours["fastest_s"] <= ours["seconds"] <= ours["slowest_s"]
-    assert {"jax", "date", "device"} <= ours.keys()
+    assert {"jax", "date", "device", "runs_per_sample"} <= ours.keys()
+
+
+def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
+    def no_backward(query, key, value, case, segment_ids):
+        @jax.custom_vjp
+        def attend(query):
+            return query
+
+        def refuse(query):
+            raise KeyError("has no backward")
+
+        attend.defvjp(refuse, lambda residuals, cotangent: None)
+        return attend(query)
+
+    monkeypatch.setitem(contenders.PEERS, "forward_only", no_backward)
+    rows = measure("small", SMALL, Arguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0))
+    (refused,) = (row for row in rows if "refused" in row)
+    assert (refused["direction"], refused["refused"]) == ("forward_backward", "KeyError: 'has no backward'")
+    assert [row["direction"] for row in rows if row["backend"] == "forward_only" and "seconds" in row] == ["forward"]
+    (errors,) = measure("small", SMALL, Arguments(backends=("forward_only",), check=True))
+    assert set(errors["errors"]) == {"output"}
+    assert errors["refused"] == "KeyError: 'has no backward'"
 
 
 def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
     problem = make_problem(PACKED)
-    ids, position = problem.segment_ids, np.arange(256)
+    ids, position = np.asarray(problem.segment_ids), np.arange(256)
     allowed = (ids[:, :, None] == ids[:, None, :]) & (position[:, None] >= position)
     assert problem.num_pairs == 2 * allowed.sum()
     assert statistics.mean(len(set(row)) for row in ids.tolist()) > 1
-    rows = measure("packed", PACKED, Arguments(backends=("blockwise", "xla"), num_rounds=1))
+    rows = measure("packed", PACKED, Arguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0))
     assert [row["backend"] for row in rows if "refused" in row] == ["xla"]
 
 
+def test_documents_are_an_input_of_what_is_timed():
+    problem = make_problem(PACKED)
+    contender = compile_contender(problem, "blockwise", "forward")
+    other = dataclasses.replace(problem, segment_ids=jnp.zeros_like(problem.segment_ids))
+    program = contenders.lower(problem, "blockwise", "forward").compile()
+    one_document = compile_contender(other, "blockwise", "forward").start()
+    np.testing.assert_allclose(program(other.arrays, other.segment_ids), one_document, rtol=1e-5, atol=1e-5)
+    assert np.abs(contender.start() - one_document).max() > 0.1
+
+
 def test_a_backward_is_the_difference_of_its_round():
-    rows = measure("small", SMALL, Arguments(backends=("blockwise",), num_rounds=1))
+    rows = measure("small", SMALL, Arguments(backends=("blockwise",), num_rounds=1, sample_ms=0))
     seconds = {row["direction"]: row["seconds"] for row in rows}
     assert seconds["backward"] == pytest.approx(seconds["forward_backward"] - seconds["forward"])
 
 
 def test_names():
-    assert set(SUITES["hopper"]) <= set(CASES)
     assert CASES["1x16x32768x128_window_4096"].mask == LocalMask(4095, 0)
     with pytest.raises(ValueError, match=r"unknown cases \['no_such'\]; expected some of causal"):
         known_cases(("no_such",))
+    with pytest.raises(ValueError, match="give one at a time"):
+        Arguments(check=True, compile_lengths=(256,))
+    with pytest.raises(ValueError, match="baseline='cudnn' is none of the backends blockwise, xla"):
+        Arguments(baseline="cudnn")
+
+
+def test_a_suite_stands_for_cases_and_backends_that_can_be_replaced():
+    hopper = Arguments(suite="hopper").chosen
+    assert set(hopper.cases) <= set(CASES)
+    assert hopper.baseline == "cudnn"
+    flex = Arguments(suite="hopper", cases=("gpt2_causal",), backends=("mosaic_gpu", "torch_flex")).chosen
+    assert flex == Suite(("gpt2_causal",), ("mosaic_gpu", "torch_flex"), "torch_flex")
+    assert Arguments().chosen == Suite(("window_1024",), ("blockwise", "xla"), "xla")
+
+
+def test_compile_seconds_at_each_length():
+    arguments = Arguments(backends=("cudnn", "blockwise"), compile_lengths=(64, 256))
+    refused, *rows = measure("small", SMALL, arguments)
+    assert "runs on gpu" in refused["refused"]
+    assert [(row["backend"], row["length"]) for row in rows] == [("blockwise", 64), ("blockwise", 256)]
+    assert all(row["lower_s"] > 0 and row["compile_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("how", [{}, {"check": True, "check_length": 64}, {"compile_lengths": (64,)}], ids=repr)
+def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(CASES, "small", SMALL)
+    output = tmp_path / "new" / "rows.jsonl"
+    backends = ("blockwise", "cudnn")
+    arguments = Arguments(cases=("small",), backends=backends, num_rounds=1, sample_ms=0, output=output, **how)
+    main(arguments)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {row["backend"] for row in rows} == {"blockwise", "cudnn"}
+    ours = [row for row in rows if row["backend"] == "blockwise"]
+    assert {len(list(cells(row, "blockwise"))) for row in ours} == {len(headings(arguments))}
+    printed = capsys.readouterr().out
+    assert "small" in printed
+    assert re.search(r"^cudnn.*: .*runs on gpu, not on cpu$", printed, re.MULTILINE)
+
+
+def test_the_readme_has_the_table_of_the_rows_that_are_kept():
+    table = readme_table.make_table(readme_table.read_rows(readme_table.Arguments().results), "mosaic_gpu")
+    page = README.read_text(encoding="utf-8")
+    assert readme_table.replace_block(page, table) == page, f"make it again: {readme_table.BEGIN}"
+
+
+def test_the_readmes_table_says_what_was_measured(tmp_path):
+    row = {"case": "a", "batch": 1, "length": 4096, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    row |= {"mask": repr(LocalMask(1023, 0)), "document_length": None, "document_spread": 0.0, "backend": "mosaic_gpu"}
+    row |= {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "seconds": 1.0, "direction": "forward"}
+    ratios = {"mosaic_gpu": 1.0, "cudnn": 1.256, "xla": 0.1, "torch_flex": 1.6, "tokamax_mosaic": 1.5}
+    rows = [
+        {**row, "tflops_per_s": 1.0, "speed_ratios": {"cudnn": 9.0}},
+        {**row, "tflops_per_s": 400.4, "speed_ratios": ratios},
+        {**row, "tflops_per_s": 300.6, "speed_ratios": {"cudnn": 0.5}, "direction": "backward"},
+        {**row, "tflops_per_s": 9.0, "speed_ratios": {"cudnn": 9.0}, "backend": "cudnn"},
+        {**row, "tflops_per_s": 2.0, "speed_ratios": {}, "case": "b", "head_dim": 128, "date": "2026-11-22"},
+        {"case": "c", "backend": "mosaic_gpu", "direction": "forward", "refused": "can't"},
+    ]
+    path, page = tmp_path / "rows.jsonl", tmp_path / "README.md"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
+    readme_table.main(readme_table.Arguments(results=path, readme=page))
+    before, _, where, _, headings, _, first, second, _, after = page.read_text().splitlines()
+    assert (before, after) == ("before", "after")
+    assert where == "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22:"
+    assert len(headings.split("|")) == len(first.split("|"))
+    assert first == "| 1 × 8/2 × 4,096 × 64, window 1,024 | 400 | 1.26 | 1.50 (tokamax, Mosaic) | 301 | 0.50 | – |"
+    assert second == "| 1 × 8/2 × 4,096 × 128, window 1,024 | 2 | – | – | – | – | – |"
+
+
+def test_the_readmes_table_needs_its_markers_and_rows():
+    once = f"{readme_table.BEGIN}\n{readme_table.END}"
+    for page in ("", readme_table.BEGIN, f"{readme_table.END}\n{readme_table.BEGIN}", once + once):
+        with pytest.raises(ValueError, match=re.escape("put them around the table's place")):
+            readme_table.replace_block(page, "table")
+    refused = {"case": "a", "direction": "forward", "backend": "blockwise", "refused": "can't"}
+    with pytest.raises(ValueError, match="no row of backend='blockwise'"):
+        readme_table.make_table([refused], "blockwise")
+
+
+def test_a_mask_without_a_name_is_written_out():
+    titles = [readme_table.mask_title(mask) for mask in (CausalMask(), FullMask(), CausalMask() & PrefixMask(7))]
+    assert titles == ["causal", "no mask", "CausalMask(offset=0) & PrefixMask(length=7)"]

@@ -1,165 +1,160 @@
-"""Times attention: named cases × backends × direction, interleaved in one process.
+"""Measures attention backends side by side: speed, error against float64, compile time.
 
     python -m experiments.benchmarks.attention --cases window_1024 --backends blockwise xla
-    python -m experiments.benchmarks.attention --suite hopper --backends cudnn mosaic_gpu --baseline cudnn
+    python -m experiments.benchmarks.attention --suite hopper --output rows.jsonl
+    python -m experiments.benchmarks.attention --suite hopper --backends mosaic_gpu cudnn --check
+    python -m experiments.benchmarks.attention --cases gpt2_causal --backends mosaic_gpu --compile-lengths 4096 131072
 
-A backend's name is one of the backends' table; `xla` is `jax.nn.dot_product_attention(implementation="xla")`, which
-builds the T×T logits, and `torch_flex` is PyTorch's FlexAttention. Where the logits don't fit into
-`--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled by the square of the
-lengths' ratio; the row says so. A backward's time is forward and backward together, less forward, of the same round.
+A backend's name is one of the backends' table, or of another attention, where that is installed: `xla`, which is
+`jax.nn.dot_product_attention(implementation="xla")` and builds the T×T logits; JAX's own `pallas_mosaic` and
+`pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; PyTorch's `torch_flash` and `torch_flex`. What can't serve a
+case has a row that says why. Where the logits don't fit into `--dense-gigabytes`, `xla` is timed at the longest power
+of two that does, and its time is scaled by the square of the lengths' ratio; the row says so. A backward's time is
+forward and backward together, less forward, of the same round.
+
+PyTorch and JAX share a GPU's memory: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.attention.cases import CASES, Case, Direction, describe, known_cases, make_problem
-from experiments.benchmarks.attention.contenders import Contender, compile_contender
+from experiments.benchmarks.attention.accuracy import QUANTITIES, measure_errors
+from experiments.benchmarks.attention.cases import HOPPER, Case, known_cases
+from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
+from experiments.benchmarks.attention.peers import PEERS
+from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 
-SUITES = {"hopper": tuple(name for name in CASES if "x" in name)}
-DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
+
+@dataclass(frozen=True)
+class Suite:
+    """Cases and backends that belong together."""
+
+    cases: tuple[str, ...]
+    backends: tuple[str, ...]
+    baseline: str
+
+
+SUITES = {"hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn")}
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Times attention backends side by side."""
+    """Measures attention backends side by side."""
 
-    cases: tuple[str, ...] = ("window_1024",)
-    """Names from CASES."""
+    cases: tuple[str, ...] | None = None
+    """Names from CASES; the suite's, or `window_1024`, if not given."""
     suite: Literal["hopper"] | None = None
-    """A list of cases, in place of `--cases`: `hopper`, those that are compared with other systems on an H200."""
-    backends: tuple[str, ...] = ("blockwise", "xla")
-    """Names of the backends' table, `xla` and `torch_flex`."""
+    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200."""
+    backends: tuple[str, ...] | None = None
+    """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None
-    """The backend that the others are compared with; the last one if not given."""
+    """The backend that the others are compared with; the suite's, or the last one, if not given."""
+    check: bool = False
+    """Instead of the speed, measure the errors of output and gradients against float64."""
+    check_length: int = 8192
+    """Tokens at which errors are measured, where a case is longer. The truth needs T²·8 bytes a few times over."""
+    compile_lengths: tuple[int, ...] = ()
+    """Instead of the speed, measure the first compile of forward and backward at these lengths."""
     num_rounds: int = 5
     """Rounds in which each backend is timed once; the median counts."""
-    sample_ms: float = 0.0
+    sample_ms: float = 20.0
     """Least length of one timing, in ms: as many runs in a row as that takes, for programs that are over in no time."""
     dense_gigabytes: float = 6.0
     """Memory that `xla` may take, by XLA's own estimate."""
     output: Path | None = None
-    """File that the JSON lines are appended to."""
+    """File that the JSON lines are appended to, each case's as soon as it is measured."""
+
+    def __post_init__(self):
+        if self.check and self.compile_lengths:
+            raise ValueError("--check and --compile-lengths are measurements of their own; give one at a time")
+        if self.chosen.baseline not in self.chosen.backends:
+            raise ValueError(f"baseline={self.baseline!r} is none of the backends {', '.join(self.chosen.backends)}")
 
     @property
-    def chosen_cases(self) -> dict[str, Case]:
-        """The cases to time."""
-        return known_cases(self.cases if self.suite is None else SUITES[self.suite])
+    def chosen(self) -> Suite:
+        """What to measure."""
+        usual = SUITES[self.suite] if self.suite else Suite(("window_1024",), ("blockwise", "xla"), "xla")
+        backends = usual.backends if self.backends is None else self.backends
+        usual_baseline = usual.baseline if usual.baseline in backends else backends[-1]
+        return Suite(
+            usual.cases if self.cases is None else self.cases,
+            backends,
+            usual_baseline if self.baseline is None else self.baseline,
+        )
 
 
 def measure(name: str, case: Case, arguments: Arguments) -> list[dict[str, Any]]:
-    """The rows of one case: backend × (forward, backward, both)."""
-    problem = make_problem(case)
-    pairs: dict[str, tuple[Contender, Contender]] = {}
-    rows: list[dict[str, Any]] = []
-    common = {"case": name, **describe(case), "num_pairs": problem.num_pairs, **_where()}
-    for backend in arguments.backends:
-        try:
-            forward, both = (
-                compile_contender(problem, backend, direction, arguments.dense_gigabytes) for direction in DIRECTIONS
-            )
-        except (ValueError, ImportError) as refusal:
-            rows.append({**common, "backend": backend, "refused": str(refusal).split("\n")[0]})
-            continue
-        pairs[backend] = (forward, both)
-    contenders = [contender for pair in pairs.values() for contender in pair]
-    for contender in contenders:
-        contender.time(1)  # A first run also loads the program.
-    num_runs = [1 + int(arguments.sample_ms / 1e3 / max(contender.time(1), 1e-6)) for contender in contenders]
-    for _ in range(arguments.num_rounds):
-        for contender, runs in zip(contenders, num_runs, strict=True):
-            contender.seconds.append(contender.time(runs))
-
-    baseline = arguments.backends[-1] if arguments.baseline is None else arguments.baseline
-    for direction in ("forward", "backward", "forward_backward"):
-        seconds = {backend: _seconds(case, pair, direction) for backend, pair in pairs.items()}
-        for backend, (forward, both) in pairs.items():
-            median = statistics.median(seconds[backend])
-            row = {
-                **common,
-                "backend": backend,
-                "direction": direction,
-                "seconds": median,
-                "fastest_s": min(seconds[backend]),
-                "slowest_s": max(seconds[backend]),
-                "measured_at_length": forward.length,
-                "tflops_per_s": problem.flops(direction) / median / 1e12,
-                "compile_s": forward.compile_s if direction == "forward" else both.compile_s,
-                "temporary_bytes": forward.temporary_bytes if direction == "forward" else both.temporary_bytes,
-            }
-            if baseline in seconds:
-                ratios = [theirs / ours for theirs, ours in zip(seconds[baseline], seconds[backend], strict=True)]
-                row |= {"baseline": baseline, "speed_ratio": statistics.median(ratios)}
-            rows.append(row)
-    return rows
+    """The rows of one case."""
+    chosen = arguments.chosen
+    if arguments.check:
+        return measure_errors(name, case, chosen.backends, baseline=chosen.baseline, length=arguments.check_length)
+    if arguments.compile_lengths:
+        return measure_compilation(name, case, chosen.backends, arguments.compile_lengths)
+    return measure_speed(
+        name,
+        case,
+        chosen.backends,
+        num_rounds=arguments.num_rounds,
+        sample_ms=arguments.sample_ms,
+        dense_gigabytes=arguments.dense_gigabytes,
+    )
 
 
-def _seconds(case: Case, pair: tuple[Contender, Contender], direction: str) -> list[float]:
-    """A contender's times in each round, brought to the case's length."""
-    forward, both = pair
-    scale = (case.length / forward.length) ** 2
-    if direction == "forward":
-        return [s * scale for s in forward.seconds]
-    if direction == "forward_backward":
-        return [s * scale for s in both.seconds]
-    return [(b - f) * scale for f, b in zip(forward.seconds, both.seconds, strict=True)]
+def headings(arguments: Arguments) -> tuple[str, ...]:
+    """Of the printed tables."""
+    baseline = arguments.chosen.baseline
+    if arguments.check:
+        return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in QUANTITIES))
+    if arguments.compile_lengths:
+        return ("backend", "length", "trace and lower", "compile")
+    return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "temporaries", "compile")
 
 
-def _where() -> dict[str, str]:
-    """Device, versions and date."""
-    versions = {}
-    for distribution in ("jax", "jaxlib", "nvidia-cudnn-cu13", "torch"):
-        try:
-            versions[distribution] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": jax.devices()[0].device_kind,
-        "python": platform.python_version(),
-        **versions,
-        "date": datetime.date.today().isoformat(),
-    }
+def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
+    """One row of a printed table."""
+    yield row["backend"]
+    if "errors" in row:
+        for quantity, error in row["errors"].items():
+            ratio = f" ({row['error_ratios'][quantity]:.2f})" if quantity in row["error_ratios"] else ""
+            yield f"{error['rms']:.1e}{ratio}, {error['largest']:.1e}"
+    elif "lower_s" in row:
+        yield from (f"{row['length']:,}", f"{row['lower_s']:.2f} s", f"{row['compile_s']:.2f} s")
+    else:
+        scaled = "" if row["measured_at_length"] == row["length"] else f" (from {row['measured_at_length']:,})"
+        memory = row["temporary_bytes"]
+        yield from (row["direction"], f"{row['seconds'] * 1e3:,.3f}{scaled}", f"{row['tflops_per_s']:,.1f}")
+        yield f"{row['speed_ratios'][baseline]:.3f}" if baseline in row["speed_ratios"] else ""
+        yield "" if memory is None else f"{memory / 1e6:,.0f} MB"
+        yield f"{row['compile_s']:.1f} s"
 
 
 def main(arguments: Arguments) -> None:
-    """Measures, prints the table and appends the rows."""
-    table = Table("case", "direction", "backend", "ms", "TFLOP/s", "× baseline", "temporaries", "compile")
-    for name, case in arguments.chosen_cases.items():
+    """Measures case after case: appends the rows and prints a table of them, and under it what was refused."""
+    console = Console() if Console().is_terminal else Console(width=160)
+    for name, case in known_cases(arguments.chosen.cases).items():
         rows = measure(name, case, arguments)
-        for row in rows:
-            if "refused" in row:
-                table.add_row(name, "", row["backend"], row["refused"])
-                continue
-            scaled = "" if row["measured_at_length"] == case.length else f" (from {row['measured_at_length']:,})"
-            memory = row["temporary_bytes"]
-            table.add_row(
-                name,
-                row["direction"],
-                row["backend"],
-                f"{row['seconds'] * 1e3:,.3f}{scaled}",
-                f"{row['tflops_per_s']:,.1f}",
-                f"{row['speed_ratio']:.3f}" if "speed_ratio" in row else "",
-                "" if memory is None else f"{memory / 1e6:,.0f} MB",
-                f"{row['compile_s']:.1f} s",
-            )
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table)
+        table = Table(*headings(arguments), title=name, title_justify="left")
+        for row in rows:
+            if row.keys() & {"seconds", "lower_s", "errors"}:
+                table.add_row(*cells(row, arguments.chosen.baseline))
+        console.print(table)
+        for row in rows:
+            if "refused" in row:
+                refused = " ".join([row["backend"], *([row["direction"]] if "direction" in row else ())])
+                console.print(f"{refused}: {row['refused']}", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,7 @@ class Case:
 
 CAUSAL, WINDOW_1024, WINDOW_4096 = CausalMask(), LocalMask(1023, 0), LocalMask(4095, 0)
 
-CASES = {
-    "causal": Case(1, 32_768, 4, 4, 64, CAUSAL, "float32"),
-    "window_1024": Case(1, 32_768, 4, 4, 64, WINDOW_1024, "float32"),
-    "window_1024_131k": Case(1, 131_072, 4, 4, 64, WINDOW_1024, "float32"),
-    "gpt2_causal": Case(1, 32_768, 12, 12, 64, CAUSAL),
-    "gpt2_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
+HOPPER = {
     "1x2x32768x32": Case(1, 32_768, 2, 2, 32, CAUSAL),
     "1x2x32768x64": Case(1, 32_768, 2, 2, 64, CAUSAL),
     "1x2x32768x128": Case(1, 32_768, 2, 2, 128, CAUSAL),
@@ -56,6 +51,19 @@ CASES = {
     "1x16x32768x128_window_4096": Case(1, 32_768, 16, 16, 128, WINDOW_4096),
     "1x16x32768x128_documents_4096": Case(1, 32_768, 16, 16, 128, CAUSAL, document_length=4096),
     "1x16x32768x128_documents": Case(1, 32_768, 16, 16, 128, CAUSAL, document_length=4096, document_spread=0.5),
+}
+"""The shapes that are compared with other systems: batch × heads/key-value heads × length × head dim."""
+
+CASES = {
+    "causal": Case(1, 32_768, 4, 4, 64, CAUSAL, "float32"),
+    "window_1024": Case(1, 32_768, 4, 4, 64, WINDOW_1024, "float32"),
+    "window_1024_131k": Case(1, 131_072, 4, 4, 64, WINDOW_1024, "float32"),
+    "gpt2_causal": Case(1, 32_768, 12, 12, 64, CAUSAL),
+    "gpt2_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
+    "gpt2_documents": Case(1, 32_768, 12, 12, 64, CAUSAL, document_length=4096, document_spread=0.5),
+    "4x24x4096x32": Case(4, 4096, 24, 24, 32, CAUSAL),
+    "4x16/2x4096x256": Case(4, 4096, 16, 2, 256, CAUSAL),
+    **HOPPER,
 }
 
 
@@ -72,11 +80,11 @@ class Problem:
     case: Case
     length: int
     arrays: dict[str, jax.Array]
-    segment_ids: np.ndarray | None
+    segment_ids: jax.Array | None
     num_pairs: int
 
-    def flops(self, direction: Direction | Literal["backward"]) -> float:
-        """Of the pairs allowed; a backward counts as 2.5 forwards."""
+    def flops(self, direction: str) -> float:
+        """Of the pairs allowed, in "forward", "backward" or "forward_backward"; a backward counts as 2.5 forwards."""
         factor = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}[direction]
         return factor * 4 * self.case.head_dim * self.num_pairs
 
@@ -92,7 +100,7 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
         num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, length), None
     else:
         documents = [_document_lengths(case, length, rng) for _ in range(case.batch)]
-        segment_ids = np.stack([np.repeat(np.arange(len(x)), x) for x in documents]).astype(np.int32)
+        segment_ids = jnp.asarray([np.repeat(np.arange(len(x)), x) for x in documents], jnp.int32)
         # The masks of these cases depend on distances alone, so that each document is a sequence of its own.
         assert case.mask.translation_invariant
         num_pairs = sum(count_allowed_pairs(case.mask, int(n), int(n)) for x in documents for n in x)

@@ -3,69 +3,52 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from experiments.benchmarks.attention.cases import Case, Direction, Problem, make_problem
+from experiments.benchmarks.attention.cases import Direction, Problem, make_problem
+from experiments.benchmarks.attention.peers import PEERS
+from experiments.benchmarks.attention.timing import Contender
+from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
+from kernels.tuning import Tuning
 
 
-@dataclass
-class Contender:
-    """One backend, compiled, and its times.
+def compile_contender(
+    problem: Problem, backend: str | Tuning, direction: Direction, dense_gigabytes: float = math.inf
+) -> Contender:
+    """Compiles a backend for a problem, `xla` at the longest power of two below the length at which it fits.
 
-    Attributes:
-      start: starts one run and returns what `wait` waits for.
-      length: of the problem that was timed; shorter than the case's where the dense backend doesn't fit.
-      seconds: of one run, one per round.
-    """
-
-    backend: str
-    start: Callable[[], Any]
-    wait: Callable[[Any], Any]
-    length: int
-    compile_s: float
-    temporary_bytes: int | None
-    seconds: list[float] = field(default_factory=list)
-
-    def time(self, num_runs: int) -> float:
-        """Seconds of one of some runs in a row."""
-        begin = time.perf_counter()
-        for _ in range(num_runs):
-            result = self.start()
-        self.wait(result)
-        return (time.perf_counter() - begin) / num_runs
-
-
-def compile_contender(problem: Problem, backend: str, direction: Direction, dense_gigabytes: float) -> Contender:
-    """Compiles a backend for a problem, the dense one at the longest length that fits.
+    Args:
+      backend: a name or a tuning of the backends' table, or a name of PEERS or of TORCH_PEERS.
+      dense_gigabytes: temporary memory that `xla` may take.
 
     Raises:
-      ValueError, ImportError: the backend can't serve the problem, or isn't installed.
+      ValueError: ours can't serve the problem. Others raise what they like.
+      ImportError: the backend isn't installed.
     """
-    if backend == "torch_flex":
-        from experiments.benchmarks.attention.torch_flex import compile_flex
-
-        return compile_flex(problem, direction)
+    if isinstance(backend, str) and backend in TORCH_PEERS:
+        return compile_torch(problem, backend, direction)
     length = problem.length
+    if backend == "xla":
+        # No length needs to be compiled at which two arrays of weights alone don't fit, one each way.
+        weights = problem.case.batch * problem.case.num_heads * np.dtype(problem.case.dtype).itemsize
+        while 2 * weights * length**2 > dense_gigabytes * 1e9:
+            length //= 2
     while True:
         shorter = problem if length == problem.length else make_problem(problem.case, length)
-        attend = functools.partial(_attend, case=problem.case, segment_ids=shorter.segment_ids, backend=backend)
-        run = jax.jit(_forward if direction == "forward" else _forward_backward, static_argnums=0)
         begin = time.perf_counter()
-        program = run.lower(attend, shorter.arrays).compile()
+        program = lower(shorter, backend, direction).compile()
         compile_s = time.perf_counter() - begin
         memory = program.memory_analysis()
         assert memory is not None, "every platform of JAX's own tells"
         if backend != "xla" or memory.temp_size_in_bytes < dense_gigabytes * 1e9:
             return Contender(
-                backend,
-                functools.partial(program, shorter.arrays),
+                backend if isinstance(backend, str) else repr(backend),
+                functools.partial(program, shorter.arrays, shorter.segment_ids),
                 jax.block_until_ready,
                 length,
                 compile_s,
@@ -74,36 +57,32 @@ def compile_contender(problem: Problem, backend: str, direction: Direction, dens
         length //= 2
 
 
-def _attend(query, key, value, *, case: Case, segment_ids, backend: str):
-    if backend == "xla":
-        return _dense(query, key, value, case, segment_ids)
-    ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    return dot_product_attention(
-        query, key, value, case.mask, query_segment_ids=ids, key_value_segment_ids=ids, implementation=backend
-    )
+def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.stages.Lowered:
+    """Traces and lowers a backend of JAX for a problem.
 
+    Segment ids are an input: a constant's tiles would be planned while compiling.
+    """
 
-def _dense(query, key, value, case: Case, segment_ids):
-    """XLA's own attention, which builds the T×T logits."""
-    band = case.mask.band
-    if (
-        band is None
-        or band.kv_stop is not None
-        or band.chunk_sizes
-        or band.right not in (0, None)
-        or segment_ids is not None
-    ):
-        raise ValueError(f"jax.nn has causal masks and causal windows only, not {case.mask!r} or packed documents")
-    window = None if band.left is None else (band.left, 0)
-    return jax.nn.dot_product_attention(
-        query, key, value, is_causal=band.right == 0, local_window_size=window, implementation="xla"
-    )
+    def attend(query, key, value, segment_ids):
+        if isinstance(backend, str) and backend in PEERS:
+            return PEERS[backend](query, key, value, problem.case, segment_ids)
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            problem.case.mask,
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
+            implementation=backend,
+        )
 
+    def forward(arrays, segment_ids):
+        return attend(arrays["query"], arrays["key"], arrays["value"], segment_ids)
 
-def _forward(attend: Callable, arrays: dict[str, jax.Array]):
-    return attend(arrays["query"], arrays["key"], arrays["value"])
+    def forward_backward(arrays, segment_ids):
+        one_problem = functools.partial(attend, segment_ids=segment_ids)
+        output, vjp = jax.vjp(one_problem, arrays["query"], arrays["key"], arrays["value"])
+        return output, vjp(arrays["d_output"])
 
-
-def _forward_backward(attend: Callable, arrays: dict[str, jax.Array]):
-    output, vjp = jax.vjp(attend, arrays["query"], arrays["key"], arrays["value"])
-    return output, vjp(arrays["d_output"])
+    run = forward if direction == "forward" else forward_backward
+    return jax.jit(run).lower(problem.arrays, problem.segment_ids)

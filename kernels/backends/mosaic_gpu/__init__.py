@@ -31,7 +31,8 @@ def attention(
         chosen = dataclasses.replace(
             tuning,
             forward_tiles=tuning.forward_tiles or forward_tiles(call),
-            backward_tiles=tuning.backward_tiles or backward_tiles(call),
+            backward_tiles=tuning.backward_tiles
+            or backward_tiles(call, "split" if tuning.interpret else tuning.backward),
         )
         return attend(chosen, inputs, call)
 

@@ -1,38 +1,41 @@
-"""The best tiles found for each kind of call, on an H200."""
+"""The best tiles known for a call: those of the likest call in the table `tuned`."""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Literal
+import math
+from collections.abc import Mapping
+from typing import Literal, TypeVar
 
+from kernels.backends.mosaic_gpu import tuned
+from kernels.backends.mosaic_gpu.kinds import Key, mask_family
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
+
+_T = TypeVar("_T")
 
 
 def forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     """The forward's tiles of a call."""
-    widest = max(call.head_dim, call.value_dim)
-    if widest <= 64:
-        best = MosaicForwardTuning(num_warpgroups=3, block_kv=128)
-    elif widest <= 128:
-        best = MosaicForwardTuning(num_warpgroups=2, block_kv=128)
-    else:
-        best = MosaicForwardTuning(num_warpgroups=2, block_kv=64)
-    return dataclasses.replace(best, heads_first=call.q_len <= 8192)
+    return _likest(tuned.FORWARD, call)
 
 
 def fastest_backward(call: AttentionCall) -> Literal["fused", "split"]:
     """The backward's faster form."""
-    widest = max(call.head_dim, call.value_dim)
-    # The fused one's passes over a float32 dQ cost more than they save on short sequences.
-    return "split" if widest > 128 or (widest > 64 and call.q_len <= 8192) else "fused"
+    return _likest(tuned.FASTEST_BACKWARD, call)
 
 
-def backward_tiles(call: AttentionCall) -> MosaicBackwardTuning:
-    """The backward's tiles of a call."""
+def backward_tiles(call: AttentionCall, backward: Literal["fused", "split"] | None = None) -> MosaicBackwardTuning:
+    """The backward's tiles of a call, in a form or in the faster one."""
+    fused = (backward or fastest_backward(call)) == "fused"
+    return _likest(tuned.FUSED if fused else tuned.SPLIT, call)
+
+
+def _likest(table: Mapping[Key, _T], call: AttentionCall) -> _T:
+    """The row of the next head dim, if possible with the same kind of mask, and then of the nearest length."""
     widest = max(call.head_dim, call.value_dim)
-    if widest <= 64:
-        return MosaicBackwardTuning(block_q=128)
-    if widest <= 128:
-        return MosaicBackwardTuning(block_q=64)
-    return MosaicBackwardTuning(block_q=64, one_gradient_each=True)
+    family = mask_family(call.mask, packed=call.has_segment_ids)
+
+    def unlikeness(key: Key):
+        return key.head_dim, key.family != family, key.family != "causal", abs(math.log(key.length / call.q_len))
+
+    return table[min((key for key in table if key.head_dim >= widest), key=unlikeness)]

@@ -1,0 +1,123 @@
+"""What is measured of one case: times or compile seconds, as rows of JSON."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from experiments.benchmarks.attention.cases import Case, Direction, describe, make_problem
+from experiments.benchmarks.attention.contenders import compile_contender, lower
+from experiments.benchmarks.attention.timing import Contender, speed_ratio, time_in_rounds
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
+
+
+def measure_speed(
+    name: str,
+    case: Case,
+    backends: Sequence[str],
+    *,
+    num_rounds: int = 5,
+    sample_ms: float = 20.0,
+    dense_gigabytes: float = 6.0,
+) -> list[dict[str, Any]]:
+    """Times of one case, backend × (forward, backward, both); the arguments are the command's.
+
+    A row's `speed_ratios` are the others' times over its own. A backend that can't serve a direction has a row with the
+    reason in place of the times.
+    """
+    problem = make_problem(case)
+    common = {"case": name, **describe(case), "num_pairs": problem.num_pairs, **where()}
+    rows: list[dict[str, Any]] = []
+    contenders: dict[str, dict[Direction, Contender]] = {backend: {} for backend in backends}
+    for backend in backends:
+        for direction in DIRECTIONS:
+            try:
+                contender = compile_contender(problem, backend, direction, dense_gigabytes)
+                contender.prepare(sample_ms)
+            except Exception as refusal:  # other systems raise anything, and one that fails must not end the others
+                rows.append({**common, "backend": backend, "direction": direction, "refused": reason(refusal)})
+                break
+            contenders[backend][direction] = contender
+    time_in_rounds((c for served in contenders.values() for c in served.values()), num_rounds)
+
+    for measured in ("forward", "backward", "forward_backward"):
+        compiled: Direction = "forward" if measured == "forward" else "forward_backward"
+        seconds = {b: _seconds(case, served, measured) for b, served in contenders.items() if compiled in served}
+        for backend, times in seconds.items():
+            contender = contenders[backend][compiled]
+            row = {
+                **common,
+                "backend": backend,
+                "direction": measured,
+                "seconds": statistics.median(times),
+                "fastest_s": min(times),
+                "slowest_s": max(times),
+                "runs_per_sample": contender.num_runs,
+                "measured_at_length": contender.length,
+                "tflops_per_s": problem.flops(measured) / statistics.median(times) / 1e12,
+                "compile_s": contender.compile_s,
+                "temporary_bytes": contender.temporary_bytes,
+                "speed_ratios": {other: speed_ratio(theirs, times) for other, theirs in seconds.items()},
+            }
+            rows.append(row)
+    return rows
+
+
+def _seconds(case: Case, served: dict[Direction, Contender], measured: str) -> list[float]:
+    """A backend's times in each round, brought to the case's length."""
+    compiled: Direction = "forward" if measured == "forward" else "forward_backward"
+    scale = (case.length / served[compiled].length) ** 2
+    if measured != "backward":
+        return [s * scale for s in served[compiled].seconds]
+    forward_scale = (case.length / served["forward"].length) ** 2
+    rounds = zip(served["forward"].seconds, served["forward_backward"].seconds, strict=True)
+    return [both * scale - forward * forward_scale for forward, both in rounds]
+
+
+def measure_compilation(name: str, case: Case, backends: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Seconds that a first compile of forward and backward takes, at several lengths."""
+    rows = []
+    for backend in backends:
+        for length in lengths:
+            row = {"case": name, **describe(case), "length": length, **where(), "backend": backend}
+            problem = make_problem(case, length)
+            begin = time.perf_counter()
+            try:
+                lowered = lower(problem, backend, "forward_backward")
+                lower_s = time.perf_counter() - begin
+                lowered.compile()
+            except Exception as refusal:  # as above
+                rows.append({**row, "refused": reason(refusal)})
+                break
+            rows.append({**row, "lower_s": lower_s, "compile_s": time.perf_counter() - begin - lower_s})
+    return rows
+
+
+def reason(refusal: Exception) -> str:
+    """A refusal in one line. What isn't the plain kind names its type."""
+    line = f"{refusal}".partition("\n")[0]
+    return line if line and isinstance(refusal, ValueError) else f"{type(refusal).__name__}: {line}".removesuffix(": ")
+
+
+def where() -> dict[str, str]:
+    """Device, versions and date."""
+    versions = {}
+    for distribution in ("jax", "jaxlib", "nvidia-cudnn-cu13", "torch", "tokamax"):
+        try:
+            versions[distribution] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.date.today().isoformat(),
+    }

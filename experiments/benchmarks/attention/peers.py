@@ -1,0 +1,119 @@
+"""Other attentions under JAX, each as a function of (query, key, value, case, segment_ids).
+
+They're called as their own documentation says, with the tiles that were the fastest on an H200. One that can't serve a
+case raises with the reason; one that isn't installed raises ImportError.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.attention.cases import Case
+from kernels.intervals import Band
+
+
+def _window(case: Case, segment_ids, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
+    """Whether the mask is causal, and how far back it sees.
+
+    Raises:
+      ValueError: a mask that isn't full, causal or (if `windows`) a causal window, or packed documents.
+    """
+    band = case.mask.band
+    if band is None or band not in (Band(), Band(right=0), Band(left=band.left, right=0)):
+        raise ValueError(f"has full masks, causal masks and causal windows only, not {case.mask!r}")
+    if band.left is not None and not windows:
+        raise ValueError(f"has no windows such as {case.mask!r}")
+    if segment_ids is not None and not documents:
+        raise ValueError("has no segment ids for packed documents")
+    return band.right == 0, band.left
+
+
+def _needs_gpu() -> None:
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"runs on gpu, not on {jax.default_backend()}")
+
+
+def _xla(query, key, value, case: Case, segment_ids):
+    """XLA's own attention, which builds the T×T logits."""
+    is_causal, left = _window(case, segment_ids)
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        local_window_size=None if left is None else (left, 0),
+        implementation="xla",
+    )
+
+
+def _pallas_mosaic(query, key, value, case: Case, segment_ids):
+    """JAX's own Mosaic GPU attention; its backward is for full masks."""
+    _needs_gpu()
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    is_causal, _ = _window(case, segment_ids, windows=False)
+    wide = 64 if case.head_dim > 64 else 128
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=128,
+        max_concurrent_steps=2,
+        causal=is_causal,
+        compute_wgs_bwd=2,
+        block_q_dkv=64,
+        block_kv_dkv=wide,
+        block_q_dq=64,
+        block_kv_dq=wide,
+    )
+    return attention_mgpu.attention(query * jnp.asarray(case.head_dim**-0.5, query.dtype), key, value, config)
+
+
+def _pallas_triton(query, key, value, case: Case, segment_ids):
+    """JAX's own Pallas Triton attention; it has no grouped heads, so keys and values are repeated."""
+    _needs_gpu()
+    from jax.experimental.pallas.ops.gpu import attention
+
+    is_causal, _ = _window(case, segment_ids, windows=False, documents=True)
+    group_size = case.num_heads // case.num_kv_heads
+    key, value = (jnp.repeat(x, group_size, axis=2) for x in (key, value))
+    block = 128 if case.head_dim <= 64 else 64
+    sizes = attention.BlockSizes(
+        block_q=128, block_k=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+    )
+    return attention.mha(
+        query,
+        key,
+        value,
+        segment_ids,
+        sm_scale=case.head_dim**-0.5,
+        causal=is_causal,
+        block_sizes=sizes,
+        num_warps=4 if case.head_dim <= 64 else 8,
+    )
+
+
+def _tokamax(query, key, value, case: Case, segment_ids, *, implementation: str):
+    _needs_gpu()
+    import tokamax
+
+    is_causal, left = _window(case, segment_ids)
+    return tokamax.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        local_window_size=None if left is None else (left, 0),
+        implementation=implementation,
+    )
+
+
+PEERS: dict[str, Callable] = {
+    "xla": _xla,
+    "pallas_mosaic": _pallas_mosaic,
+    "pallas_triton": _pallas_triton,
+    "tokamax_mosaic": functools.partial(_tokamax, implementation="mosaic"),
+    "tokamax_triton": functools.partial(_tokamax, implementation="triton"),
+}

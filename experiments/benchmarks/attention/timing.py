@@ -1,0 +1,63 @@
+"""Programs that are timed, and how: by turns, so that all of them see the same state of the device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Contender:
+    """One backend, compiled, and its times.
+
+    Attributes:
+      start: starts one run and returns what `wait` waits for.
+      length: of the problem that is timed; shorter than the case's where the dense backend doesn't fit.
+      temporary_bytes: what the program needs besides its arguments and results; None where that isn't known.
+      clock: seconds since some moment.
+      num_runs: runs in a row that make one sample.
+      seconds: of one run, one per round.
+    """
+
+    backend: str
+    start: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    length: int
+    compile_s: float
+    temporary_bytes: int | None
+    clock: Callable[[], float] = time.perf_counter
+    num_runs: int = 1
+    seconds: list[float] = field(default_factory=list)
+
+    def prepare(self, sample_ms: float) -> float:
+        """Runs it twice, sees how many runs last as long as a sample is to, and returns the seconds of the second."""
+        # The first run loads the program and allocates: to size a sample by it would leave the sample too short.
+        self.time(1)
+        seconds = self.time(1)
+        self.num_runs = max(1, math.ceil(sample_ms / 1e3 / max(seconds, 1e-6)))
+        return seconds
+
+    def time(self, num_runs: int) -> float:
+        """Seconds of one of some runs in a row."""
+        begin = self.clock()
+        for _ in range(num_runs):
+            result = self.start()
+        self.wait(result)
+        return (self.clock() - begin) / num_runs
+
+
+def time_in_rounds(contenders: Iterable[Contender], num_rounds: int) -> None:
+    """Adds one time per round to each contender."""
+    contenders = list(contenders)
+    for _ in range(num_rounds):
+        for contender in contenders:
+            contender.seconds.append(contender.time(contender.num_runs))
+
+
+def speed_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    """The median over the rounds of their time over ours."""
+    return statistics.median(a / b for a, b in zip(theirs, ours, strict=True))

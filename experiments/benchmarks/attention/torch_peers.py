@@ -1,0 +1,98 @@
+"""PyTorch's attentions as contenders, where PyTorch is installed: `torch_flash` and `torch_flex`.
+
+PyTorch and JAX share the GPU's memory: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from experiments.benchmarks.attention.cases import Direction, Problem
+from experiments.benchmarks.attention.timing import Contender
+from kernels.intervals import Band
+
+
+def compile_torch(problem: Problem, backend: str, direction: Direction) -> Contender:
+    """Compiles one of TORCH_PEERS; its inputs, of the problem's shapes, are drawn afresh.
+
+    Raises:
+      ImportError: PyTorch isn't installed.
+      ValueError: no GPU, or a mask that it isn't written for.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError("runs on gpu, and PyTorch sees none")
+
+    def normal(num_heads: int):
+        shape = (problem.case.batch, num_heads, problem.length, problem.case.head_dim)
+        return torch.randn(shape, device="cuda", dtype=getattr(torch, problem.case.dtype), requires_grad=True)
+
+    begin = time.perf_counter()
+    num_heads, num_kv_heads = problem.case.num_heads, problem.case.num_kv_heads
+    inputs = normal(num_heads), normal(num_kv_heads), normal(num_kv_heads)
+    d_output = torch.randn_like(inputs[0])
+    attend = functools.partial(TORCH_PEERS[backend](problem), *inputs, enable_gqa=num_heads != num_kv_heads)
+
+    def start():
+        if direction == "forward":
+            with torch.no_grad():
+                return attend()
+        return torch.autograd.grad(attend(), inputs, d_output)
+
+    start()
+    torch.cuda.synchronize()
+    compile_s = time.perf_counter() - begin
+    return Contender(backend, start, lambda _: torch.cuda.synchronize(), problem.length, compile_s, None)
+
+
+def _flash(problem: Problem) -> Callable[..., Any]:
+    """FlashAttention-2, as PyTorch ships it."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    band = problem.case.mask.band
+    if problem.segment_ids is not None or band not in (Band(), Band(right=0)):
+        raise ValueError(f"has full and causal masks of one document only, not {problem.case.mask!r}")
+
+    def attend(*inputs, enable_gqa: bool):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *inputs, is_causal=band == Band(right=0), enable_gqa=enable_gqa
+            )
+
+    return attend
+
+
+def _flex(problem: Problem) -> Callable[..., Any]:
+    """FlexAttention with a block mask of the problem's mask and documents."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case, length, band = problem.case, problem.length, problem.case.mask.band
+    if band is None or band.kv_stop is not None or band.chunk_sizes:
+        raise ValueError(f"is written for masks of distances here, not {case.mask!r}")
+    left = length if band.left is None else band.left
+    right = length if band.right is None else band.right
+    ids = None if problem.segment_ids is None else torch.tensor(np.array(problem.segment_ids), device="cuda")
+
+    def allowed(b, h, q, kv):
+        inside = (kv - q <= right) & (q - kv <= left)
+        return inside if ids is None else inside & (ids[b, q] == ids[b, kv])
+
+    # Importing jax-triton empties it for the whole process (jax_triton/triton_lib.py), and PyTorch then can't compile.
+    if not os.environ.get("TRITON_CACHE_DIR", "unset"):
+        del os.environ["TRITON_CACHE_DIR"]
+    # Otherwise the cases that came before make it compile for shapes in general, which is slower.
+    torch._dynamo.reset()
+    blocks = create_block_mask(allowed, case.batch, None, length, length, device="cuda", _compile=True)
+    return functools.partial(torch.compile(flex_attention), block_mask=blocks)
+
+
+TORCH_PEERS: dict[str, Callable[[Problem], Callable[..., Any]]] = {"torch_flash": _flash, "torch_flex": _flex}

@@ -1,0 +1,138 @@
+"""Finds the best tiles of the `mosaic_gpu` kernels on the GPU at hand, and writes the table that they choose from.
+
+    python -m experiments.benchmarks.tune_attention
+
+For each case, settings that matter together are tried in every combination: compiled, held to what `blockwise`
+computes, and timed by turns. The tuning that the table has keeps its place unless another one is clearly faster.
+Whatever stops the search, the rows of what was measured are kept; `python -m
+experiments.benchmarks.tune_attention.table` makes the table of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from experiments.benchmarks.attention.cases import Case, Direction, describe, known_cases, make_problem
+from experiments.benchmarks.attention.contenders import compile_contender
+from experiments.benchmarks.attention.measure import where
+from experiments.benchmarks.tune_attention import table
+from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
+from experiments.benchmarks.tune_attention.race import best_of, race
+from kernels.backends.mosaic_gpu import tuned
+
+TABLES: dict[str, dict] = {"forward": tuned.FORWARD, "fused": tuned.FUSED, "split": tuned.SPLIT}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Finds the best tiles of the kernels for each kind of call."""
+
+    cases: tuple[str, ...] = (
+        "1x16x32768x128",
+        "1x12x32768x64",
+        "1x16/2x32768x256",
+        "1x16x32768x128_window_4096",
+        "1x16x32768x128_documents",
+        "4x24x4096x128",
+        "4x24x4096x64",
+        "gpt2_documents",
+        "1x2x32768x32",
+        "4x16/2x4096x256",
+        "4x24x4096x32",
+        "1x16x32768x128_full",
+    )
+    """Names from the attention benchmark's CASES: each stands for its head dim, kind of mask and length."""
+    num_rounds: int = 7
+    """Rounds of a race; the medians count."""
+    sample_ms: float = 20.0
+    """Least length of one timing, in ms."""
+    budget_s: float = 370.0
+    """No case is begun after so many seconds."""
+    output: Path = table.Arguments.results
+    """File that the rows are appended to, each race's as soon as it is over."""
+    table: Path = table.Arguments.table
+    """The table, which is made anew from all rows of the output."""
+
+    def __post_init__(self):
+        known_cases(self.cases)
+
+
+def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Iterator[list[dict[str, Any]]]:
+    """Searches for one case; the rows of each race, as soon as it is over.
+
+    Raises:
+      ValueError: the kernels don't run here.
+    """
+    problem, key = make_problem(case), table.key_of(case)
+    common = {"case": name, **describe(case), **where()}
+    best: dict[str, Any] = {}
+
+    @functools.cache
+    def expected(timed: Direction) -> Any:
+        return compile_contender(problem, "blockwise", timed).start()
+
+    def run(search: str, stage: int, candidates: dict[Any, Any], timed: Direction, incumbent) -> list[dict[str, Any]]:
+        print(f"{name}, {search} {stage}: {len(candidates)} candidates", end="", flush=True)
+        begin = time.monotonic()
+        trials = race(problem, timed, candidates, expected(timed), num_rounds=num_rounds, sample_ms=sample_ms)
+        best[search] = best_of(trials, incumbent)
+        print(f", {time.monotonic() - begin:.1f} s: {best[search]}", flush=True)
+        return [
+            {
+                **common,
+                "search": search,
+                "stage": stage,
+                "tuning": trial.tuning if isinstance(trial.tuning, str) else dataclasses.asdict(trial.tuning),
+                "chosen": trial.tuning == best[search],
+                **({"seconds": trial.seconds} if trial.refused is None else {"refused": trial.refused}),
+            }
+            for trial in trials
+        ]
+
+    for search, plan in SEARCHES.items():
+        best[search] = TABLES[search].get(key, plan.start)
+        for stage, settings in enumerate(plan.stages):
+            candidates = {
+                tiles: implementation(search, tiles, best["forward"]) for tiles in variations(best[search], settings)
+            }
+            rows = run(search, stage, candidates, plan.timed, best[search])
+            yield rows
+            if best[search] is None:
+                break
+        if search == "forward" and best[search] is None:
+            raise ValueError(f"no forward kernel ran for {name}; the first: {rows[0]['refused']}")
+    forms = {form: implementation(form, best[form], best["forward"]) for form in ("fused", "split") if best[form]}
+    yield run("fastest_backward", 0, forms, "forward_backward", tuned.FASTEST_BACKWARD.get(key))
+
+
+def main(arguments: Arguments) -> int:
+    """Searches, and writes the table; returns the exit status."""
+    begin, left = time.monotonic(), dict(known_cases(arguments.cases))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        while left and time.monotonic() - begin < arguments.budget_s:
+            name = next(iter(left))
+            for rows in search_case(name, left.pop(name), arguments.num_rounds, arguments.sample_ms):
+                with arguments.output.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
+    except ValueError as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    table.main(table.Arguments(results=arguments.output, table=arguments.table))
+    if left:
+        print(f"error: no time was left for {' '.join(left)}; search with --cases for them", file=sys.stderr)
+    return 1 if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Arguments)))

@@ -1,0 +1,79 @@
+"""What is tried: the one place that names the settings of the kernels' tunings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.benchmarks.attention.cases import Direction
+from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
+
+Stage = Mapping[str, tuple[Any, ...]]
+"""Settings that are tried in every combination, and their values."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched, one stage after another, each from the best of the one before.
+
+    Attributes:
+      timed: forward, or forward and backward.
+      start: where to begin if the table has nothing of the kind.
+      stages: of settings that matter together.
+    """
+
+    timed: Direction
+    start: Any
+    stages: tuple[Stage, ...]
+
+
+SEARCHES = {
+    "forward": Search(
+        "forward",
+        MosaicForwardTuning(),
+        (
+            {"num_warpgroups": (2, 3), "block_kv": (64, 128, 192), "num_stages": (2, 3)},
+            {"take_turns": (False, True), "heads_first": (False, True)},
+        ),
+    ),
+    "fused": Search(
+        "forward_backward",
+        MosaicBackwardTuning(),
+        ({"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},),
+    ),
+    "split": Search(
+        "forward_backward",
+        MosaicBackwardTuning(),
+        (
+            {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2), "one_gradient_each": (False, True)},
+            {"block_kv_dq": (64, 128), "num_stages_dq": (1, 2)},
+        ),
+    ),
+}
+"""By the table that a search makes. What a GPU can't hold, or a kernel refuses, has a row that says so."""
+
+
+def implementation(search: str, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:
+    """A candidate as the kernels take it.
+
+    Args:
+      forward: of a backward's candidate, the forward's tiles.
+    """
+    if search == "forward":
+        return MosaicGpuTuning(forward_tiles=tiles)
+    assert search in ("fused", "split")
+    return MosaicGpuTuning(search, forward_tiles=forward, backward_tiles=tiles)  # type: ignore[arg-type]  # asserted
+
+
+def variations(tuning: Any, stage: Stage) -> list[Any]:
+    """The tuning and all that differ from it in a stage's settings alone; those that refuse are left out."""
+    found = {tuning: None}
+    for values in itertools.product(*stage.values()):
+        try:
+            found[dataclasses.replace(tuning, **dict(zip(stage, values, strict=True)))] = None
+        except ValueError:
+            continue
+    return list(found)

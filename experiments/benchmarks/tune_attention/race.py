@@ -1,0 +1,114 @@
+"""Candidates side by side: compiled together, held to the same results, timed by turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.benchmarks.attention.cases import Direction, Problem
+from experiments.benchmarks.attention.contenders import compile_contender
+from experiments.benchmarks.attention.measure import reason
+from experiments.benchmarks.attention.timing import Contender, time_in_rounds
+from kernels.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate and how it did.
+
+    Attributes:
+      seconds: of one run, the median; None if it wasn't timed in rounds.
+      refused: why it wasn't.
+    """
+
+    tuning: Any
+    seconds: float | None = None
+    refused: str | None = None
+
+
+def race(
+    problem: Problem,
+    timed: Direction,
+    candidates: Mapping[Any, Tuning],
+    expected: Any,
+    *,
+    num_rounds: int = 5,
+    sample_ms: float = 20.0,
+    num_compilers: int = 8,
+    largest_difference: float = 0.02,
+    hopeless: float = 1.25,
+) -> list[Trial]:
+    """Times candidates by turns.
+
+    Args:
+      candidates: tunings, and each as the kernels take it.
+      expected: the results of another backend for the same problem and direction.
+      num_compilers: candidates that are compiled at the same time.
+      largest_difference: from what is expected, the Frobenius norm relative to its own; rounding to 16 bits leaves some
+        thousandths.
+      hopeless: at so many times the fastest one's first time, a candidate sits the rounds out.
+
+    Returns:
+      One trial per candidate, in their order.
+    """
+    with ThreadPoolExecutor(num_compilers) as pool:
+        compilations = {
+            tuning: pool.submit(compile_contender, problem, implementation, timed)
+            for tuning, implementation in candidates.items()
+        }
+    refused: dict[Any, str] = {}
+    contenders: dict[Any, Contender] = {}
+    first: dict[Any, float] = {}
+    for tuning, compilation in compilations.items():
+        try:
+            contender = compilation.result()
+            if (difference := largest_relative_difference(contender.start(), expected)) <= largest_difference:
+                contenders[tuning], first[tuning] = contender, contender.prepare(sample_ms)
+            else:  # also where it's NaN
+                refused[tuning] = f"differs by {difference:.1e}"
+        except Exception as failure:  # whatever a compiler makes of an odd tuning
+            refused[tuning] = reason(failure)
+    for tuning, seconds in first.items():
+        if (slower := seconds / min(first.values())) > hopeless:
+            refused[tuning] = f"takes {slower:.1f} times as long as the fastest"
+            del contenders[tuning]
+    time_in_rounds(contenders.values(), num_rounds)
+    return [
+        Trial(tuning, refused=refused[tuning])
+        if tuning in refused
+        else Trial(tuning, statistics.median(contenders[tuning].seconds))
+        for tuning in candidates
+    ]
+
+
+def best_of(trials: Sequence[Trial], incumbent: Any, least_gain: float = 0.01) -> Any | None:
+    """The fastest tuning, or the incumbent if none is faster than it by `least_gain`, so that noise changes nothing.
+
+    None if nothing ran.
+    """
+    seconds = {trial.tuning: trial.seconds for trial in trials if trial.seconds is not None}
+    if not seconds:
+        return None
+    fastest = min(seconds, key=seconds.__getitem__)
+    keeps = incumbent in seconds and seconds[incumbent] <= seconds[fastest] * (1 + least_gain)
+    return incumbent if keeps else fastest
+
+
+@jax.jit
+def _relative_differences(computed, expected):
+    def difference(x, y):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
+
+    return jnp.stack(jax.tree.leaves(jax.tree.map(difference, computed, expected)))
+
+
+def largest_relative_difference(computed: Any, expected: Any) -> float:
+    """Of all arrays, by the Frobenius norm. NaN if any is NaN."""
+    return float(_relative_differences(computed, expected).max())

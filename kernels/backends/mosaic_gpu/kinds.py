@@ -1,0 +1,35 @@
+"""Kinds of calls, for which the kernels are tuned apart."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kernels.intervals import Band
+from kernels.masks import Mask
+
+Family = Literal["full", "causal", "window", "packed", "other"]
+
+
+class Key(NamedTuple):
+    """A kind of call: widest head dim, what the mask does to the walk, and length of the queries in tokens."""
+
+    head_dim: int
+    family: Family
+    length: int
+
+
+def mask_family(mask: Mask, *, packed: bool) -> Family:
+    """What a mask, and documents where `packed`, do to a kernel's walk.
+
+    >>> from kernels import CausalMask, LocalMask
+    >>> mask_family(CausalMask() & LocalMask(1023, 0), packed=False)
+    'window'
+    """
+    if packed:
+        return "packed"
+    band = mask.band
+    if band == Band():
+        return "full"
+    if band == Band(right=0):
+        return "causal"
+    return "window" if band is not None and band == Band(left=band.left, right=0) else "other"

@@ -1,0 +1,95 @@
+"""Errors against attention in float64: how they are measured, and on a GPU, that ours are no worse than cuDNN's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks.attention import contenders
+from experiments.benchmarks.attention.__main__ import Arguments, measure
+from experiments.benchmarks.attention.accuracy import QUANTITIES, Error, error, errors_of, truth
+from experiments.benchmarks.attention.cases import Case, make_problem
+from kernels import CausalMask, FullMask, LocalMask, MosaicGpuTuning
+
+SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
+PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
+GROUPED = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("case", [PACKED, GROUPED], ids=["packed", "grouped"])
+def test_the_truth_is_attention_in_float64(case):
+    problem = make_problem(case, 96)
+    query, key, value, d_output = (
+        np.asarray(problem.arrays[name], np.float64) for name in ("query", "key", "value", "d_output")
+    )
+    group = case.num_heads // case.num_kv_heads
+    position = np.arange(96)
+    allowed = np.broadcast_to(position[:, None] >= position, (2, 96, 96))
+    if problem.segment_ids is not None:
+        ids = np.asarray(problem.segment_ids)
+        allowed = allowed & (ids[:, :, None] == ids[:, None, :])
+    key, value = (np.repeat(x, group, 2) for x in (key, value))
+    logits = np.where(allowed[:, None], np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(case.head_dim), -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    output = np.einsum("bnts,bsnh->btnh", weights, value)
+    d_value = np.einsum("bnts,btnh->bsnh", weights, d_output).reshape(2, 96, -1, group, case.head_dim).sum(3)
+
+    expected = truth(problem)
+    np.testing.assert_allclose(expected["output"], output, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(expected["d_value"], d_value, rtol=0, atol=1e-12)
+    assert {name: x.dtype for name, x in expected.items()} == dict.fromkeys(QUANTITIES, np.float64)
+
+
+def test_an_error_is_relative_to_the_truth(rng):
+    expected = rng.normal(size=(3, 5))
+    assert error(expected, expected) == Error(0, 0)
+    assert error(1.5 * expected, expected) == pytest.approx((0.5, 0.5))
+    spike = np.zeros_like(expected)
+    spike[1, 2] = -abs(expected).max()
+    assert error(expected + spike, expected).largest == pytest.approx(1)
+
+
+def test_errors_tell_a_rounded_result_from_a_wrong_one(monkeypatch):
+    def wrong(query, key, value, case, segment_ids):
+        return contenders.dot_product_attention(query, key, value, FullMask(), implementation="blockwise")
+
+    monkeypatch.setitem(contenders.PEERS, "wrong", wrong)
+    case = dataclasses.replace(SMALL, dtype="bfloat16")
+    backends = ("blockwise", "wrong", "torch_flex", "xla")
+    blockwise, bad, unchecked, xla = measure("small", case, Arguments(backends=backends, check=True, check_length=128))
+    assert blockwise["length"] == 128
+    for quantity in QUANTITIES:
+        assert 1e-4 < blockwise["errors"][quantity]["rms"] < 1e-2 < 0.1 < bad["errors"][quantity]["rms"]
+    rms = (row["errors"]["d_key"]["rms"] for row in (blockwise, xla))
+    assert blockwise["error_ratios"]["d_key"] == next(rms) / next(rms)
+    assert (unchecked["errors"], "isn't checked" in unchecked["refused"]) == ({}, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", ["fused", "split"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 2048, 4, 4, 64, CausalMask()),
+        Case(1, 2048, 4, 4, 128, CausalMask()),
+        Case(1, 2048, 4, 4, 128, FullMask()),
+        Case(1, 2048, 4, 4, 128, LocalMask(511, 0)),
+        Case(1, 2048, 8, 2, 128, CausalMask(), "float16"),
+        Case(1, 2048, 8, 2, 256, CausalMask()),
+    ],
+    ids=lambda case: f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.mask!r}, {case.dtype}",
+)
+def test_errors_are_no_worse_than_cudnns(case, backward):
+    problem = make_problem(case)
+    expected = truth(problem)
+    theirs, refused = errors_of(problem, "cudnn", expected)
+    assert refused is None
+    ours, refused = errors_of(problem, MosaicGpuTuning(backward), expected)
+    if refused is not None and "fused backward for head dims" in refused:
+        pytest.skip(refused)
+    assert refused is None
+    assert {name: ours[name].rms for name in QUANTITIES if ours[name].rms > 1.1 * theirs[name].rms} == {}, (
+        ours,
+        theirs,
+    )

@@ -1,0 +1,183 @@
+"""The search for tunings, with tiles of a backend that runs anywhere, and the table that comes of it."""
+
+import dataclasses
+import math
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.benchmarks.attention.cases import CASES, Case, make_problem
+from experiments.benchmarks.attention.contenders import compile_contender
+from experiments.benchmarks.attention.readme_table import read_rows
+from experiments.benchmarks.tune_attention import __main__ as command
+from experiments.benchmarks.tune_attention import table
+from experiments.benchmarks.tune_attention.candidates import SEARCHES, Search, implementation, variations
+from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
+from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning
+from kernels.backends.mosaic_gpu import tuned
+from kernels.backends.mosaic_gpu.kinds import Key
+from kernels.backends.mosaic_gpu.tuning_table import backward_tiles, fastest_backward, forward_tiles
+from kernels.call import make_call
+from kernels.tuning import MosaicGpuTuning
+
+SMALL = Case(1, 256, 2, 1, 16, CausalMask(), "float32")
+ROW = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "chosen": True}
+
+
+def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
+    """The static part of a call."""
+    array = jnp.ones((1, length, 1, head_dim), jnp.bfloat16)
+    ids = jnp.zeros((1, length), jnp.int32) if packed else None
+    nothing = dict.fromkeys(("query_positions", "key_value_positions", "scale", "logits_soft_cap", "sinks"))
+    mask = CausalMask() if mask is None else mask
+    given = {**nothing, "query_segment_ids": ids, "key_value_segment_ids": ids}
+    return make_call(array, array, array, mask, **given, return_lse=False)[1]
+
+
+def test_variations_are_all_combinations_that_can_be_made():
+    found = variations(MosaicForwardTuning(), {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)})
+    assert found[0] == MosaicForwardTuning()
+    assert {(t.num_warpgroups, t.num_stages) for t in found} == {(2, 2), (2, 3), (3, 2), (3, 3)}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_every_setting_that_is_searched_exists(search):
+    start = SEARCHES[search].start
+    for stage in SEARCHES[search].stages:
+        assert len(variations(start, stage)) > 1
+        made = implementation(search, start, MosaicForwardTuning(3))
+        assert made == (
+            MosaicGpuTuning(forward_tiles=start)
+            if search == "forward"
+            else MosaicGpuTuning(search, MosaicForwardTuning(3), start)
+        )
+
+
+@pytest.mark.parametrize("timed", ["forward", "forward_backward"])
+def test_a_race_times_what_is_right_and_says_what_is_wrong_or_fails(timed):
+    problem = make_problem(SMALL)
+    expected = compile_contender(problem, "reference", timed).start()
+    candidates = {"small": BlockwiseTuning(32, 64), "large": BlockwiseTuning(256, 256), "absent": MosaicGpuTuning()}
+    how = {"num_rounds": 1, "sample_ms": 0, "hopeless": math.inf}
+    small, large, absent = race(problem, timed, candidates, expected, **how)
+    assert [trial.tuning for trial in (small, large, absent)] == list(candidates)
+    assert (small.seconds > 0, large.seconds > 0, absent.seconds) == (True, True, None)
+    assert "can't serve this call" in absent.refused
+    other = compile_contender(make_problem(SMALL), "reference", timed).start()
+    (wrong,) = race(problem, timed, {"small": BlockwiseTuning(32, 64)}, other, **how)
+    assert wrong.seconds is None
+    assert re.fullmatch(r"differs by 1\.\de\+00", wrong.refused)
+
+
+def test_what_is_hopelessly_slow_sits_the_rounds_out():
+    problem = make_problem(SMALL)
+    expected = compile_contender(problem, "reference", "forward").start()
+    candidates = {"slow": BlockwiseTuning(4, 4), "fast": BlockwiseTuning(256, 256)}
+    slow, fast = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0)
+    assert re.fullmatch(r"takes \d+\.\d times as long as the fastest", slow.refused)
+    assert fast.seconds > 0
+
+
+def test_a_difference_is_the_worst_arrays_and_nan_stays():
+    x = jnp.ones((4, 4))
+    assert largest_relative_difference((x, (x, 1.5 * x)), (x, (x, x))) == pytest.approx(0.5)
+    assert np.isnan(largest_relative_difference((x, x * jnp.nan), (x, x)))
+
+
+def test_the_incumbent_keeps_its_place_unless_another_is_clearly_faster():
+    assert best_of([Trial("old", 1.0), Trial("new", 0.995)], "old") == "old"
+    assert best_of([Trial("old", 1.0), Trial("new", 0.98), Trial("newer", 0.97)], "old") == "newer"
+    assert best_of([Trial("old", refused="no"), Trial("new", 2.0)], "old") == "new"
+    assert best_of([Trial("old", refused="no")], "old") is None
+
+
+def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monkeypatch, capsys):
+    start, stages = BlockwiseTuning(64, 128), ({"block_q": (64, 128)}, {"block_kv": (64, 128)})
+    tried = {"forward": Search("forward", start, stages)}
+    tried |= {name: Search("forward_backward", start, ({},)) for name in ("fused", "split")}
+    monkeypatch.setattr(command, "SEARCHES", tried)
+    monkeypatch.setattr(command, "implementation", lambda search, tiles, forward: tiles)
+    monkeypatch.setitem(CASES, "small", SMALL)
+    output, written = tmp_path / "new" / "rows.jsonl", tmp_path / "tuned.py"
+    arguments = command.Arguments(cases=("small",), num_rounds=1, sample_ms=0, output=output, table=written)
+    assert command.main(arguments) == 0
+    rows = read_rows(output)
+    assert [(row["search"], row["stage"]) for row in rows if row["chosen"]] == [
+        *(("forward", 0), ("forward", 1), ("fused", 0), ("split", 0), ("fastest_backward", 0))
+    ]
+    first, second = (row["tuning"] for row in rows if row["search"] == "forward" and row["chosen"])
+    assert second["block_q"] == first["block_q"]
+    assert written.read_text() == table.render(rows)
+    assert "forward 1: 2 candidates" in capsys.readouterr().out
+
+    monkeypatch.undo()
+    monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))
+    assert command.main(arguments) == 2
+    assert "no forward kernel ran for small; the first: implementation=MosaicGpuTuning(" in capsys.readouterr().err
+
+    late = dataclasses.replace(arguments, budget_s=0)
+    assert command.main(late) == 1
+    assert "search with --cases for them" in capsys.readouterr().err
+
+
+def test_a_table_is_source_of_the_latest_winners():
+    case = {"mask": repr(LocalMask(1023, 0)), "document_length": None, "head_dim": 64, "length": 4096, **ROW}
+    rows = [
+        {**case, "search": "forward", "tuning": dataclasses.asdict(MosaicForwardTuning(1))},
+        {**case, "search": "forward", "tuning": dataclasses.asdict(MosaicForwardTuning(3))},
+        {**case, "search": "forward", "tuning": dataclasses.asdict(MosaicForwardTuning(2)), "chosen": False},
+        {**case, "search": "fastest_backward", "tuning": "split", "document_length": 512},
+    ]
+    found: dict = {}
+    exec(table.render(rows), found)
+    assert found["FORWARD"] == {Key(64, "window", 4096): MosaicForwardTuning(3)}
+    assert found["FASTEST_BACKWARD"] == {Key(64, "packed", 4096): "split"}
+    assert "NVIDIA H200, JAX 0.11.2, 2026-11-21" in found["__doc__"]
+
+
+def test_the_table_is_made_from_the_rows_that_are_kept():
+    kept = table.Arguments()
+    made = table.render(read_rows(kept.results))
+    assert kept.table.read_text() == made, "make it again: python -m experiments.benchmarks.tune_attention.table"
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 192, 256])
+def test_every_call_has_tiles(head_dim):
+    for length in (64, 4096, 131_072):
+        for kind in ({}, {"mask": FullMask()}, {"mask": LocalMask(4095, 0)}, {"packed": True}):
+            call = call_of(head_dim=head_dim, length=length, **kind)
+            assert isinstance(forward_tiles(call), MosaicForwardTuning)
+            assert isinstance(backward_tiles(call), MosaicBackwardTuning)
+            assert isinstance(backward_tiles(call, "split"), MosaicBackwardTuning)
+            assert fastest_backward(call) == "split" or head_dim <= max(key.head_dim for key in tuned.FUSED)
+
+
+def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
+    rows = {
+        Key(64, "causal", 4096): 1,
+        Key(64, "causal", 32768): 2,
+        Key(64, "window", 32768): 3,
+        Key(128, "packed", 32768): 4,
+        Key(128, "causal", 4096): 5,
+    }
+    monkeypatch.setattr(tuned, "FORWARD", rows)
+    assert forward_tiles(call_of(length=8192)) == 1
+    assert forward_tiles(call_of(length=16384)) == 2
+    assert forward_tiles(call_of(length=64, mask=LocalMask(7, 0))) == 3
+    assert forward_tiles(call_of(length=64, mask=FullMask())) == 1
+    assert forward_tiles(call_of(head_dim=80, length=64, packed=True)) == 4
+    assert forward_tiles(call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))) == 5
+
+
+def test_a_backwards_tiles_are_those_of_its_form(monkeypatch):
+    key = Key(64, "causal", 4096)
+    monkeypatch.setattr(tuned, "FUSED", {key: "fused tiles"})
+    monkeypatch.setattr(tuned, "SPLIT", {key: "split tiles"})
+    for fastest in ("fused", "split"):
+        monkeypatch.setattr(tuned, "FASTEST_BACKWARD", {key: fastest})
+        assert backward_tiles(call_of()) == f"{fastest} tiles"
+        assert backward_tiles(call_of(), "split") == "split tiles"
+        assert backward_tiles(call_of(), "fused") == "fused tiles"
