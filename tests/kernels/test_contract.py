@@ -188,6 +188,8 @@ WIDE = [
     Case("wide_values", CAUSAL, q_len=300, kv_len=500, head_dim=64, value_dim=128),
     Case("narrow_values", CAUSAL, q_len=500, kv_len=300, head_dim=96, value_dim=40, sinks=True),
     Case("widest", CAUSAL, q_len=520, kv_len=520, head_dim=256, num_heads=4, num_kv_heads=2),
+    Case("widest_packed", CAUSAL, q_len=330, kv_len=330, head_dim=256, num_kv_heads=2, segments="packed"),
+    Case("widest_shard", CAUSAL, q_len=200, kv_len=330, head_dim=192, segments="packed", positions="offset"),
     Case("widest_ragged", WINDOW, q_len=333, kv_len=444, head_dim=200, value_dim=160, logits_soft_cap=5.0, sinks=True),
 ]
 

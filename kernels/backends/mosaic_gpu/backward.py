@@ -18,6 +18,8 @@ from kernels.backends.mosaic_gpu.pairs import keep_allowed
 from kernels.call import AttentionCall
 
 _LOG2_E = math.log2(math.e)
+LSE, PULL = 0, 1
+"""Of a row's two numbers in shared memory, `row_smem`."""
 
 
 class Operands(NamedTuple):

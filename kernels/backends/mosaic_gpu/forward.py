@@ -76,7 +76,7 @@ def forward(
 
     given = {name: x for name, x in {"tiles": rows.tiles, "sinks": sinks}.items() if x is not None} | tokens.given()
     # Keys' tokens are read after the keys: their memory is free only then.
-    has_tokens = bool(tokens.given())
+    has_tokens = bool(tokens.given("key_value"))
 
     def kernel(
         query_ref,
@@ -96,7 +96,7 @@ def forward(
         turn,
         o_smem=None,
         spare=None,
-        **token_smem,
+        token_smem=None,
     ):
         optional = dict(zip(given, refs, strict=False))
         output_ref, lse_ref = refs[len(given) :]
@@ -139,7 +139,6 @@ def forward(
             q_rows = pl.ds(q_first, ROWS)
             q = q_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(query_ref.at[b, q_rows, head], q, q_ready.at[warpgroup])
-            copy_tokens(token_refs, token_smem, "query", (b, q_rows), warpgroup, q_ready.at[warpgroup])
 
             def my_turn():
                 if tuning.take_turns:
@@ -159,7 +158,14 @@ def forward(
                 allowed = functools.partial(
                     allowed_pairs,
                     call,
-                    tile_tokens(token_smem, query=warpgroup, key_value=jax.lax.rem(step, num_stages)),
+                    tile_tokens(
+                        token_refs,
+                        token_smem,
+                        "key_value",
+                        stay=(b, q_rows),
+                        past=(b, pl.ds(row.tile(step) * block_kv, block_kv)),
+                        slot=jax.lax.rem(step, num_stages),
+                    ),
                     q_first,
                     row.tile(step) * block_kv,
                     kv_padded=call.kv_len % block_kv != 0,
@@ -292,14 +298,14 @@ def forward(
             k_smem=matrix(num_stages, block_kv, head_dim, dtype=dtype),
             v_smem=matrix(num_stages, block_kv, value_dim, dtype=dtype),
             lse_smem=vector(num_warpgroups, ROWS),
-            q_ready=plgpu.Barrier(num_arrivals=1 + len(tokens.given("query")), num_barriers=num_warpgroups),
+            q_ready=plgpu.Barrier(num_barriers=num_warpgroups),
             k_ready=plgpu.Barrier(num_arrivals=1 + len(tokens.given("key_value")), num_barriers=num_stages),
             v_ready=plgpu.Barrier(num_barriers=num_stages),
             k_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
             v_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
             turn=plgpu.Barrier(num_barriers=num_warpgroups),
             # The query is read no more when the output is written.
-            **token_memory(tokens, query=(num_warpgroups, ROWS), key_value=(num_stages, block_kv)),
+            **token_memory(tokens, "key_value", num_stages, block_kv),
             **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
             **({} if value_dim == head_dim else {"o_smem": matrix(num_warpgroups, ROWS, value_dim, dtype=dtype)}),
         ),

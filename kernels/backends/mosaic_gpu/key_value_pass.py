@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands, see_last, spread, weigh_pairs
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
 from kernels.backends.mosaic_gpu.walk import Rows, read_row
@@ -70,11 +70,14 @@ def key_value_pass(
 
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
 
+    # With the largest tiles nothing is left of shared memory, and tokens are read from where they are.
+    token_scratch = {} if fused and block_q > ROWS else token_memory(tokens, "query", num_stages, block_q)
+
     def kernel(
         query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        k_smem, v_smem, q_smem, do_smem, lse_smem, pull_smem,
+        k_smem, v_smem, q_smem, do_smem, row_smem,
         k_ready, v_ready, q_ready, do_ready, free, done, ds_smem=None, dq_smem=None, ds_ready=None, spare=None,
-        **token_smem,
+        token_smem=None,
     ):  # fmt: skip
         optional = dict(zip(given, refs, strict=False))
         *dq_ref, dk_ref, dv_ref = refs[len(given) :]
@@ -88,9 +91,6 @@ def key_value_pass(
             plgpu.set_max_registers(tuning.load_registers, action="decrease")
             keys = pl.ds(j * block_kv, block_kv)
             plgpu.copy_gmem_to_smem(key_ref.at[b, keys, kv_head], k_smem, k_ready)
-            for part in range(num_warpgroups):
-                my_keys = pl.ds(j * block_kv + part * ROWS, ROWS)
-                copy_tokens(token_refs, token_smem, "key_value", (b, my_keys), part, k_ready)
             plgpu.copy_gmem_to_smem(value_ref.at[b, keys, kv_head], v_smem, v_ready)
 
             @pl.loop(0, call.group_size)
@@ -104,18 +104,18 @@ def key_value_pass(
                     tile = pl.ds(row.tile(rank) * block_q, block_q)
                     pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                     plgpu.copy_gmem_to_smem(query_ref.at[b, tile, head], q_smem.at[slot], q_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, tile], lse_smem.at[slot], q_ready.at[slot])
+                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, tile], row_smem.at[LSE, slot], q_ready.at[slot])
                     copy_tokens(token_refs, token_smem, "query", (b, tile), slot, q_ready.at[slot])
                     plgpu.copy_gmem_to_smem(d_output_ref.at[b, tile, head], do_smem.at[slot], do_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(pull_ref.at[b, head, tile], pull_smem.at[slot], do_ready.at[slot])
+                    plgpu.copy_gmem_to_smem(pull_ref.at[b, head, tile], row_smem.at[PULL, slot], do_ready.at[slot])
 
             see_last(free, call.group_size * row.num_tiles, num_stages)
 
         @pl.when(warpgroup < num_warpgroups)
         def _compute():
             plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            first_key = warpgroup * ROWS
-            my_keys, my_rows = pl.ds(first_key, ROWS), pl.ds(warpgroup * ROWS, ROWS)
+            my_keys = my_rows = pl.ds(warpgroup * ROWS, ROWS)
+            my_first = j * block_kv + warpgroup * ROWS
             k, v = k_smem.at[my_keys], v_smem.at[my_keys]
             my_spare = None if spare is None else spare.at[warpgroup]
             my_dq_cols = pl.ds(0 if dq_by_rows else warpgroup * dq_cols, dq_cols)
@@ -135,15 +135,19 @@ def key_value_pass(
                         plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                        lse = load_vector(lse_smem.at[slot], rows=False)
+                        lse = load_vector(row_smem.at[LSE, slot], rows=False)
+                        q_first = tile * block_q
+                        its_tokens = tile_tokens(
+                            token_refs, token_smem, "query",
+                            stay=(b, pl.ds(my_first, ROWS)), past=(b, pl.ds(q_first, block_q)), slot=slot,
+                        )  # fmt: skip
                         allowed = functools.partial(
-                            allowed_pairs, call, tile_tokens(token_smem, query=slot, key_value=warpgroup),
-                            tile * block_q, j * block_kv + first_key,
+                            allowed_pairs, call, its_tokens, q_first, my_first,
                             kv_padded=call.kv_len % block_kv != 0, transposed=True,
                         )  # fmt: skip
                         weights, slope = weigh_pairs(logits, lse, call, rank < row.num_partial, allowed, rows=False)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        pull = load_vector(pull_smem.at[slot], rows=False)
+                        pull = load_vector(row_smem.at[PULL, slot], rows=False)
                         d_logits = weights * (dp - spread(pull, dp.shape, rows=False))
                         d_logits = d_logits if slope is None else d_logits * slope
                         return weights.astype(dtype), d_logits.astype(dtype)
@@ -218,7 +222,7 @@ def key_value_pass(
                 v[...] = dv.astype(dtype)
                 k[...] = (dk * call.scale).astype(dtype)
                 plgpu.commit_smem()
-                keys = pl.ds(j * block_kv + first_key, ROWS)
+                keys = pl.ds(my_first, ROWS)
                 plgpu.copy_smem_to_gmem(v, dv_ref.at[b, keys, kv_head])
                 plgpu.copy_smem_to_gmem(k, dk_ref.at[b, keys, kv_head])
                 plgpu.wait_smem_to_gmem(0)
@@ -230,15 +234,16 @@ def key_value_pass(
         "v_smem": matrix(block_kv, value_dim, dtype=dtype),
         "q_smem": matrix(num_stages, block_q, head_dim, dtype=dtype),
         "do_smem": matrix(num_stages, block_q, value_dim, dtype=dtype),
-        "lse_smem": vector(num_stages, block_q),
-        "pull_smem": vector(num_stages, block_q),
-        "k_ready": plgpu.Barrier(num_arrivals=1 + num_warpgroups * len(tokens.given("key_value"))),
+        "row_smem": vector(2, num_stages, block_q),
+        "k_ready": plgpu.Barrier(),
         "v_ready": plgpu.Barrier(),
-        "q_ready": plgpu.Barrier(num_arrivals=2 + len(tokens.given("query")), num_barriers=num_stages),
+        "q_ready": plgpu.Barrier(
+            num_arrivals=2 + (len(tokens.given("query")) if token_scratch else 0), num_barriers=num_stages
+        ),
         "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
         "done": plgpu.Barrier(num_arrivals=num_warpgroups),
-        **token_memory(tokens, query=(num_stages, block_q), key_value=(num_warpgroups, ROWS)),
+        **token_scratch,
     }
     if interpret is not None:
         scratch["spare"] = matrix(num_warpgroups, ROWS, block_q, dtype=dtype)

@@ -33,9 +33,10 @@ def load_matrix(ref) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
-def load_vector(ref, *, rows: bool) -> jax.Array:
-    """Loads a vector from shared memory: one number for each row of a matrix, or for each column."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 if rows else 0))  # type: ignore[call-arg]  # as JAX 0.10 has it
+def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
+    """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
+    layout = plgpu.Layout.WGMMA.reduce(1 if rows else 0)
+    return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
 def multiply(acc, a, b, spare) -> None:

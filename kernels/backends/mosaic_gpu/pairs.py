@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,13 @@ from kernels.call import AttentionCall, AttentionInputs
 _LAYOUT = plgpu.Layout.WGMMA
 
 
+Side = Literal["query", "key_value"]
+
+
 class Tokens(NamedTuple):
     """What is known of each token on the device only, `[B, L]` padded to whole tiles; None where it wasn't given.
 
-    The same tuple holds the arrays outside of a kernel and the references to them inside.
+    The same tuple holds the arrays outside of a kernel and inside the references to them, or what loads a tile's.
     """
 
     query_segment_ids: Any = None
@@ -27,7 +30,7 @@ class Tokens(NamedTuple):
     query_positions: Any = None
     key_value_positions: Any = None
 
-    def given(self, side: str = "") -> dict[str, Any]:
+    def given(self, side: Side | Literal[""] = "") -> dict[str, Any]:
         """What was given, or what was given of one side ("query" or "key_value"), by name."""
         return {name: x for name, x in self._asdict().items() if x is not None and name.startswith(side)}
 
@@ -65,38 +68,54 @@ def keep_allowed(logits: jax.Array, is_partial, allowed: Callable[[tuple[int, in
     return jax.lax.cond(is_partial, mask, lambda logits: logits, logits)
 
 
-def token_memory(tokens: Tokens, *, query: tuple[int, int], key_value: tuple[int, int]) -> dict[str, Any]:
-    """Shared memory for what is given of tokens, by name.
+def token_memory(tokens: Tokens, streamed: Side, num_stages: int, block: int) -> dict[str, Any]:
+    """Shared memory for what is given of the tokens that stream past, `token_smem`; nothing for nothing.
 
     Args:
       tokens: the arrays.
-      query, key_value: number of pieces of either side that are kept, and tokens in a piece.
+      streamed: the side whose tiles stream past.
+      num_stages, block: tiles in memory, and tokens in a tile.
     """
-    sides = {"query": query, "key_value": key_value}
-    return {name: plgpu.SMEM(sides[side], jnp.int32) for side in sides for name in tokens.given(side)}
+    given = tokens.given(streamed)
+    return {"token_smem": plgpu.SMEM((len(given), num_stages, block), jnp.int32)} if given else {}
 
 
-def copy_tokens(tokens: Tokens, memory: dict[str, Any], side: str, where, piece, ready) -> None:
-    """Starts to copy a piece of one side's tokens; each array arrives at the barrier once.
+def copy_tokens(tokens: Tokens, memory, streamed: Side, where, slot, ready) -> None:
+    """Starts to copy a tile's tokens to their slot; each array arrives at the barrier once.
 
     Args:
       tokens: references to the arrays.
-      memory: of `token_memory`.
-      side: "query" or "key_value".
-      where: (element of the batch, tokens) to copy.
-      piece: where to.
-      ready: the barrier.
+      memory: `token_smem`, or None to leave them where they are.
+      where: (element of the batch, tokens).
     """
-    for name, ref in tokens.given(side).items():
-        plgpu.copy_gmem_to_smem(ref.at[where], memory[name].at[piece], ready)
+    for i, ref in enumerate(tokens.given(streamed).values() if memory is not None else ()):
+        plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], ready)
 
 
-def tile_tokens(memory: dict[str, Any], *, query, key_value) -> Tokens:
-    """References to the tokens of one tile: a piece of either side."""
-    pieces = {"query": query, "key_value": key_value}
-    return Tokens(
-        **{name: memory[name].at[pieces[side]] for side in pieces for name in memory if name.startswith(side)}
-    )
+def tile_tokens(tokens: Tokens, memory, streamed: Side, *, stay, past, slot) -> Tokens:
+    """Of one tile, rows and columns: a loader (shape, dim) of each that is given, the columns' from their slot.
+
+    Args:
+      tokens: references to the arrays.
+      memory: `token_smem`, or None if they were left where they are.
+      streamed: the side whose tiles stream past: the tile's columns.
+      stay, past: (element of the batch, tokens) of the rows, and of the columns.
+      slot: the columns' slot.
+    """
+
+    def loader(ref, *, shared: bool):
+        def load(shape, dim):
+            return jax.lax.broadcast_in_dim(load_vector(ref, rows=dim == 0, shared=shared), shape, [dim])
+
+        return load
+
+    columns = tokens.given(streamed)
+    loaders = {
+        name: loader(ref.at[past if name in columns else stay], shared=False) for name, ref in tokens.given().items()
+    }
+    if memory is not None:
+        loaders |= {name: loader(memory.at[i, slot], shared=True) for i, name in enumerate(columns)}
+    return Tokens(**loaders)
 
 
 def allowed_pairs(
@@ -113,7 +132,7 @@ def allowed_pairs(
 
     Args:
       call: its mask, lengths and what is given of tokens.
-      tokens: references to the tile's own, in shared memory.
+      tokens: loaders of the tile's own (`tile_tokens`).
       q_first, kv_first: index of the tile's first query and first key.
       shape: (queries, keys) of the tile, or (keys, queries) if transposed.
       kv_padded: whether keys past the call's last one may be in the tile.
@@ -127,18 +146,15 @@ def allowed_pairs(
     def index(first, dim):
         return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=_LAYOUT)
 
-    def given(ref, dim):
-        return jax.lax.broadcast_in_dim(load_vector(ref, rows=dim == 0), shape, [dim])
-
     kv_index = index(kv_first, kv_dim)
     if call.has_positions:
-        q_pos = given(tokens.query_positions, q_dim)
-        kv_pos = given(tokens.key_value_positions, kv_dim)
+        q_pos = tokens.query_positions(shape, q_dim)
+        kv_pos = tokens.key_value_positions(shape, kv_dim)
     else:
         q_pos, kv_pos = index(q_first, q_dim), kv_index
     allowed = call.mask(q_pos, kv_pos)
     if call.has_segment_ids:
-        allowed &= given(tokens.query_segment_ids, q_dim) == given(tokens.key_value_segment_ids, kv_dim)
+        allowed &= tokens.query_segment_ids(shape, q_dim) == tokens.key_value_segment_ids(shape, kv_dim)
     if kv_padded:
         allowed &= kv_index < call.kv_len
     return allowed

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands, see_last, spread, weigh_pairs
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
 from kernels.backends.mosaic_gpu.walk import Rows, read_row
@@ -42,8 +42,8 @@ def query_pass(
 
     def kernel(
         query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        q_smem, do_smem, lse_smem, pull_smem, k_smem, v_smem, ready, k_ready, v_ready, k_free, v_free, spare=None,
-        **token_smem,
+        q_smem, do_smem, row_smem, k_smem, v_smem, ready, k_ready, v_ready, k_free, v_free, spare=None,
+        token_smem=None,
     ):  # fmt: skip
         optional = dict(zip(given, refs, strict=False))
         (dq_ref,) = refs[len(given) :]
@@ -81,13 +81,12 @@ def query_pass(
             q_rows, my_ready = pl.ds(q_first, ROWS), ready.at[warpgroup]
             my_spare = None if spare is None else spare.at[warpgroup]
             plgpu.copy_gmem_to_smem(query_ref.at[b, q_rows, head], q_smem.at[warpgroup], my_ready)
-            copy_tokens(token_refs, token_smem, "query", (b, q_rows), warpgroup, my_ready)
             plgpu.copy_gmem_to_smem(d_output_ref.at[b, q_rows, head], do_smem.at[warpgroup], my_ready)
-            plgpu.copy_gmem_to_smem(lse_ref.at[b, head, q_rows], lse_smem.at[warpgroup], my_ready)
-            plgpu.copy_gmem_to_smem(pull_ref.at[b, head, q_rows], pull_smem.at[warpgroup], my_ready)
+            plgpu.copy_gmem_to_smem(lse_ref.at[b, head, q_rows], row_smem.at[LSE, warpgroup], my_ready)
+            plgpu.copy_gmem_to_smem(pull_ref.at[b, head, q_rows], row_smem.at[PULL, warpgroup], my_ready)
             plgpu.barrier_wait(my_ready)
-            lse = load_vector(lse_smem.at[warpgroup], rows=True)
-            pull = load_vector(pull_smem.at[warpgroup], rows=True)
+            lse = load_vector(row_smem.at[LSE, warpgroup], rows=True)
+            pull = load_vector(row_smem.at[PULL, warpgroup], rows=True)
 
             def accumulate(dq_acc):
                 @pl.loop(0, row.num_tiles)
@@ -105,9 +104,13 @@ def query_pass(
                         plgpu.barrier_wait(v_ready.at[v_slot])
                         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
+                        kv_first = row.tile(step) * block_kv
+                        its_tokens = tile_tokens(
+                            token_refs, token_smem, "key_value",
+                            stay=(b, q_rows), past=(b, pl.ds(kv_first, block_kv)), slot=slot,
+                        )  # fmt: skip
                         allowed = functools.partial(
-                            allowed_pairs, call, tile_tokens(token_smem, query=warpgroup, key_value=slot),
-                            q_first, row.tile(step) * block_kv,
+                            allowed_pairs, call, its_tokens, q_first, kv_first,
                             kv_padded=call.kv_len % block_kv != 0, transposed=False,
                         )  # fmt: skip
                         weights, slope = weigh_pairs(logits, lse, call, step < row.num_partial, allowed, rows=True)
@@ -133,15 +136,14 @@ def query_pass(
         kernel,
         out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
         scratch_types=dict(
-            **token_memory(tokens, query=(num_warpgroups, ROWS), key_value=(num_stages, block_kv)),
+            **token_memory(tokens, "key_value", num_stages, block_kv),
             **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
             q_smem=matrix(num_warpgroups, ROWS, head_dim, dtype=dtype),
             do_smem=matrix(num_warpgroups, ROWS, value_dim, dtype=dtype),
-            lse_smem=vector(num_warpgroups, ROWS),
-            pull_smem=vector(num_warpgroups, ROWS),
+            row_smem=vector(2, num_warpgroups, ROWS),
             k_smem=matrix(num_stages, block_kv, head_dim, dtype=dtype),
             v_smem=matrix(num_value_stages, block_kv, value_dim, dtype=dtype),
-            ready=plgpu.Barrier(num_arrivals=4 + len(tokens.given("query")), num_barriers=num_warpgroups),
+            ready=plgpu.Barrier(num_arrivals=4, num_barriers=num_warpgroups),
             k_ready=plgpu.Barrier(num_arrivals=1 + len(tokens.given("key_value")), num_barriers=num_stages),
             v_ready=plgpu.Barrier(num_barriers=num_value_stages),
             k_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands, see_last, spread, weigh_pairs
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_matrix, load_vector, matrix, multiply, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
 from kernels.backends.mosaic_gpu.walk import Rows, read_row
@@ -50,9 +50,9 @@ def wide_key_value_pass(
 
     def kernel(
         query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        k_smem, v_smem, q_smem, do_smem, lse_smem, pull_smem, p_smem,
+        k_smem, v_smem, q_smem, do_smem, row_smem, p_smem,
         k_ready, v_ready, q_ready, do_ready, q_free, do_free, p_ready, p_free, done, spare=None,
-        **token_smem,
+        token_smem=None,
     ):  # fmt: skip
         optional = dict(zip(given, refs, strict=False))
         dk_ref, dv_ref = refs[len(given) :]
@@ -73,7 +73,6 @@ def wide_key_value_pass(
         def _load():
             plgpu.set_max_registers(tuning.load_registers, action="decrease")
             plgpu.copy_gmem_to_smem(key_ref.at[b, keys, kv_head], k_smem, k_ready)
-            copy_tokens(token_refs, token_smem, "key_value", (b, keys), 0, k_ready)
             plgpu.copy_gmem_to_smem(value_ref.at[b, keys, kv_head], v_smem, v_ready)
 
             @pl.loop(0, num_steps)
@@ -83,11 +82,11 @@ def wide_key_value_pass(
                 queries = pl.ds(tile * block_q, block_q)
                 pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(q_free.at[slot]))
                 plgpu.copy_gmem_to_smem(query_ref.at[b, queries, head], q_smem.at[slot], q_ready.at[slot])
-                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, queries], lse_smem.at[slot], q_ready.at[slot])
+                plgpu.copy_gmem_to_smem(lse_ref.at[b, head, queries], row_smem.at[LSE, slot], q_ready.at[slot])
                 copy_tokens(token_refs, token_smem, "query", (b, queries), slot, q_ready.at[slot])
                 pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(do_free.at[slot]))
                 plgpu.copy_gmem_to_smem(d_output_ref.at[b, queries, head], do_smem.at[slot], do_ready.at[slot])
-                plgpu.copy_gmem_to_smem(pull_ref.at[b, head, queries], pull_smem.at[slot], do_ready.at[slot])
+                plgpu.copy_gmem_to_smem(pull_ref.at[b, head, queries], row_smem.at[PULL, slot], do_ready.at[slot])
 
             see_last(q_free, num_steps, num_stages)
             see_last(do_free, num_steps, num_stages)
@@ -114,9 +113,11 @@ def wide_key_value_pass(
 
             def weigh(logits, step, rank, tile):
                 slot, buffer = ring(step), jax.lax.rem(step, _WEIGHT_BUFFERS)
-                lse = load_vector(lse_smem.at[slot], rows=False)
+                lse = load_vector(row_smem.at[LSE, slot], rows=False)
+                queries = (b, pl.ds(tile * block_q, block_q))
+                its_tokens = tile_tokens(token_refs, token_smem, "query", stay=(b, keys), past=queries, slot=slot)
                 allowed = functools.partial(
-                    allowed_pairs, call, tile_tokens(token_smem, query=slot, key_value=0), tile * block_q, j * ROWS,
+                    allowed_pairs, call, its_tokens, tile * block_q, j * ROWS,
                     kv_padded=call.kv_len % ROWS != 0, transposed=True,
                 )  # fmt: skip
                 weights, slope = weigh_pairs(logits, lse, call, rank < row.num_partial, allowed, rows=False)
@@ -175,7 +176,7 @@ def wide_key_value_pass(
 
             def differentiate(dp, step):
                 slot, buffer = ring(step), jax.lax.rem(step, _WEIGHT_BUFFERS)
-                pull = load_vector(pull_smem.at[slot], rows=False)
+                pull = load_vector(row_smem.at[PULL, slot], rows=False)
                 plgpu.barrier_arrive(do_free.at[slot])
                 dp = dp - spread(pull, dp.shape, rows=False)
                 plgpu.barrier_wait(p_ready.at[buffer])
@@ -224,10 +225,9 @@ def wide_key_value_pass(
         "v_smem": matrix(ROWS, value_dim, dtype=dtype),
         "q_smem": matrix(num_stages, block_q, head_dim, dtype=dtype),
         "do_smem": matrix(num_stages, block_q, value_dim, dtype=dtype),
-        "lse_smem": vector(num_stages, block_q),
-        "pull_smem": vector(num_stages, block_q),
+        "row_smem": vector(2, num_stages, block_q),
         "p_smem": matrix(_WEIGHT_BUFFERS, ROWS, block_q, dtype=jnp.float32),
-        "k_ready": plgpu.Barrier(num_arrivals=1 + len(tokens.given("key_value"))),
+        "k_ready": plgpu.Barrier(),
         "v_ready": plgpu.Barrier(),
         "q_ready": plgpu.Barrier(num_arrivals=2 + len(tokens.given("query")), num_barriers=num_stages),
         "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
@@ -236,7 +236,7 @@ def wide_key_value_pass(
         "p_ready": plgpu.Barrier(num_barriers=_WEIGHT_BUFFERS),
         "p_free": plgpu.Barrier(num_barriers=_WEIGHT_BUFFERS),
         "done": plgpu.Barrier(num_arrivals=2),
-        **token_memory(tokens, query=(num_stages, block_q), key_value=(1, ROWS)),
+        **token_memory(tokens, "query", num_stages, block_q),
     }
     if interpret is not None:
         scratch["spare"] = matrix(2, ROWS, block_q, dtype=dtype)
