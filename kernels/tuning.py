@@ -154,8 +154,11 @@ class MosaicBackwardTuning:
     def __post_init__(self):
         if self.num_warpgroups not in (1, 2, 3):
             raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
-        if self.one_gradient_each and self.num_warpgroups != 2:
-            raise ValueError(f"one_gradient_each takes num_warpgroups=2, not {self.num_warpgroups}")
+        if self.one_gradient_each and (self.num_warpgroups != 2 or self.num_stages < 2):
+            raise ValueError(
+                "one_gradient_each takes num_warpgroups=2 and num_stages of at least 2, not "
+                f"{self.num_warpgroups} and {self.num_stages}"
+            )
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")

@@ -142,7 +142,11 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
         (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
-        (lambda: MosaicBackwardTuning(3, one_gradient_each=True), "one_gradient_each takes num_warpgroups=2, not 3"),
+        (
+            lambda: MosaicBackwardTuning(3, one_gradient_each=True),
+            "takes num_warpgroups=2 and num_stages of at least 2",
+        ),
+        (lambda: MosaicBackwardTuning(num_stages=1, one_gradient_each=True), "of at least 2, not 2 and 1"),
         (lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT_EACH), "can't take backward_tiles with one_grad"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
         (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),

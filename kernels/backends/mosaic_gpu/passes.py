@@ -82,9 +82,16 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     pull = pull.swapaxes(1, 2)
 
     def operands(block_q: int, block_kv: int) -> Operands:
+        widths = [max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim)]
+        # The halves of a fused dQ are 64 wide, too.
+        head_dim, value_dim = widths if how.one_gradient_each else [max(widths)] * 2
         query, key, value, d_out = (
-            _padded(x, block, max(64, padded_head_dim(x.shape[-1])))
-            for x, block in (*_matrices(inputs, block_q, block_kv), (d_output, block_q))
+            _padded(x, block, width)
+            for (x, block), width in zip(
+                (*_matrices(inputs, block_q, block_kv), (d_output, block_q)),
+                (head_dim, head_dim, value_dim, value_dim),
+                strict=True,
+            )
         )
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(attends, lse * _LOG2_E, _HUGE_LSE)
