@@ -137,8 +137,8 @@ class MosaicBackwardTuning:
       num_stages: such tiles in shared memory.
       one_gradient_each: two warpgroups share 64 keys, and one makes dV, the other dK: above a head dim of 128 one
         warpgroup's registers don't hold both. Not for a fused backward.
-      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (of values,
-        which are read early, one fewer).
+      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (with
+        one_gradient_each, of values one fewer).
 
     Raises:
       ValueError: a value out of range.
@@ -214,8 +214,17 @@ class MosaicGpuTuning:
             raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
         if self.interpret and self.backward == "fused":
             raise ValueError("Pallas's interpreter can't add to memory as backward='fused' does; use backward='split'")
-        if self.backward == "fused" and self.backward_tiles is not None and self.backward_tiles.one_gradient_each:
+        tiles = self.backward_tiles
+        if tiles is not None and self.backward == "fused" and tiles.one_gradient_each:
             raise ValueError("backward='fused' can't take backward_tiles with one_gradient_each; use backward='split'")
+        if tiles is not None and self.backward != "split" and not tiles.one_gradient_each:
+            # Its warpgroups share a tile of dQ by 64 rows, or two of them by columns.
+            shared = (tiles.num_warpgroups, tiles.block_q)
+            if shared not in ((1, 64), (2, 64), (2, 128)):
+                raise ValueError(
+                    "backward_tiles of a fused backward are (num_warpgroups, block_q) = (1, 64), (2, 64) or (2, 128), "
+                    f"not {shared}; choose one of these, or backward='split'"
+                )
 
 
 Tuning = BlockwiseTuning | SplashTuning | MosaicGpuTuning

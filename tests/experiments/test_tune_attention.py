@@ -12,7 +12,7 @@ from experiments.benchmarks.attention.cases import CASES, Case, make_problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.readme_table import read_rows
 from experiments.benchmarks.tune_attention import __main__ as command
-from experiments.benchmarks.tune_attention import table
+from experiments.benchmarks.tune_attention import candidates, table
 from experiments.benchmarks.tune_attention.candidates import SEARCHES, Search, implementation, variations
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
 from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning
@@ -37,17 +37,27 @@ def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
 
 
 def test_variations_are_all_combinations_that_can_be_made():
-    found = variations(MosaicForwardTuning(), {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)})
-    assert found[0] == MosaicForwardTuning()
+    stage = {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}
+    found = variations("forward", MosaicForwardTuning(), stage, None)
+    assert next(iter(found)) == MosaicForwardTuning()
     assert {(t.num_warpgroups, t.num_stages) for t in found} == {(2, 2), (2, 3), (3, 2), (3, 3)}
     assert len(found) == 4
+
+
+def test_variations_leave_out_what_only_the_other_backward_takes():
+    stage = {"num_warpgroups": (2, 3), "block_q": (64, 128)}
+    shapes = {
+        form: {(t.num_warpgroups, t.block_q) for t in variations(form, MosaicBackwardTuning(), stage, None)}
+        for form in ("fused", "split")
+    }
+    assert shapes == {"fused": {(2, 64), (2, 128)}, "split": {(2, 64), (2, 128), (3, 64), (3, 128)}}
 
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_every_setting_that_is_searched_exists(search):
     start = SEARCHES[search].start
     for stage in SEARCHES[search].stages:
-        assert len(variations(start, stage)) > 1
+        assert len(variations(search, start, stage, None)) > 1
         made = implementation(search, start, MosaicForwardTuning(3))
         assert made == (
             MosaicGpuTuning(forward_tiles=start)
@@ -99,7 +109,8 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     tried = {"forward": Search("forward", start, stages)}
     tried |= {name: Search("forward_backward", start, ({},)) for name in ("fused", "split")}
     monkeypatch.setattr(command, "SEARCHES", tried)
-    monkeypatch.setattr(command, "implementation", lambda search, tiles, forward: tiles)
+    for module in (command, candidates):
+        monkeypatch.setattr(module, "implementation", lambda search, tiles, forward: tiles)
     monkeypatch.setitem(CASES, "small", SMALL)
     output, written = tmp_path / "new" / "rows.jsonl", tmp_path / "tuned.py"
     arguments = command.Arguments(cases=("small",), num_rounds=1, sample_ms=0, output=output, table=written)

@@ -125,6 +125,15 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+def test_wide_heads_need_their_own_tiles():
+    tuning = MosaicGpuTuning(backward_tiles=MosaicBackwardTuning())
+    with pytest.raises(
+        ValueError, match="needs backward_tiles with one_gradient_each above a head dim of 128, got 192"
+    ):
+        select_backend(call_of(head_dim=192)[1], tuning)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 def test_is_chosen_on_hopper():
     assert select_backend(call_of(MaskFn(lambda q, kv: kv <= q))[1]).name == "mosaic_gpu"
 
@@ -148,6 +157,8 @@ def test_says_that_it_needs_a_newer_jax():
         ),
         (lambda: MosaicBackwardTuning(num_stages=1, one_gradient_each=True), "of at least 2, not 2 and 1"),
         (lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT_EACH), "can't take backward_tiles with one_grad"),
+        (lambda: MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning(3)), "or (2, 128), not (3, 64)"),
+        (lambda: MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1, 128)), "or (2, 128), not (1, 128)"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
         (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),
     ],

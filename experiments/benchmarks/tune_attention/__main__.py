@@ -102,9 +102,7 @@ def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Ite
     for search, plan in SEARCHES.items():
         best[search] = TABLES[search].get(key, plan.start)
         for stage, settings in enumerate(plan.stages):
-            candidates = {
-                tiles: implementation(search, tiles, best["forward"]) for tiles in variations(best[search], settings)
-            }
+            candidates = variations(search, best[search], settings, best["forward"])
             rows = run(search, stage, candidates, plan.timed, best[search])
             yield rows
             if best[search] is None:

@@ -68,12 +68,18 @@ def implementation(search: str, tiles: Any, forward: MosaicForwardTuning | None)
     return MosaicGpuTuning(search, forward_tiles=forward, backward_tiles=tiles)  # type: ignore[arg-type]  # asserted
 
 
-def variations(tuning: Any, stage: Stage) -> list[Any]:
-    """The tuning and all that differ from it in a stage's settings alone; those that refuse are left out."""
-    found = {tuning: None}
+def variations(
+    search: str, tuning: Any, stage: Stage, forward: MosaicForwardTuning | None
+) -> dict[Any, MosaicGpuTuning]:
+    """The tuning and all that differ from it in a stage's settings alone, as the kernels take them.
+
+    Those that a tuning object refuses are left out.
+    """
+    found = {tuning: implementation(search, tuning, forward)}
     for values in itertools.product(*stage.values()):
         try:
-            found[dataclasses.replace(tuning, **dict(zip(stage, values, strict=True)))] = None
+            candidate = dataclasses.replace(tuning, **dict(zip(stage, values, strict=True)))
+            found[candidate] = implementation(search, candidate, forward)
         except ValueError:
             continue
-    return list(found)
+    return found

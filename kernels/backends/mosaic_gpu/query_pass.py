@@ -33,8 +33,8 @@ def query_pass(
     value_dim = operands.value.shape[-1]
     dtype = operands.query.dtype
     num_warpgroups, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    # Values are read early in a step, and their memory is free the sooner.
-    num_value_stages = max(1, num_stages - 1)
+    # Wide heads leave no room for as many value tiles; those are read early in a step, and free the sooner.
+    num_value_stages = max(1, num_stages - 1) if tuning.one_gradient_each else num_stages
     block_q = ROWS * num_warpgroups
     num_rows = pl.cdiv(q_len, block_q)
 

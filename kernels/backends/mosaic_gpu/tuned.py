@@ -1,6 +1,6 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
-NVIDIA H200, JAX 0.11.2, 2026-11-21, chosen by hand
+NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-21, chosen by hand
 """
 
 from typing import Literal
@@ -42,6 +42,8 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(128, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
+        num_stages=2,
+        take_turns=True,
         heads_first=False,
     ),
     Key(128, "full", 32768): MosaicForwardTuning(
@@ -91,7 +93,12 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         block_q=64,
     ),
     Key(128, "causal", 32768): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=64,
+        num_stages=2,
+        one_gradient_each=False,
+        block_kv_dq=64,
+        num_stages_dq=2,
     ),
     Key(128, "full", 32768): MosaicBackwardTuning(
         block_q=64,
