@@ -22,6 +22,8 @@ from kernels.tuning import (
     MosaicForwardTuning,
     MosaicGpuTuning,
     SplashTuning,
+    TritonTiles,
+    TritonTuning,
     Tuning,
 )
 
@@ -44,6 +46,8 @@ __all__ = [
     "SplashTuning",
     "Target",
     "TileKind",
+    "TritonTiles",
+    "TritonTuning",
     "Tuning",
     "count_allowed_pairs",
     "dot_product_attention",

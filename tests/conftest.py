@@ -12,6 +12,8 @@ os.environ.setdefault("PJRT_NPROC", "16")
 # Where no accelerator is to be seen, JAX need not look for one: libtpu, which is here to compile, would complain.
 if expected_platform() == "cpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Triton reads this when it is imported: its kernels then run on the host.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
 import jax

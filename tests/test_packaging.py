@@ -68,7 +68,12 @@ def test_importing_every_module_starts_no_device():
 import importlib, pkgutil
 for package in {PACKAGES}:
     for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            # Modules of Triton's kernels need it to be defined, and it is for Linux alone.
+            if error.name != "triton":
+                raise
 print("imported")
 import jax
 jax.devices()

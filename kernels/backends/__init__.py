@@ -46,6 +46,7 @@ BACKENDS = (
     Backend("splash", "kernels.backends.splash", platforms=("tpu",)),
     Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
     Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",)),
+    Backend("triton", "kernels.backends.triton", platforms=("gpu",)),
     Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu")),
     Backend("reference", "kernels.backends.reference", platforms=("cpu", "gpu", "tpu"), automatic=False),
     Backend("splash_upstream_lazy", "kernels.backends.splash.upstream_lazy", platforms=("tpu",), automatic=False),

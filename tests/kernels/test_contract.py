@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,14 @@ import pytest
 
 from kernels import (
     BlockwiseTuning,
+    LocalMask,
     MosaicBackwardTuning,
     MosaicForwardTuning,
     MosaicGpuTuning,
+    PrefixMask,
     SplashTuning,
+    TritonTiles,
+    TritonTuning,
     dot_product_attention,
 )
 from tests.kernels.contract_cases import CASES, CAUSAL, WINDOW, Case
@@ -230,11 +235,75 @@ def test_mosaic_gpu_interpreted_as_for_wide_heads(case, rng):
     run_case(case, rng, through_implementation(case, wide), dtype=jnp.bfloat16)
 
 
+INTERPRETED_TRITON = TritonTuning(
+    forward=TritonTiles(32, 16), key_value=TritonTiles(16, 32), query=TritonTiles(32, 32), interpret=True
+)
+EVERY_FEATURE = Case(
+    "every_feature", (CAUSAL | PrefixMask(12)) & LocalMask(60, 9), batch=2, num_heads=4, num_kv_heads=2, q_len=61,
+    kv_len=85, head_dim=20, value_dim=8, scale=0.3, logits_soft_cap=3.0, sinks=True, segments="packed",
+    positions="permuted",
+)  # fmt: skip
+# Masks some of whose rows allow several intervals of keys, or none that is known in closed form.
+NOT_INTERVALS = {"complement", "mask_fn", "numpy_mask", "permuted_positions", "everything"}
+
+
 @pytest.mark.gpu
-def test_the_split_backward_gives_the_same_bits_every_time(rng):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("backward", ["fused", "split"])
+@pytest.mark.parametrize("case", CASES + LONG + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}")
+def test_triton(case, backward, dtype, rng):
+    attend = through_implementation(case, TritonTuning(backward))
+    if case.name in NOT_INTERVALS:
+        with pytest.raises(ValueError, match="needs masks that allow each query one interval of keys"):
+            run_case(case, rng, attend, dtype=dtype)
+    else:
+        run_case(case, rng, attend, dtype=dtype)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed: it is for Linux alone")
+@pytest.mark.parametrize(
+    ("case", "backward"),
+    [(EVERY_FEATURE, "fused"), (EVERY_FEATURE, "split")]
+    + [(case, "split") for case in named("per_head_within_groups", "empty_rows", "packed_no_mask")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_triton_interpreted(case, backward, rng):
+    tuning = dataclasses.replace(INTERPRETED_TRITON, backward=backward)
+    run_case(case, rng, through_implementation(case, tuning), dtype=jnp.float16)
+
+
+FUSED_QKV = [*named("grouped_query", "packed"), *(case for case in WIDE if case.name == "wide_packed")]
+
+
+def run_fused_qkv(case, rng, tuning):
+    from kernels.backends.triton.fused_qkv import attend_fused_qkv
+
+    def attend(query, key, value, sinks, *, keywords):
+        qkv = jnp.concatenate([query, key, value], axis=2)
+        return attend_fused_qkv(
+            qkv, case.num_kv_heads, case.mask, segment_ids=keywords.get("query_segment_ids"), tuning=tuning
+        )
+
+    run_case(case, rng, attend, dtype=jnp.float16, with_lse=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FUSED_QKV, ids=lambda case: case.name)
+def test_triton_of_a_fused_projection(case, rng):
+    run_fused_qkv(case, rng, TritonTuning())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton isn't installed: it is for Linux alone")
+def test_triton_of_a_fused_projection_interpreted(rng):
+    run_fused_qkv(FUSED_QKV[0], rng, INTERPRETED_TRITON)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuning", [MosaicGpuTuning("split"), TritonTuning("split")], ids=lambda x: x.backend)
+def test_the_split_backward_gives_the_same_bits_every_time(tuning, rng):
     (case,) = (case for case in WIDE if case.name == "wide_packed")
     arrays, keywords, cotangents = case.inputs(rng, jnp.bfloat16)
-    attend = functools.partial(through_implementation(case, MosaicGpuTuning("split")), keywords=keywords)
+    attend = functools.partial(through_implementation(case, tuning), keywords=keywords)
     first, *others = [value_and_gradients(attend, case, arrays, cotangents, with_lse=True) for _ in range(5)]
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)

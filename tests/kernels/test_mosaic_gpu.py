@@ -21,13 +21,16 @@ from kernels import (
     Target,
     select_backend,
 )
-from kernels.backends.mosaic_gpu.walk import Rows, make_rows, read_row
+from kernels.backends.mosaic_gpu.walk import read_row
+from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import make_call
 from kernels.intervals import TileKind
 
 H200 = Target("gpu", "NVIDIA H200", 9.0)
 ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
+# Its rows are intervals of keys, its columns aren't intervals of queries.
+ROWS_OUT_OF_ORDER = MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos ^ 64)
 
 
 def call_of(mask=None, *, length=512, dtype=jnp.bfloat16, head_dim=64, target=H200, **given):
@@ -70,7 +73,7 @@ def test_kernels_visit_the_plans_tiles(mask, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("mask", [CausalMask(), WITH_GAPS], ids=repr)
+@pytest.mark.parametrize("mask", [CausalMask(), WITH_GAPS, ROWS_OUT_OF_ORDER], ids=repr)
 def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 512))))
     inputs, call = call_of(mask, query_segment_ids=ids, key_value_segment_ids=ids)

@@ -30,7 +30,8 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
-from kernels.backends.mosaic_gpu.walk import Rows, read_row
+from kernels.backends.mosaic_gpu.walk import read_row
+from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicForwardTuning
 

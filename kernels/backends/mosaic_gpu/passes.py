@@ -18,8 +18,8 @@ from kernels.backends.mosaic_gpu.memory import ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
-from kernels.backends.mosaic_gpu.walk import make_rows
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
+from kernels.backends.tile_walk import make_rows
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.tuning import MosaicGpuTuning
 

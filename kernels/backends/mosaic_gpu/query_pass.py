@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
-from kernels.backends.mosaic_gpu.walk import Rows, read_row
+from kernels.backends.mosaic_gpu.walk import read_row
+from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicBackwardTuning
 

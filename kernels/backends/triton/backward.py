@@ -1,0 +1,306 @@
+"""The backward kernels.
+
+`key_value_pass`: a block of keys and values stays, query tiles stream past it. It works on the transposed tile, keys as
+rows, so that weights and the logits' gradients are left operands of dV's and dK's matmuls as they are. The fused form
+makes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. Five matmuls a tile.
+
+`query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. Together with a
+`key_value_pass` that leaves dQ out, the split form: seven matmuls a tile, the same bits in every run.
+
+Source: FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from kernels.backends.triton.launch import launch
+from kernels.backends.triton.tiles import (
+    Layout,
+    Matrices,
+    Strided,
+    call_constants,
+    capped,
+    head_start,
+    layout_constants,
+    layout_of,
+    load_key_positions,
+    load_rows,
+    load_tokens,
+    make_walk,
+    partial_tile,
+    read_row,
+    store_rows,
+)
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.tuning import TritonTiles
+
+
+class Operands(NamedTuple):
+    """What both passes read.
+
+    `lse` is in units of log₂, and huge where a row attends to nothing; `pull` is the softmax's pull on a row,
+    Σ output·d_output, less what arrives through lse itself.
+    """
+
+    matrices: Matrices
+    d_output: Strided
+    lse: Float[Array, "B N T"]
+    pull: Float[Array, "B N T"]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """In the order of the kernels' arguments."""
+        return [*(x.array for x in self.matrices), self.d_output.array, self.lse, self.pull]
+
+    @property
+    def constants(self) -> dict[str, Layout]:
+        """Where they lie."""
+        return layout_constants(**self.matrices._asdict(), d_output=self.d_output)
+
+
+def key_value_pass(
+    operands: Operands,
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    tiles: TritonTiles,
+    *,
+    fused: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
+    """dK, dV and, if fused, the float32 dQ without the scale.
+
+    Args:
+      operands: what the kernel reads.
+      inputs, call: the call; of the inputs only what is known of each token.
+      tiles: how the kernel cuts its work up.
+      fused: whether to make dQ.
+      interpret: run it in Triton's interpreter.
+    """
+    walk = make_walk(inputs, call, tiles, transposed=True)
+    key_shape = (call.batch, call.kv_len, call.num_kv_heads, call.head_dim)
+    value_shape = (*key_shape[:3], call.value_dim)
+    query_shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
+    d_key, d_value, d_query = launch(
+        _key_value_kernel,
+        (*operands.arrays, *walk.operands),
+        (
+            jax.ShapeDtypeStruct(key_shape, call.dtype),
+            jax.ShapeDtypeStruct(value_shape, call.dtype),
+            jax.ShapeDtypeStruct(query_shape if fused else (1,), jnp.float32),
+        ),
+        grid=(walk.num_rows, call.num_kv_heads, call.batch),
+        constants={
+            **operands.constants,
+            "d_key_at": layout_of(key_shape),
+            "d_value_at": layout_of(value_shape),
+            "d_query_at": layout_of(query_shape),
+            "scale": call.scale,
+            "fused": fused,
+            **walk.constants,
+            **call_constants(call, tiles),
+        },
+        tiles=tiles,
+        compute_capability=call.target.compute_capability,
+        zeroed=(2,) if fused else (),
+        interpret=interpret,
+    )
+    return d_key, d_value, d_query if fused else None
+
+
+def query_pass(
+    operands: Operands, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
+) -> Float[Array, "B T N H"]:
+    """dQ. The arguments are `key_value_pass`'s."""
+    walk = make_walk(inputs, call, tiles)
+    shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
+    (d_query,) = launch(
+        _query_kernel,
+        (*operands.arrays, *walk.operands),
+        (jax.ShapeDtypeStruct(shape, call.dtype),),
+        grid=(walk.num_rows, call.num_heads, call.batch),
+        constants={
+            **operands.constants,
+            "d_query_at": layout_of(shape),
+            "scale": call.scale,
+            **walk.constants,
+            **call_constants(call, tiles),
+        },
+        tiles=tiles,
+        compute_capability=call.target.compute_capability,
+        interpret=interpret,
+    )
+    return d_query
+
+
+@triton.jit
+def _key_value_kernel(
+    query, key, value, d_output, lse, pull, bounds, first, stop, key_positions, query_ids, key_ids,
+    d_key, d_value, d_query,
+    query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
+    d_key_at: tl.constexpr, d_value_at: tl.constexpr, d_query_at: tl.constexpr,
+    scale: tl.constexpr, fused: tl.constexpr,
+    bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    row, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin = row * block_kv
+    inside: tl.constexpr = kv_len % block_kv == 0
+    k = load_rows(
+        head_start(key, key_at, batch, kv_head), begin, kv_len, key_at[2], head_dim, block_kv, block_h, inside
+    )
+    v = load_rows(
+        head_start(value, value_at, batch, kv_head), begin, kv_len, value_at[2], value_dim, block_kv, block_v, inside
+    )
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
+    position = load_key_positions(key_positions + batch * kv_len, begin, kv_len, block_kv, has_positions)[:, None]
+    if has_ids:
+        own_ids = load_tokens(key_ids + batch * kv_len, begin, kv_len, block_kv, 0)[:, None]
+
+    dk = tl.zeros((block_kv, block_h), tl.float32)
+    dv = tl.zeros((block_kv, block_v), tl.float32)
+    # One loop over the tiles of all heads, not one in another, which would take more registers.
+    for step in range(group_size * num_partial):
+        member, rank = _head_and_rank(step, num_partial, group_size)
+        at = partial_tile(rank, num_before, row_start, full_stop) * block_q
+        row_first = load_tokens(first + batch * interval_stride, at, q_len, block_q, 0)[None, :]
+        row_stop = load_tokens(stop + batch * interval_stride, at, q_len, block_q, 0)[None, :]
+        allowed = (row_first <= position) & (position < row_stop)
+        if has_ids:
+            allowed &= load_tokens(query_ids + batch * q_len, at, q_len, block_q, 0)[None, :] == own_ids
+        dk, dv = _add_query_tile(
+            dk, dv, k, v, query, d_output, d_query, lse, pull, batch, kv_head * group_size + member, at, allowed, True,
+            query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
+            group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
+        )  # fmt: skip
+    num_full = full_stop - full_start
+    for step in range(group_size * num_full):
+        member, rank = _head_and_rank(step, num_full, group_size)
+        at = (full_start + rank) * block_q
+        dk, dv = _add_query_tile(
+            dk, dv, k, v, query, d_output, d_query, lse, pull, batch, kv_head * group_size + member, at, True, False,
+            query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
+            group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
+        )  # fmt: skip
+
+    d_keys, d_values = head_start(d_key, d_key_at, batch, kv_head), head_start(d_value, d_value_at, batch, kv_head)
+    store_rows(d_keys, begin, dk * scale, kv_len, d_key_at[2], head_dim, block_kv, block_h)
+    store_rows(d_values, begin, dv, kv_len, d_value_at[2], value_dim, block_kv, block_v)
+
+
+@triton.jit
+def _head_and_rank(step, num_tiles, group_size: tl.constexpr):
+    """Which head of a group, and which of its tiles, comes at a step."""
+    if group_size == 1:
+        return 0, step
+    else:
+        # A loop without steps, too, works out where its first loads would be.
+        num_tiles = tl.maximum(num_tiles, 1)
+        return step // num_tiles, step % num_tiles
+
+
+@triton.jit
+def _add_query_tile(
+    dk, dv, k, v, query, d_output, d_query, lse, pull, batch, head, at, allowed, masked: tl.constexpr,
+    query_at: tl.constexpr, d_output_at: tl.constexpr, d_query_at: tl.constexpr,
+    fused: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    q_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """What one tile of one head's queries adds to dK and dV, and if fused to dQ in memory."""
+    inside: tl.constexpr = q_len % block_q == 0
+    rows = (tl.cast(batch, tl.int64) * (tl.num_programs(1) * group_size) + head) * q_len
+    q = load_rows(head_start(query, query_at, batch, head), at, q_len, query_at[2], head_dim, block_q, block_h, inside)
+    logits = capped(tl.dot(k, tl.trans(q)), to_cap)
+    # Rows past the last get no weight.
+    row_lse = load_tokens(lse + rows, at, q_len, block_q, 1e30)[None, :]
+    weights = tl.exp2(logits * to_log2 - row_lse)
+    if masked:
+        weights = tl.where(allowed, weights, 0.0)
+    d_outputs = head_start(d_output, d_output_at, batch, head)
+    do = load_rows(d_outputs, at, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
+    dv = tl.dot(weights.to(do.dtype), do, dv)
+    row_pull = load_tokens(pull + rows, at, q_len, block_q, 0.0)[None, :]
+    d_logits = weights * (tl.dot(v, tl.trans(do)) - row_pull)
+    if to_cap is not None:
+        d_logits *= 1 - logits * logits
+    d_logits = d_logits.to(q.dtype)
+    dk = tl.dot(d_logits, q, dk)
+    if fused:
+        row, col = tl.arange(0, block_q)[:, None], tl.arange(0, block_h)[None, :]
+        start = head_start(d_query, d_query_at, batch, head) + tl.cast(at, tl.int64) * d_query_at[2]
+        inside_tile = (at + row < q_len) & (col < head_dim)
+        dq = tl.dot(tl.trans(d_logits), k)
+        tl.atomic_add(start + (row * d_query_at[2] + col), dq, mask=inside_tile, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def _query_kernel(
+    query, key, value, d_output, lse, pull, bounds, first, stop, key_positions, query_ids, key_ids,
+    d_query,
+    query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
+    d_query_at: tl.constexpr, scale: tl.constexpr,
+    bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    # A causal mask's last rows are its longest, so they start first.
+    row, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, kv_head = row * block_q, head // group_size
+    inside: tl.constexpr = q_len % block_q == 0
+    keys, values = head_start(key, key_at, batch, kv_head), head_start(value, value_at, batch, kv_head)
+    queries, d_outputs = head_start(query, query_at, batch, head), head_start(d_output, d_output_at, batch, head)
+    q = load_rows(queries, begin, q_len, query_at[2], head_dim, block_q, block_h, inside)
+    do = load_rows(d_outputs, begin, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
+    rows = (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len
+    # Rows past the last get no weight.
+    row_lse = load_tokens(lse + rows, begin, q_len, block_q, 1e30)[:, None]
+    row_pull = load_tokens(pull + rows, begin, q_len, block_q, 0.0)[:, None]
+    row_first = load_tokens(first + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
+    row_stop = load_tokens(stop + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
+    if has_ids:
+        row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
+
+    dq = tl.zeros((block_q, block_h), tl.float32)
+    for rank in range(num_partial):
+        at = partial_tile(rank, num_before, row_start, full_stop) * block_kv
+        k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
+        v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
+        position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
+        allowed = (row_first <= position) & (position < row_stop)
+        if has_ids:
+            allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
+        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, allowed, True, to_cap, to_log2)
+    for tile in range(full_start, full_stop):
+        k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
+        v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
+        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, True, False, to_cap, to_log2)
+
+    d_queries = head_start(d_query, d_query_at, batch, head)
+    store_rows(d_queries, begin, dq * scale, q_len, d_query_at[2], head_dim, block_q, block_h)
+
+
+@triton.jit
+def _add_key_tile(
+    dq, q, do, k, v, row_lse, row_pull, allowed, masked: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr
+):
+    """What one tile of keys adds to dQ."""
+    logits = capped(tl.dot(q, tl.trans(k)), to_cap)
+    weights = tl.exp2(logits * to_log2 - row_lse)
+    if masked:
+        weights = tl.where(allowed, weights, 0.0)
+    d_logits = weights * (tl.dot(do, tl.trans(v)) - row_pull)
+    if to_cap is not None:
+        d_logits *= 1 - logits * logits
+    return tl.dot(d_logits.to(k.dtype), k, dq)

@@ -1,0 +1,135 @@
+"""The forward kernel: a block of queries stays, key/value tiles stream past it, with an online softmax.
+
+Source: FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float
+
+from kernels.backends.triton.launch import launch
+from kernels.backends.triton.tiles import (
+    Matrices,
+    call_constants,
+    capped,
+    head_start,
+    layout_constants,
+    layout_of,
+    load_key_positions,
+    load_rows,
+    load_tokens,
+    make_walk,
+    partial_tile,
+    read_row,
+    store_rows,
+)
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.tuning import TritonTiles
+
+
+def forward(
+    matrices: Matrices, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
+    """Output and lse.
+
+    Args:
+      matrices: where query, key and value lie.
+      inputs, call: the call; of the inputs only the sinks and what is known of each token.
+      tiles: how the kernel cuts its work up.
+      interpret: run it in Triton's interpreter.
+    """
+    walk = make_walk(inputs, call, tiles)
+    sinks = jnp.zeros(1, jnp.float32) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
+    shape = (call.batch, call.q_len, call.num_heads, call.value_dim)
+    output, lse = launch(
+        _forward_kernel,
+        (*(x.array for x in matrices), sinks, *walk.operands),
+        (
+            jax.ShapeDtypeStruct(shape, call.dtype),
+            jax.ShapeDtypeStruct((call.batch, call.num_heads, call.q_len), jnp.float32),
+        ),
+        grid=(walk.num_rows, call.num_heads, call.batch),
+        constants={
+            **layout_constants(**matrices._asdict()),
+            "output_at": layout_of(shape),
+            "has_sinks": call.has_sinks,
+            **walk.constants,
+            **call_constants(call, tiles),
+        },
+        tiles=tiles,
+        compute_capability=call.target.compute_capability,
+        interpret=interpret,
+    )
+    return output, lse
+
+
+@triton.jit
+def _forward_kernel(
+    query, key, value, sinks, bounds, first, stop, key_positions, query_ids, key_ids,
+    output, lse,
+    query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, output_at: tl.constexpr,
+    has_sinks: tl.constexpr,
+    bounds_stride: tl.constexpr, interval_stride: tl.constexpr, has_positions: tl.constexpr, has_ids: tl.constexpr,
+    to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
+    q_len: tl.constexpr, kv_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
+    block_q: tl.constexpr, block_kv: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    # A causal mask's last rows are its longest, so they start first.
+    row, head, batch = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, kv_head = row * block_q, head // group_size
+    keys, values = head_start(key, key_at, batch, kv_head), head_start(value, value_at, batch, kv_head)
+    queries = head_start(query, query_at, batch, head)
+    q = load_rows(queries, begin, q_len, query_at[2], head_dim, block_q, block_h, q_len % block_q == 0)
+    num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
+
+    acc = tl.zeros((block_q, block_v), tl.float32)
+    total = tl.zeros((block_q,), tl.float32)
+    # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed pair.
+    peak = tl.full((block_q,), -1e30, tl.float32)
+
+    row_first = load_tokens(first + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
+    row_stop = load_tokens(stop + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
+    if has_ids:
+        row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
+    for rank in range(num_partial):
+        at = partial_tile(rank, num_before, row_start, full_stop) * block_kv
+        k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
+        v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
+        position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
+        allowed = (row_first <= position) & (position < row_stop)
+        if has_ids:
+            allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
+        logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
+        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+    for tile in range(full_start, full_stop):
+        k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
+        v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
+        acc, peak, total = _add_tile(acc, peak, total, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
+
+    attends = total > 0
+    if has_sinks:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp2(peak - new_peak)
+        acc, total = acc * shrink[:, None], total * shrink + tl.exp2(sink - new_peak)
+        peak = new_peak
+    total = tl.where(attends, total, 1.0)
+    outputs = head_start(output, output_at, batch, head)
+    store_rows(outputs, begin, acc / total[:, None], q_len, output_at[2], value_dim, block_q, block_v)
+    index = begin + tl.arange(0, block_q)
+    row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)
+
+
+@triton.jit
+def _add_tile(acc, peak, total, logits, v, to_log2: tl.constexpr):
+    """One step of the online softmax, kept in units of log₂."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1) * to_log2)
+    weights = tl.exp2(logits * to_log2 - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)

@@ -1,0 +1,201 @@
+"""What the Triton kernels share: how an operand lies in memory, its tiles, and which of them a program visits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from kernels.backends.tile_walk import make_rows
+from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.tuning import TritonTiles
+
+_LOG2_E = math.log2(math.e)
+# Of a matmul's sides, for the tensor cores.
+_SMALLEST_BLOCK = 16
+
+
+class Layout(NamedTuple):
+    """Where the head `[b, :, n]` of an array lies, in elements: at offset + b·batch + n·head, its rows `token` apart.
+
+    A head's own elements are side by side.
+    """
+
+    offset: int
+    batch: int
+    token: int
+    head: int
+
+
+class Strided(NamedTuple):
+    """`[B, L, N, W]` as a part of an array, read where it is."""
+
+    array: jax.Array
+    layout: Layout
+
+    @staticmethod
+    def of(array: Float[Array, "B L M W"], first_head: int = 0) -> Strided:
+        """An array's heads from one of them on."""
+        return Strided(array, layout_of(array.shape, first_head))
+
+
+class Matrices(NamedTuple):
+    """What is multiplied: `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, V]`."""
+
+    query: Strided
+    key: Strided
+    value: Strided
+
+
+def layout_of(shape: tuple[int, ...], first_head: int = 0) -> Layout:
+    """The layout of an array `[B, L, M, W]`, from one of its heads on."""
+    _, length, num_heads, width = shape
+    return Layout(first_head * width, length * num_heads * width, num_heads * width, width)
+
+
+def layout_constants(**operands: Strided) -> dict[str, Layout]:
+    """The constants by which a kernel finds its operands."""
+    return {f"{name}_at": operand.layout for name, operand in operands.items()}
+
+
+class Walk(NamedTuple):
+    """What of the mask and of the tokens a kernel reads, and the constants that say what is there.
+
+    Attributes:
+      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys, key positions, segment ids: those of the
+        two sides; one zero in place of what isn't given.
+      constants: strides between elements of the batch (0: shared), and what is given.
+      num_rows: rows of tiles.
+    """
+
+    operands: tuple[Int[Array, ...], ...]
+    constants: dict[str, Any]
+    num_rows: int
+
+
+def make_walk(inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, transposed: bool = False) -> Walk:
+    """The walk of a call.
+
+    Args:
+      inputs, call: the call; of the inputs only what is known of each token.
+      tiles: the sides of its tiles.
+      transposed: rows of query tiles for each key/value tile.
+    """
+    bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
+    first, stop, key_positions = make_key_intervals(inputs, call)
+    operands = (bounds, first, stop, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
+    constants = {
+        "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
+        "interval_stride": call.q_len if len(first) > 1 else 0,
+        "has_positions": call.has_positions,
+        "has_ids": call.has_segment_ids,
+    }
+    absent = jnp.zeros(1, jnp.int32)
+    return Walk(tuple(absent if x is None else x for x in operands), constants, bounds.shape[1])
+
+
+def call_constants(call: AttentionCall, tiles: TritonTiles) -> dict[str, Any]:
+    """What every kernel is compiled for: shapes, tiles, and how dot products become logits.
+
+    These are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
+    """
+    cap = call.logits_soft_cap
+    return {
+        "to_cap": None if cap is None else call.scale / cap,
+        "to_log2": _LOG2_E * (call.scale if cap is None else cap),
+        "group_size": call.group_size,
+        "q_len": call.q_len,
+        "kv_len": call.kv_len,
+        "head_dim": call.head_dim,
+        "value_dim": call.value_dim,
+        "block_q": tiles.block_q,
+        "block_kv": tiles.block_kv,
+        "block_h": max(_SMALLEST_BLOCK, next_power_of_2(call.head_dim)),
+        "block_v": max(_SMALLEST_BLOCK, next_power_of_2(call.value_dim)),
+    }
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+@triton.jit
+def head_start(array, layout: tl.constexpr, batch, head):
+    """Pointer to the first element of a head."""
+    return array + layout[0] + tl.cast(batch, tl.int64) * layout[1] + tl.cast(head, tl.int64) * layout[3]
+
+
+@triton.jit
+def load_rows(
+    start, first, length: tl.constexpr, stride: tl.constexpr, width: tl.constexpr,
+    num_rows: tl.constexpr, num_cols: tl.constexpr, inside: tl.constexpr,
+):  # fmt: skip
+    """Rows `first` … of a head, `[num_rows, num_cols]`: 0 past its width; past its last row that one again, unless
+    all are inside. Such rows get no weight, and a row of numbers takes fewer registers than a tile of predicates.
+    """
+    row, col = tl.arange(0, num_rows)[:, None], tl.arange(0, num_cols)[None, :]
+    if not inside:
+        row = tl.minimum(row, length - 1 - first)
+    pointers = start + tl.cast(first, tl.int64) * stride + (row * stride + col)
+    if width < num_cols:
+        return tl.load(pointers, mask=col < width, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store_rows(
+    start, first, values, length: tl.constexpr, stride: tl.constexpr, width: tl.constexpr,
+    num_rows: tl.constexpr, num_cols: tl.constexpr,
+):  # fmt: skip
+    """The reverse of `load_rows`."""
+    row, col = tl.arange(0, num_rows)[:, None], tl.arange(0, num_cols)[None, :]
+    pointers = start + tl.cast(first, tl.int64) * stride + (row * stride + col)
+    tl.store(pointers, values.to(start.dtype.element_ty), mask=(first + row < length) & (col < width))
+
+
+@triton.jit
+def load_tokens(start, first, length: tl.constexpr, size: tl.constexpr, other):
+    """Elements `first` … of a vector, `other` past its length."""
+    index = first + tl.arange(0, size)
+    return tl.load(start + index, mask=index < length, other=other)
+
+
+@triton.jit
+def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, has_positions: tl.constexpr):
+    """Where keys `first` … stand; no interval holds those past the last."""
+    if has_positions:
+        return load_tokens(start, first, kv_len, size, 2147483647)
+    else:
+        return first + tl.arange(0, size)
+
+
+@triton.jit
+def read_row(bounds, row):
+    """(Number of PARTIAL tiles, of those before the FULL ones, start, full_start, full_stop) of a row of tiles."""
+    start, full_start = tl.load(bounds + 4 * row), tl.load(bounds + 4 * row + 1)
+    full_stop, stop = tl.load(bounds + 4 * row + 2), tl.load(bounds + 4 * row + 3)
+    return full_start - start + stop - full_stop, full_start - start, start, full_start, full_stop
+
+
+@triton.jit
+def partial_tile(rank, num_before, start, full_stop):
+    """The rank-th PARTIAL tile of a row."""
+    return rank + tl.where(rank < num_before, start, full_stop - num_before)
+
+
+@triton.jit
+def capped(dots, to_cap: tl.constexpr):
+    """Dot products after the soft cap, as a fraction of it; as they are without one."""
+    if to_cap is not None:
+        # tanh(x), where the exponential of 2x may be infinite.
+        return 1 - 2 / (1 + tl.exp2(dots * (2 * 1.4426950408889634 * to_cap)))
+    else:
+        return dots

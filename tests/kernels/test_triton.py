@@ -1,0 +1,179 @@
+"""The Triton backend away from a GPU: masks as intervals of keys, tiles, what it refuses."""
+
+import dataclasses
+import functools
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import (
+    CausalMask,
+    ChunkedCausalMask,
+    FullMask,
+    LocalMask,
+    MaskFn,
+    MultiHeadMask,
+    NumpyMask,
+    PrefixMask,
+    Target,
+    TritonTiles,
+    TritonTuning,
+    select_backend,
+)
+from kernels.backends.tile_walk import make_rows
+from kernels.backends.triton import support
+from kernels.backends.triton.key_intervals import has_key_intervals, make_key_intervals
+from kernels.call import make_call
+from kernels.intervals import TileKind
+
+A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
+WINDOW = CausalMask() & LocalMask(40, 0)
+
+
+def call_of(mask=None, *, q_len=200, kv_len=200, dtype=jnp.bfloat16, head_dim=64, target=A100, **given):
+    """Inputs and call, as compiled for a target."""
+    query, key = jnp.ones((2, q_len, 2, head_dim), dtype), jnp.ones((2, kv_len, 2, head_dim), dtype)
+    nothing = dict.fromkeys(
+        ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale",
+         "logits_soft_cap", "sinks"),
+    )  # fmt: skip
+    inputs, call = make_call(query, key, key, mask, **{**nothing, **given}, return_lse=False)
+    return inputs, call._replace(target=target)
+
+
+INTERVALS = [
+    FullMask(),
+    CausalMask(-7),
+    LocalMask(9, 13),
+    LocalMask(None, -3),
+    ChunkedCausalMask(25),
+    PrefixMask(40),
+    CausalMask() | PrefixMask(30),
+    (CausalMask() | PrefixMask(30)) & LocalMask(50, None) & ChunkedCausalMask(64),
+    LocalMask(-30, 20),
+]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+@pytest.mark.parametrize("mask", INTERVALS, ids=repr)
+def test_intervals_of_keys_are_the_mask(mask, given, rng):
+    q_pos, kv_pos = np.arange(90)[None], np.arange(120)[None]
+    positions = {}
+    if given:
+        q_pos, kv_pos = rng.integers(0, 500, (2, 90)), rng.integers(0, 500, (2, 120))
+        positions = {"query_positions": jnp.asarray(q_pos), "key_value_positions": jnp.asarray(kv_pos)}
+    inputs, call = call_of(mask, q_len=90, kv_len=120, **positions)
+    first, stop, _ = (None if x is None else np.asarray(x)[..., None] for x in make_key_intervals(inputs, call))
+    allowed = (first <= kv_pos[:, None]) & (kv_pos[:, None] < stop)
+    np.testing.assert_array_equal(allowed, np.asarray(mask(q_pos[:, :, None], kv_pos[:, None])))
+    assert stop.max() <= 120 or given, "no interval reaches past the last key"
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        ~WINDOW,
+        LocalMask(10, 0) | PrefixMask(5),
+        CausalMask() & ~LocalMask(30, -10),
+        MaskFn(lambda q, kv: kv <= q),
+        NumpyMask(np.tri(200, dtype=bool)),
+    ],
+    ids=repr,
+)
+def test_masks_with_gaps_or_without_a_closed_form_have_none(mask):
+    assert not has_key_intervals(mask)
+
+
+def as_kinds(bounds, num_cols):
+    """The kind of every tile, as a kernel that walks `bounds` treats it."""
+    start, full_start, full_stop, stop = (np.asarray(bounds)[..., i, None] for i in range(4))
+    col = np.arange(num_cols)
+    full = (full_start <= col) & (col < full_stop)
+    return np.where(full, TileKind.FULL, np.where((start <= col) & (col < stop), TileKind.PARTIAL, TileKind.EMPTY))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("documents", ["none", "packed", "scattered"])
+@pytest.mark.parametrize("mask", [WINDOW, WINDOW & ~LocalMask(20, -10), MaskFn(lambda q, kv: kv <= q ^ 64)], ids=repr)
+def test_walks_over_intervals_lose_no_pair(mask, documents, transposed, rng):
+    ids = rng.integers(0, 4, (2, 256))
+    ids = {"none": 0 * ids, "packed": np.sort(ids), "scattered": ids}[documents]
+    given = {} if documents == "none" else {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    inputs, call = call_of(mask, q_len=256, kv_len=256, **given)
+    rows = make_rows(inputs, call, 32, 16, transposed=transposed, only_intervals=True)
+    assert rows.tiles is None
+    kinds = as_kinds(rows.bounds, 8 if transposed else 16)
+    kinds = np.broadcast_to(kinds.swapaxes(1, 2) if transposed else kinds, (2, 8, 16))
+    position = np.arange(256)
+    allowed = mask(position[:, None], position) & (ids[:, :, None] == ids[:, None])
+    tiles = allowed.reshape(2, 8, 32, 16, 16)
+    assert not tiles.any((2, 4))[kinds == TileKind.EMPTY].any()
+    assert tiles.all((2, 4))[kinds == TileKind.FULL].all()
+    assert (kinds == TileKind.EMPTY).any(), "some tiles are skipped"
+
+
+REFUSED = {
+    "old GPU": ({"target": TURING}, "needs an NVIDIA GPU of compute capability 8.0, this one has 7.5"),
+    "other GPU": ({"target": Target("gpu", "AMD MI300X")}, "needs an NVIDIA GPU, not AMD MI300X"),
+    "float32": ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+    "head dim": ({"head_dim": 264}, "takes head dims up to 256, not 264"),
+    "scale": ({"scale": -1.0, "logits_soft_cap": 5.0}, "takes positive scales, not -1.0"),
+    "gaps": ({"mask": MultiHeadMask([WINDOW, ~WINDOW])}, "needs masks that allow each query one interval of keys"),
+}
+
+
+@pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refuses_with_the_reason_and_is_passed_over(given, reason):
+    _, call = call_of(**given)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        select_backend(call, "triton")
+    assert reason in dict(select_backend(call).passed_over)["triton"]
+
+
+def test_says_which_package_is_missing(monkeypatch):
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None if name == "jax_triton" else name)
+    with pytest.raises(
+        ValueError, match=r"needs jax_triton, which isn't installed; install flax-longcontext\[cuda13\]"
+    ):
+        select_backend(call_of()[1], "triton")
+
+
+def test_is_chosen_where_faster_backends_are_not(monkeypatch):
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: name)
+    ids = jnp.zeros((2, 200), jnp.int32)
+    selection = select_backend(call_of(query_segment_ids=ids, key_value_segment_ids=ids)[1])
+    assert selection.name == "triton"
+    assert dict(selection.passed_over)["cudnn"] == "has no segment ids"
+
+
+@pytest.mark.parametrize(
+    ("interpret", "dtype", "reason"),
+    [("0", jnp.float16, "only if TRITON_INTERPRET=1 was set"), ("1", jnp.bfloat16, "in bfloat16")],
+)
+def test_says_what_cannot_be_interpreted(interpret, dtype, reason, monkeypatch):
+    monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    with pytest.raises(ValueError, match=reason):
+        select_backend(call_of(dtype=dtype)[1], TritonTuning(interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (functools.partial(TritonTiles, 48, 64), "block_q=48 must be a power of two, at least 16"),
+        (functools.partial(TritonTiles, 64, 8), "block_kv=8 must be a power of two, at least 16"),
+        (functools.partial(TritonTiles, 64, 64, num_warps=3), "num_warps=3 must be a power of two, at least 1"),
+        (functools.partial(TritonTiles, 64, 64, num_stages=0), "num_stages=0 must be at least 1"),
+        (functools.partial(TritonTuning, "both"), "backward='both' must be 'fused', 'split' or None"),
+    ],
+)
+def test_tunings_refuse_what_cannot_run(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_tunings_are_values():
+    assert dataclasses.replace(TritonTiles(64, 64), num_stages=3) == TritonTiles(64, 64, num_stages=3)
+    assert hash(TritonTuning()) == hash(TritonTuning())
