@@ -2,6 +2,7 @@
 
 from kernels.attention import Selection, dot_product_attention, select_backend
 from kernels.block_plan import BlockPlan, count_allowed_pairs, make_block_plan
+from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
 from kernels.intervals import TileKind
 from kernels.masks import (
     CausalMask,
@@ -30,7 +31,9 @@ from kernels.tuning import (
 __all__ = [
     "BlockPlan",
     "BlockwiseTuning",
+    "CacheFull",
     "CausalMask",
+    "CellTable",
     "ChunkedCausalMask",
     "FullMask",
     "LocalMask",
@@ -43,15 +46,19 @@ __all__ = [
     "NumpyMask",
     "PrefixMask",
     "Selection",
+    "SlabCache",
     "SplashTuning",
     "Target",
     "TileKind",
     "TritonTiles",
     "TritonTuning",
     "Tuning",
+    "UnifiedCache",
     "count_allowed_pairs",
+    "decode_attention",
     "dot_product_attention",
     "make_block_plan",
     "parse_mask",
     "select_backend",
+    "slab_capacity",
 ]

@@ -36,7 +36,7 @@ def make_key_intervals(inputs: AttentionInputs, call: AttentionCall) -> KeyInter
     positions = inputs.query_positions
     if positions is None:
         positions = jnp.arange(call.q_len, dtype=jnp.int32)[None]
-    interval = _interval_of_rows(call.mask, positions)
+    interval = interval_of_rows(call.mask, positions)
     assert interval is not None, "refused by unsupported_reason"
     first, stop = interval
     if inputs.key_value_positions is None:
@@ -46,15 +46,15 @@ def make_key_intervals(inputs: AttentionInputs, call: AttentionCall) -> KeyInter
 
 def has_key_intervals(mask: Mask) -> bool:
     """Whether each query of a mask of one head allows one interval of keys, as far as the mask's structure tells."""
-    return _interval_of_rows(mask, np.zeros(1, np.int32)) is not None
+    return interval_of_rows(mask, np.zeros(1, np.int32)) is not None
 
 
-def _interval_of_rows(mask: Mask, q_pos):
+def interval_of_rows(mask: Mask, q_pos):
     """(first, stop) of the rows at some positions, or None."""
     if mask.band is not None:
         return _interval_of_band(mask.band, q_pos)
     if isinstance(mask, AndMask | OrMask):
-        a, b = _interval_of_rows(mask.a, q_pos), _interval_of_rows(mask.b, q_pos)
+        a, b = interval_of_rows(mask.a, q_pos), interval_of_rows(mask.b, q_pos)
         if a is None or b is None:
             return None
         if isinstance(mask, AndMask):

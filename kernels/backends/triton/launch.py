@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.tuning import TritonTiles
 
-_POINTEES = {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32}
+_POINTEES = {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32, "uint32": tl.uint32}
 
 
 def launch(

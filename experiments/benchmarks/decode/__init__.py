@@ -1,0 +1,1 @@
+"""Times decoding: parallel sequences × prompt length × form of the cache."""

@@ -1,0 +1,159 @@
+"""Times decoding: parallel sequences × prompt length × form of the cache, interleaved in one process.
+
+    python -m experiments.benchmarks.decode --sequences 1 8 --prompts 0 8192
+
+`unified` is one slab of cells for all sequences, whose blocks are skipped where a sequence sees nothing;
+`unified_no_skipping` the same with a summary that tells nothing; `per_sequence` a slab for each sequence; `xla_…` is
+`jax.nn.dot_product_attention(implementation="xla")` over every cell of either. A step writes one token of every
+sequence and attends to it, in all layers. The cells are after llama.cpp's batched benchmark.
+
+The bytes that a step must read, keys and values that the sequences see, are set against the device's bandwidth for
+copying, measured in the same process: bytes read and bytes written, together, by JAX or by PyTorch where that is
+installed, whichever is faster.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks.decode.bandwidth import copy_bandwidths
+from experiments.benchmarks.decode.contenders import FORMS, compile_contender
+from experiments.benchmarks.decode.workloads import Workload
+from trainer.record import installed_versions
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Times decoding over each form of cache."""
+
+    sequences: tuple[int, ...] = (1, 2, 3, 8, 32)
+    """Sequences that are decoded in parallel."""
+    prompts: tuple[int, ...] = (0, 512, 4096, 8192)
+    """Tokens that each sequence holds before the first step."""
+    generated: int = 32
+    """Tokens that each sequence gains: steps of a run."""
+    windows: tuple[int, ...] = (0,)
+    """Tokens that a token sees, itself included; 0 for all before it."""
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 12
+    head_dim: int = 64
+    forms: tuple[str, ...] = tuple(FORMS)
+    """Forms of cache and attention."""
+    baseline: str = "per_sequence"
+    """The form that the others' speed is compared with."""
+    implementation: str | None = None
+    """Of `kernels.decode_attention`."""
+    num_rounds: int = 7
+    """Rounds in which each form is timed once; the median counts."""
+    copy_gigabytes: float = 4.0
+    """Size of the array whose copying gives the bandwidth."""
+    output: Path | None = None
+    """File that the JSON lines are appended to."""
+
+    def __post_init__(self):
+        if unknown := set(self.forms) - set(FORMS):
+            raise ValueError(f"unknown forms {sorted(unknown)}; expected some of {', '.join(FORMS)}")
+
+    @property
+    def workloads(self) -> list[Workload]:
+        """The cells to time."""
+        return [
+            Workload(
+                num_sequences=num_sequences,
+                prompt=prompt,
+                num_generated=self.generated,
+                window=window or None,
+                num_layers=self.num_layers,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            )
+            for prompt in self.prompts
+            for window in self.windows
+            for num_sequences in self.sequences
+        ]
+
+
+def measure(work: Workload, arguments: Arguments) -> list[dict[str, Any]]:
+    """The rows of one cell, one per form."""
+    with ThreadPoolExecutor() as pool:
+        contenders = list(
+            pool.map(lambda name: compile_contender(name, work, arguments.implementation), arguments.forms)
+        )
+    for contender in contenders:
+        contender.time()  # A first run also loads the program.
+    for _ in range(arguments.num_rounds):
+        for contender in contenders:
+            contender.seconds.append(contender.time())
+    seconds = {contender.name: contender.seconds for contender in contenders}
+    rows = []
+    for contender in contenders:
+        median = statistics.median(contender.seconds)
+        row = {
+            **work.describe(),
+            "form": contender.name,
+            "seconds_per_step": median,
+            "fastest_s": min(contender.seconds),
+            "slowest_s": max(contender.seconds),
+            "tokens_per_s": work.num_sequences / median,
+            "bytes_per_step": work.bytes_per_step,
+            "bytes_per_s": work.bytes_per_step / median,
+        }
+        if arguments.baseline in seconds:
+            pairs = zip(seconds[arguments.baseline], contender.seconds, strict=True)
+            ratio = statistics.median(theirs / ours for theirs, ours in pairs)
+            row |= {"baseline": arguments.baseline, "speed_ratio": ratio}
+        rows.append(row)
+    return rows
+
+
+def main(arguments: Arguments) -> None:
+    """Measures, prints the table and appends the rows."""
+    bandwidths = copy_bandwidths(arguments.copy_gigabytes, arguments.num_rounds)
+    bandwidth = max(bandwidths.values())
+    common = {
+        "copy_bytes_per_s": bandwidths,
+        "implementation": arguments.implementation,
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        **installed_versions(("jax", "jaxlib", "jax-triton", "triton")),
+        "date": datetime.date.today().isoformat(),
+    }
+    table = Table("sequences", "prompt", "window", "form", "µs/step", "tokens/s", "× baseline", "of copying")
+    for work in arguments.workloads:
+        rows = [{**row, **common} for row in measure(work, arguments)]
+        for row in rows:
+            table.add_row(
+                str(work.num_sequences),
+                f"{work.prompt:,}",
+                "" if work.window is None else f"{work.window:,}",
+                row["form"],
+                f"{row['seconds_per_step'] * 1e6:,.0f}",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['speed_ratio']:.2f}" if "speed_ratio" in row else "",
+                f"{row['bytes_per_s'] / bandwidth:.0%}",
+            )
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    console = Console()
+    (console if console.is_terminal else Console(width=130)).print(table)
+    console.print("copying moves " + ", ".join(f"{x / 1e9:,.0f} GB/s ({name})" for name, x in bandwidths.items()))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -1,0 +1,152 @@
+"""What is timed: a form of the cache and an attention over it, as one compiled program of all steps.
+
+Each step writes a token of every sequence in each layer and attends to it; a layer's output is the next one's query.
+Every layer has a cache of its own, so that a step finds no more of them in the device's caches than a model's would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.benchmarks.decode.workloads import Workload, normal
+from kernels import CellTable, SlabCache, UnifiedCache, decode_attention
+
+Layers = list[tuple[jax.Array, jax.Array]]
+
+
+@dataclass
+class Contender:
+    """One form of the cache, filled with the prompts, and its program.
+
+    Attributes:
+      layers: keys and values of each layer, which a run gives back updated.
+      start: what tells whose the cells are, before the first step.
+      seconds: of one step, one per round.
+    """
+
+    name: str
+    layers: Layers
+    start: Any
+    tokens: dict[str, jax.Array]
+    program: Callable
+    num_steps: int
+    seconds: list[float] = field(default_factory=list)
+
+    def time(self) -> float:
+        """Seconds of one step, from one run of all steps."""
+        begin = time.perf_counter()
+        self.layers, output = self.program(self.layers, self.start, self.tokens)
+        jax.block_until_ready(output)
+        return (time.perf_counter() - begin) / self.num_steps
+
+
+def compile_contender(name: str, work: Workload, implementation: str | None) -> Contender:
+    """Fills a cache of a form and compiles its steps.
+
+    Raises:
+      KeyError: an unknown form.
+      ValueError: an implementation that can't serve it.
+    """
+    make, step = FORMS[name]
+    rng = np.random.default_rng()
+    layers, start = make(work, rng)
+    tokens = work.tokens(rng)
+    one_step = functools.partial(step, work, implementation)
+    run = jax.jit(functools.partial(_run, one_step), donate_argnums=0)
+    program = run.lower(layers, start, tokens).compile()
+    return Contender(name, layers, start, tokens, program, work.num_generated)
+
+
+def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.Array]):
+    def step(carry, new):
+        layers, whose, output = carry
+        layers, whose, output = one_step(layers, whose, {**new, "query": new["query"] + output})
+        return (layers, whose, output), None
+
+    nothing = jnp.zeros_like(tokens["query"][0])
+    (layers, _, output), _ = jax.lax.scan(step, (layers, start, nothing), tokens)
+    return layers, output
+
+
+def _slabs(work: Workload, rng: np.random.Generator):
+    shape = (work.num_sequences, work.length, work.num_kv_heads, work.head_dim)
+    layers = [(normal(rng, shape, work.dtype), normal(rng, shape, work.dtype)) for _ in range(work.num_layers)]
+    return layers, jnp.full(work.num_sequences, work.prompt, jnp.int32)
+
+
+def _cells(work: Workload, rng: np.random.Generator, *, skipping: bool = True):
+    block_size = 128
+    capacity = work.num_sequences * -(-work.length // block_size) * block_size
+    table = CellTable.empty(work.num_sequences, capacity, block_size=block_size)
+    if work.prompt:
+        table, _ = table.allocate(work.prompt)
+    if not skipping:
+        # A summary that says nothing of a block: any position, any sequence.
+        table = dataclasses.replace(
+            table,
+            lowest=jnp.zeros_like(table.lowest),
+            highest=jnp.full_like(table.highest, work.length),
+            some_cell=jnp.full_like(table.some_cell, 0xFFFFFFFF),
+            every_cell=jnp.zeros_like(table.every_cell),
+        )
+    shape = (capacity, work.num_kv_heads, work.head_dim)
+    layers = [(normal(rng, shape, work.dtype), normal(rng, shape, work.dtype)) for _ in range(work.num_layers)]
+    return layers, table
+
+
+def _step_slabs(work: Workload, implementation: str | None, layers: Layers, lengths, new, attend=None):
+    query, written, cache = new["query"], [], None
+    for key, value in layers:
+        cache = SlabCache(key, value, lengths).write(new["key"], new["value"])
+        query = (attend or _decode)(work, implementation, query, cache)
+        written.append((cache.key, cache.value))
+    assert cache is not None
+    return written, cache.lengths, query
+
+
+def _step_cells(work: Workload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
+    query, written = new["query"], []
+    table, cells = table.allocate(1)
+    for key, value in layers:
+        cache = UnifiedCache(key, value, table).store(table, cells, new["key"], new["value"])
+        query = (attend or _decode)(work, implementation, query, cache)
+        written.append((cache.key, cache.value))
+    return written, table, query
+
+
+def _decode(work: Workload, implementation: str | None, query, cache):
+    return decode_attention(query, cache, work.mask, implementation=implementation)
+
+
+def _dense(work: Workload, implementation: str | None, query, cache):
+    """XLA's attention over every cell, under a mask of every cell."""
+    cell = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (work.num_sequences, cache.capacity))
+    position, seen = cache.cells(None, cell)
+    allowed = seen & work.mask(cache.lengths[:, None] - 1, position)
+    if isinstance(cache, SlabCache):
+        return jax.nn.dot_product_attention(
+            query, cache.key, cache.value, mask=allowed[:, None, None], implementation="xla"
+        )
+    # One pass over the cells for all sequences: their tokens are the queries of one long sequence.
+    output = jax.nn.dot_product_attention(
+        query[:, 0][None], cache.key[None], cache.value[None], mask=allowed[None, None], implementation="xla"
+    )
+    return output[0][:, None]
+
+
+FORMS: dict[str, tuple[Callable, Callable]] = {
+    "unified": (_cells, _step_cells),
+    "unified_no_skipping": (functools.partial(_cells, skipping=False), _step_cells),
+    "per_sequence": (_slabs, _step_slabs),
+    "xla_unified": (_cells, functools.partial(_step_cells, attend=_dense)),
+    "xla_per_sequence": (_slabs, functools.partial(_step_slabs, attend=_dense)),
+}

@@ -1,0 +1,146 @@
+"""A decoding call, split into what is traced and what is static.
+
+Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
+(N = K·G), H head dim of query and key, V head dim of value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kernels.decode.slab import SlabCache
+from kernels.decode.tokens import of_rows, which_sequences
+from kernels.decode.unified import UnifiedCache
+from kernels.masks import FullMask, Mask, MultiHeadMask
+from kernels.target import Target
+
+Cache = SlabCache | UnifiedCache
+
+
+class DecodeInputs(NamedTuple):
+    """The traced arguments. Without `sequences`, row i is sequence i."""
+
+    query: Float[Array, "B T N H"]
+    cache: Cache
+    sequences: Int[Array, " B"] | None
+    query_positions: Int[Array, "B T"]
+    sinks: Float[Array, " N"] | None
+
+
+class DecodeCall(NamedTuple):
+    """The static description: hashable, all that the choice of an implementation looks at."""
+
+    batch: int
+    num_new: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: np.dtype
+    mask: Mask
+    scale: float
+    logits_soft_cap: float | None
+    has_sinks: bool
+    block_size: int
+    num_blocks: int
+    target: Target
+
+    @property
+    def softmax_dtype(self) -> np.dtype:
+        """Type of the logits, the softmax and all sums: float32, or float64 for float64 inputs."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def make_decode_call(
+    query,
+    cache: Cache,
+    mask: Mask | None,
+    *,
+    sequences,
+    query_positions,
+    scale: float | None,
+    logits_soft_cap: float | None,
+    sinks,
+    device: jax.Device | None = None,
+) -> tuple[DecodeInputs, DecodeCall]:
+    """Checks the arguments of `decode_attention` and brings them into one form.
+
+    Raises:
+      ValueError: for the first argument that doesn't fit, with what was expected, what came and the remedy.
+    """
+    if not isinstance(cache, SlabCache | UnifiedCache):
+        raise ValueError(f"cache must be a SlabCache or a UnifiedCache, got {type(cache).__name__}")
+    query = jnp.asarray(query)
+    if query.ndim != 4 or 0 in query.shape:
+        raise ValueError(f"query must be [batch, new tokens, heads, head_dim], got shape {query.shape}")
+    batch, num_new, num_heads, head_dim = query.shape
+    num_kv_heads, cache_head_dim = cache.key.shape[-2:]
+    if head_dim != cache_head_dim or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query {query.shape} doesn't fit a cache of {num_kv_heads} key/value heads of {cache_head_dim}; expected "
+            f"[B, T, a multiple of {num_kv_heads}, {cache_head_dim}]"
+        )
+    if query.dtype != cache.key.dtype:
+        raise ValueError(f"query is {query.dtype}, but the cache holds {cache.key.dtype}; cast it")
+    mask = _checked_mask(mask, num_heads)
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; None turns it off")
+    if sinks is not None:
+        sinks = jnp.asarray(sinks)
+        if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+            raise ValueError(
+                f"sinks must be floating [{num_heads}], one logit per query head, got {sinks.dtype}{sinks.shape}"
+            )
+    rows = which_sequences(sequences, batch, cache.num_sequences)
+    if query_positions is None:
+        query_positions = of_rows(cache.lengths, rows)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+    else:
+        query_positions = jnp.asarray(query_positions)
+        if query_positions.shape != (batch, num_new) or not jnp.issubdtype(query_positions.dtype, jnp.integer):
+            raise ValueError(
+                f"query_positions must be integers [{batch}, {num_new}], "
+                f"got {query_positions.dtype}{query_positions.shape}"
+            )
+    call = DecodeCall(
+        batch=batch,
+        num_new=num_new,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=cache.value.shape[-1],
+        dtype=query.dtype,
+        mask=mask,
+        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
+        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        has_sinks=sinks is not None,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        target=Target.of(device),
+    )
+    return DecodeInputs(query, cache, rows, query_positions.astype(jnp.int32), sinks), call
+
+
+def _checked_mask(mask: Mask | None, num_heads: int) -> Mask:
+    if mask is None:
+        return FullMask()
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}")
+    if isinstance(mask, MultiHeadMask):
+        if mask.num_heads != num_heads:
+            raise ValueError(
+                f"MultiHeadMask has {mask.num_heads} masks for num_heads={num_heads} query heads; give one per head"
+            )
+        if len(set(mask.masks)) == 1:
+            return mask.masks[0]
+    return mask

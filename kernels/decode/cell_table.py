@@ -1,0 +1,248 @@
+"""The table of a unified cache: whose each cell is, and at which position.
+
+Dimensions: Z sequences that the table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
+B rows of a call (each one sequence's), T new tokens of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt32
+
+from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
+from kernels.decode.tokens import (
+    CacheFull,
+    check_sizes,
+    growth_on_host,
+    num_tokens_of_rows,
+    numbers_of_rows,
+    which_sequences,
+)
+
+WORD_BITS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CellTable:
+    """Whose each cell of a unified cache is, and at which position: one table serves all layers of a model.
+
+    Cells are given out in blocks: a sequence fills up its newest block, then takes the first free one. A block is free
+    again once no sequence sees any of its cells. All of this happens on the device, so that a step that writes can run
+    inside a compiled loop; `check_room` asks ahead, on the host, whether the tokens to come will fit.
+
+    Attributes:
+      positions: of the token in each cell; −1 where there's none.
+      owners: the set of sequences that see each cell, as bits; none for an empty cell.
+      lowest, highest: bounds of the positions in each block.
+      some_cell, every_cell: the sequences that see some cell of a block, and those that see all of its cells.
+      lengths: tokens of each sequence so far: the position of its next one.
+      last_cells: cell of the newest token that a sequence wrote itself; −1 if there's none.
+      num_dropped: tokens for which there was no free block. They are lost, and `check_room` says so.
+      block_size: cells of a block.
+    """
+
+    positions: Int[Array, " C"]
+    owners: UInt32[Array, "C W"]
+    lowest: Int[Array, " J"]
+    highest: Int[Array, " J"]
+    some_cell: UInt32[Array, "J W"]
+    every_cell: UInt32[Array, "J W"]
+    lengths: Int[Array, " Z"]
+    last_cells: Int[Array, " Z"]
+    num_dropped: Int[Array, ""]
+    block_size: int = field(metadata={"static": True})
+
+    @staticmethod
+    def empty(num_sequences: int, capacity: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> CellTable:
+        """A table of empty cells. See `UnifiedCache.empty`."""
+        check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
+        if capacity % block_size:
+            raise ValueError(
+                f"capacity={capacity} is not a multiple of block_size={block_size}; "
+                f"use {-(-capacity // block_size) * block_size}"
+            )
+        num_words = -(-num_sequences // WORD_BITS)
+        positions, owners = jnp.full(capacity, -1, jnp.int32), jnp.zeros((capacity, num_words), jnp.uint32)
+        return CellTable(
+            positions=positions,
+            owners=owners,
+            **_summary(positions.reshape(-1, block_size), owners.reshape(-1, block_size, num_words)),
+            lengths=jnp.zeros(num_sequences, jnp.int32),
+            last_cells=jnp.full(num_sequences, -1, jnp.int32),
+            num_dropped=jnp.zeros((), jnp.int32),
+            block_size=block_size,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the table can tell apart."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Number of cells."""
+        return self.positions.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self.lowest.shape[0]
+
+    def allocate(
+        self,
+        num_new: int,
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> tuple[CellTable, Int[Array, "B T"]]:
+        """Gives cells to new tokens. See `UnifiedCache.write`.
+
+        Returns:
+          The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
+        """
+        batch = self.num_sequences if sequences is None else len(sequences)
+        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences), self.num_sequences)
+        counts = num_tokens_of_rows(num_tokens, batch, num_new)
+        size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
+
+        # Each row's blocks: the one that it is filling up, which counts as full where there is none, then free ones.
+        num_used = self.last_cells[rows] % size + 1
+        num_taken = (num_used + counts - 1) // size
+        most_taken = (size + num_new - 1) // size
+        first_taken = jnp.cumsum(num_taken) - num_taken
+        is_free = (self.some_cell == 0).all(-1)
+        (free,) = jnp.nonzero(is_free, size=min(batch * most_taken, self.num_blocks), fill_value=no_block)
+        rank = jnp.arange(most_taken, dtype=jnp.int32)[None]
+        taken = free.at[first_taken[:, None] + rank].get(mode="fill", fill_value=no_block)
+        taken = jnp.where(rank < num_taken[:, None], taken, no_block)
+        filling = jnp.where(self.last_cells[rows] < 0, no_block, self.last_cells[rows] // size)
+        blocks = jnp.concatenate([filling[:, None], taken], axis=1).astype(jnp.int32)
+
+        token = jnp.arange(num_new, dtype=jnp.int32)[None]
+        place = num_used[:, None] + token
+        block = jnp.take_along_axis(blocks, place // size, axis=1)
+        counted = token < counts[:, None]
+        fits = counted & (block < no_block)
+        # A promise that all places differ makes the writes cheap, so the ones past the end do so too.
+        past_end = capacity + jnp.arange(batch * num_new, dtype=jnp.int32).reshape(batch, num_new)
+        cells = jnp.where(fits, block * size + place % size, past_end)
+
+        newest = jnp.take_along_axis(cells, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        newest = jnp.where(newest < capacity, newest, -1)
+        position = self.lengths[rows][:, None] + token
+        owner = jnp.broadcast_to(_sets(rows, self.owners.shape[-1])[:, None], (*cells.shape, self.owners.shape[-1]))
+        table = dataclasses.replace(
+            self,
+            positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
+            owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
+            lengths=self.lengths.at[rows].add(counts),
+            last_cells=self.last_cells.at[rows].set(jnp.where(counts > 0, newest, self.last_cells[rows])),
+            num_dropped=self.num_dropped + (counted & ~fits).sum(dtype=jnp.int32),
+        )
+        return table._summarized(blocks.reshape(-1)), cells
+
+    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
+        """Ends sequences. See `UnifiedCache.free`."""
+        rows = jnp.atleast_1d(jnp.asarray(sequences, jnp.int32))
+        ended = jnp.bitwise_or.reduce(_sets(rows, self.owners.shape[-1]), axis=0)
+        owners = self.owners & ~ended
+        table = dataclasses.replace(
+            self,
+            positions=jnp.where((owners == 0).all(-1), -1, self.positions),
+            owners=owners,
+            lengths=self.lengths.at[rows].set(0),
+            last_cells=self.last_cells.at[rows].set(-1),
+        )
+        return table._summarized()
+
+    def share(self, source: int, target: int, num_tokens: int | None = None) -> CellTable:
+        """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
+        if isinstance(source, int) and source == target:
+            raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
+        table = self.free(target)
+        length = table.lengths[source]
+        length = length if num_tokens is None else jnp.minimum(length, num_tokens)
+        shared = _sees(table.owners, jnp.asarray([source]))[0] & (table.positions < length)
+        joined = table.owners | _sets(jnp.asarray([target]), table.owners.shape[-1])
+        table = dataclasses.replace(
+            table,
+            owners=jnp.where(shared[:, None], joined, table.owners),
+            lengths=table.lengths.at[target].set(length),
+        )
+        return table._summarized()
+
+    def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
+        """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""
+        chosen, _, growth = growth_on_host(self.lengths, num_tokens, sequences)
+        if self.num_dropped:
+            raise CacheFull(
+                f"{self.num_dropped} tokens found no room in the {self.capacity} cells and are lost; "
+                "ask check_room before the tokens are written"
+            )
+        num_used = np.asarray(self.last_cells)[chosen] % self.block_size + 1
+        num_needed = int(((num_used + growth - 1) // self.block_size).sum())
+        num_free = int((np.asarray(self.some_cell) == 0).all(-1).sum())
+        if num_needed > num_free:
+            raise CacheFull(
+                f"{growth.sum()} more tokens of {len(chosen)} sequences need {num_needed} free blocks of "
+                f"{self.block_size} cells, but {num_free} of {self.num_blocks} are free; free a sequence, or make the "
+                f"cache with capacity={self.capacity + (num_needed - num_free) * self.block_size}"
+            )
+
+    def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
+        """What each row finds in each block."""
+        sequences = numbers_of_rows(sequences, self.num_sequences)
+        return BlockSummary(
+            self.lowest[None],
+            self.highest[None],
+            some=_sees(self.some_cell, sequences),
+            every=_sees(self.every_cell, sequences),
+        )
+
+    def cells(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+    ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
+        """Positions of some cells of each row, and whether its sequence sees them."""
+        sequences = numbers_of_rows(sequences, self.num_sequences)
+        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        owners = self.owners[cells, word[:, None]]
+        return self.positions[cells], ((owners >> bit[:, None]) & 1).astype(bool)
+
+    def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
+        """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
+        cells = jnp.arange(self.num_blocks) if blocks is None else blocks
+        by_block = (x.reshape(self.num_blocks, self.block_size, *x.shape[1:]) for x in (self.positions, self.owners))
+        summary = _summary(*(x.at[cells].get(mode="clip") for x in by_block))
+        return dataclasses.replace(
+            self, **{name: getattr(self, name).at[cells].set(x, mode="drop") for name, x in summary.items()}
+        )
+
+
+def _summary(positions: Int[Array, "n size"], owners: UInt32[Array, "n size W"]) -> dict[str, Array]:
+    """What the table keeps of some blocks."""
+    filled = positions >= 0
+    return {
+        "lowest": jnp.where(filled, positions, jnp.iinfo(jnp.int32).max).min(-1),
+        "highest": positions.max(-1),
+        "some_cell": jnp.bitwise_or.reduce(owners, axis=1),
+        "every_cell": jnp.bitwise_and.reduce(owners, axis=1),
+    }
+
+
+def _sets(sequences: Int[Array, " n"], num_words: int) -> UInt32[Array, "n W"]:
+    """Each sequence as a set of its own."""
+    word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+    return jnp.where(jnp.arange(num_words) == word[:, None], jnp.uint32(1) << bit[:, None], jnp.uint32(0))
+
+
+def _sees(sets: UInt32[Array, "n W"], sequences: Int[Array, " B"]) -> Bool[Array, "B n"]:
+    """Whether each sequence is in each set."""
+    word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+    return ((sets.T[word] >> bit[:, None]) & 1).astype(bool)

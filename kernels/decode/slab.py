@@ -1,0 +1,247 @@
+"""A key/value cache with one slab of cells per sequence.
+
+Dimensions: Z sequences of the cache, S cells of each, B rows of a call (each one sequence's), T new tokens of each,
+K key/value heads, H and V head dims of key and value, J blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
+from kernels.decode.tokens import (
+    CacheFull,
+    check_sizes,
+    check_tokens,
+    growth_on_host,
+    num_tokens_of_rows,
+    numbers_of_rows,
+    of_rows,
+    which_sequences,
+)
+from kernels.masks import AndMask, Mask, MultiHeadMask, OrMask
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlabCache:
+    """Keys and values of some sequences, each in cells of its own.
+
+    The token at position p of a sequence lies in its cell p % S, so that a sequence longer than its slab leaves its
+    last S tokens there: a ring, all that a local layer needs. Make one with `SlabCache.empty`; every method returns a
+    new cache, and under `jax.jit` with the old one donated it is updated in place.
+
+    Attributes:
+      key, value: the cells.
+      lengths: number of tokens written so far: the position of the next one.
+      block_size: cells that a decoding step reads or skips together.
+    """
+
+    key: Float[Array, "Z S K H"]
+    value: Float[Array, "Z S K V"]
+    lengths: Int[Array, " Z"]
+    block_size: int = field(default=DEFAULT_BLOCK_SIZE, metadata={"static": True})
+
+    @staticmethod
+    def empty(
+        num_sequences: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> SlabCache:
+        """A cache without tokens.
+
+        Args:
+          num_sequences, capacity: Z and S; `slab_capacity` says how many cells a mask needs.
+          num_kv_heads, head_dim, value_dim: K, H and V; V is H by default.
+          dtype: of keys and values.
+          block_size: cells that are read or skipped together.
+
+        Raises:
+          ValueError: a size below 1.
+
+        >>> cache = SlabCache.empty(2, capacity=1024, num_kv_heads=4, head_dim=64)
+        >>> token = jnp.ones((2, 1, 4, 64), jnp.bfloat16)
+        >>> cache.write(token, token).lengths.tolist()
+        [1, 1]
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        check_sizes(
+            num_sequences=num_sequences,
+            capacity=capacity,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            block_size=block_size,
+        )
+        return SlabCache(
+            key=jnp.zeros((num_sequences, capacity, num_kv_heads, head_dim), dtype),
+            value=jnp.zeros((num_sequences, capacity, num_kv_heads, value_dim), dtype),
+            lengths=jnp.zeros(num_sequences, jnp.int32),
+            block_size=block_size,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the cache has cells for."""
+        return self.key.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Cells of each sequence."""
+        return self.key.shape[1]
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of each sequence's cells; the last may be cut short."""
+        return -(-self.capacity // self.block_size)
+
+    def write(
+        self,
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K V"],
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> SlabCache:
+        """Appends tokens to sequences.
+
+        Args:
+          key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
+          sequences: the sequence of each row, no two the same; by default row i is sequence i.
+          num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
+
+        Raises:
+          ValueError: shapes or dtypes that don't fit the cache.
+        """
+        check_tokens(key, value, self.key, self.value)
+        batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
+        rows = which_sequences(sequences, batch, self.num_sequences)
+        counts = num_tokens_of_rows(num_tokens, batch, num_new)
+        length = of_rows(self.lengths, rows)[:, None]
+
+        token = jnp.arange(num_new, dtype=jnp.int32)[None]
+        position = length + token
+        kept = (token < counts[:, None]) & (position >= length + counts[:, None] - capacity)
+        # Tokens that aren't kept aim past the end, each at a place of its own, since the places are promised to differ.
+        cell = jnp.where(kept, position % capacity, capacity + token)
+        numbers = numbers_of_rows(rows, self.num_sequences)
+        place = (numbers[:, None], cell)
+        return dataclasses.replace(
+            self,
+            key=self.key.at[place].set(key, mode="drop", unique_indices=True),
+            value=self.value.at[place].set(value, mode="drop", unique_indices=True),
+            lengths=self.lengths + counts if rows is None else self.lengths.at[rows].add(counts),
+        )
+
+    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
+        """Ends sequences: they hold no tokens, and others may start in their cells."""
+        return dataclasses.replace(self, lengths=self.lengths.at[jnp.asarray(sequences)].set(0))
+
+    def check_room(
+        self,
+        num_tokens: int | Sequence[int],
+        mask: Mask | None = None,
+        *,
+        tokens_per_step: int = 1,
+        sequences: Sequence[int] | None = None,
+    ) -> None:
+        """Checks, on the host, that sequences may grow without overwriting what a mask still allows them to see.
+
+        Args:
+          num_tokens: tokens that each sequence is to gain, one number or one for each.
+          mask: of the attention over this cache; None allows all.
+          tokens_per_step: tokens that are written before a query looks.
+          sequences: those that grow; all by default.
+
+        Raises:
+          CacheFull: there's no room, with the sequence, the count and the capacity that would do.
+        """
+        chosen, lengths, growth = growth_on_host(self.lengths, num_tokens, sequences)
+        for sequence, length, gain in zip(chosen, lengths, growth, strict=True):
+            needed = slab_capacity(mask, int(length + gain), tokens_per_step)
+            if needed > self.capacity:
+                raise CacheFull(
+                    f"sequence {sequence} holds {length} tokens and is to gain {gain}, for which this mask needs "
+                    f"{needed} cells of its {self.capacity}; end the sequence, or make the cache with "
+                    f"capacity={needed}"
+                )
+
+    # What a decoding step asks of either form of cache.
+
+    def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
+        """The summary of each row's blocks, in closed form from its length."""
+        first = jnp.arange(self.num_blocks, dtype=jnp.int32)[None] * self.block_size
+        last = jnp.minimum(first + self.block_size, self.capacity) - 1
+        length = of_rows(self.lengths, sequences)[:, None]
+        newest = (length - 1) % self.capacity  # The cell of the newest token; the oldest lies behind it in a full ring.
+        first_position, last_position = (_position(cell, length, self.capacity) for cell in (first, last))
+        turns = (first <= newest) & (newest < last)
+        lowest = jnp.where(turns & (length > self.capacity), length - self.capacity, first_position)
+        highest = jnp.where(turns, length - 1, last_position)
+        whole = (last - first == self.block_size - 1) & (last < length)
+        return BlockSummary(lowest, highest, some=first < length, every=whole)
+
+    def cells(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+    ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
+        """Positions of some cells of each row, and whether they hold a token."""
+        position = _position(cells, of_rows(self.lengths, sequences)[:, None], self.capacity)
+        return position, (cells < self.capacity) & (position >= 0)
+
+    def read(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+    ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
+        """Keys and values of some cells of each row; anything past the end."""
+        place = (numbers_of_rows(sequences, self.num_sequences)[:, None], cells)
+        return self.key.at[place].get(mode="clip"), self.value.at[place].get(mode="clip")
+
+
+def _position(cell: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:
+    """The position that a cell holds: the highest below `length` that belongs there; negative if none does."""
+    return length - 1 - (length - 1 - cell) % capacity
+
+
+def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) -> int:
+    """Cells of a sequence's slab that keep all that a mask allows to be seen.
+
+    Args:
+      mask: of the attention over the cache; None allows all.
+      max_length: tokens that a sequence may reach, in all.
+      tokens_per_step: tokens that are written before a query looks.
+
+    Raises:
+      ValueError: a count below 1.
+
+    >>> from kernels import CausalMask, LocalMask
+    >>> slab_capacity(CausalMask(), 32_768), slab_capacity(LocalMask(1023, 0), 32_768)
+    (32768, 1024)
+    """
+    check_sizes(max_length=max_length, tokens_per_step=tokens_per_step)
+    reach = None if mask is None else _reach(mask)
+    return max_length if reach is None else min(max_length, reach + tokens_per_step)
+
+
+def _reach(mask: Mask) -> int | None:
+    """How many positions back a query may look at most; None if that has no bound."""
+    if mask.band is not None:
+        bounds = [size - 1 for size in mask.band.chunk_sizes]
+        bounds += [] if mask.band.left is None else [max(mask.band.left, 0)]
+        return min(bounds, default=None)
+    if isinstance(mask, AndMask):
+        return min((reach for reach in (_reach(mask.a), _reach(mask.b)) if reach is not None), default=None)
+    if isinstance(mask, OrMask | MultiHeadMask):
+        parts = mask.masks if isinstance(mask, MultiHeadMask) else (mask.a, mask.b)
+        reaches = [_reach(part) for part in parts]
+        return None if None in reaches else max(reach for reach in reaches if reach is not None)
+    return None

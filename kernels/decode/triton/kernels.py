@@ -1,0 +1,183 @@
+"""The Triton kernels of a decoding step.
+
+Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
+(N = K·G), J blocks of cells, P parts that a sequence's visited blocks are split into.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.backends.triton.tiles import capped
+
+
+@triton.jit
+def list_blocks_kernel(kinds, blocks, counts, num_blocks: tl.constexpr, chunk: tl.constexpr):
+    """Lists the blocks that aren't EMPTY, FULL ones first, and counts both: `kinds` [B, J] → [B, J], [B, 2]."""
+    row = tl.program_id(0)
+    kinds += row * num_blocks
+    blocks += row * num_blocks
+    num_full = 0
+    for start in range(0, num_blocks, chunk):
+        block = start + tl.arange(0, chunk)
+        kind = tl.load(kinds + block, mask=block < num_blocks, other=0)
+        num_full += tl.sum((kind == 2).to(tl.int32), 0)
+    next_full, next_partial = 0, num_full
+    for start in range(0, num_blocks, chunk):
+        block = start + tl.arange(0, chunk)
+        kind = tl.load(kinds + block, mask=block < num_blocks, other=0)
+        full, partial = (kind == 2).to(tl.int32), (kind == 1).to(tl.int32)
+        tl.store(blocks + next_full + tl.cumsum(full, 0) - 1, block, mask=kind == 2)
+        tl.store(blocks + next_partial + tl.cumsum(partial, 0) - 1, block, mask=kind == 1)
+        next_full += tl.sum(full, 0)
+        next_partial += tl.sum(partial, 0)
+    tl.store(counts + row * 2, num_full)
+    tl.store(counts + row * 2 + 1, next_partial)
+
+
+@triton.jit
+def attend_part_kernel(
+    query, key, value, first, stop, blocks, counts, sequences, lengths, positions, owners,
+    output, lse,
+    num_new: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, group_size: tl.constexpr,
+    head_dim: tl.constexpr, value_dim: tl.constexpr, interval_heads: tl.constexpr,
+    num_blocks: tl.constexpr, block_size: tl.constexpr, slab_capacity: tl.constexpr, num_words: tl.constexpr,
+    to_cap: tl.constexpr, to_log2: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cells: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """One part of one sequence's visited blocks, for one key/value head and some of the rows that read it.
+
+    Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's cells, or None for
+    cells that all sequences share. The output is normalised by the part's own denominator, in float32.
+    """
+    num_row_tiles: tl.constexpr = (num_new * group_size + tile_rows - 1) // tile_rows
+    tiles_per_block: tl.constexpr = block_size // tile_cells
+    kv_head, row_tile = tl.program_id(0) // num_row_tiles, tl.program_id(0) % num_row_tiles
+    part, num_parts, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+
+    row = row_tile * tile_rows + tl.arange(0, tile_rows)
+    is_row = row < num_new * group_size
+    token, head = row // group_size, kv_head * group_size + row % group_size
+    query_row = (batch * num_new + token) * num_heads + head
+    part_row = part * (tl.num_programs(2) * num_new * num_heads) + query_row
+    num_full, num_visited = tl.load(counts + batch * 2), tl.load(counts + batch * 2 + 1)
+    begin, end = part * num_visited // num_parts, (part + 1) * num_visited // num_parts
+    if begin >= end:
+        tl.store(lse + part_row, tl.full((tile_rows,), float("-inf"), tl.float32), mask=is_row)
+        return
+
+    h, v_col = tl.arange(0, block_h), tl.arange(0, block_v)
+    q = tl.load(query + query_row[:, None] * head_dim + h, mask=is_row[:, None] & (h < head_dim), other=0.0)
+    sequence = tl.load(sequences + batch)
+    first_cell = tl.cast(0 if slab_capacity is None else sequence * slab_capacity, tl.int64)
+    key += (first_cell * num_kv_heads + kv_head) * head_dim
+    value += (first_cell * num_kv_heads + kv_head) * value_dim
+    cell_in_tile = tl.arange(0, tile_cells)
+    key_offset = cell_in_tile[:, None] * (num_kv_heads * head_dim) + h
+    value_offset = cell_in_tile[:, None] * (num_kv_heads * value_dim) + v_col
+
+    acc = tl.zeros((tile_rows, block_v), tl.float32)
+    total = tl.zeros((tile_rows,), tl.float32)
+    # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed cell.
+    peak = tl.full((tile_rows,), -1e30, tl.float32)
+
+    # A block's number is read one turn ahead: loads that wait for another load in the same turn can't be pipelined.
+    blocks += batch * num_blocks
+    next_block = tl.load(blocks + begin)
+    for turn in range(begin * tiles_per_block, tl.minimum(end, num_full) * tiles_per_block):
+        cell = tl.cast(next_block * block_size + turn % tiles_per_block * tile_cells, tl.int64)
+        next_block = tl.load(blocks + tl.minimum((turn + 1) // tiles_per_block, end - 1))
+        k = _load(key + cell * (num_kv_heads * head_dim) + key_offset, h < head_dim, block_h == head_dim)
+        v = _load(value + cell * (num_kv_heads * value_dim) + value_offset, v_col < value_dim, block_v == value_dim)
+        logits = capped(tl.dot(q, tl.trans(k)), to_cap)
+        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+
+    interval = (batch * num_new + token) * interval_heads + (head if interval_heads > 1 else 0)
+    row_first = tl.load(first + interval, mask=is_row, other=2147483647)
+    row_stop = tl.load(stop + interval, mask=is_row, other=-2147483647)
+    lowest, highest = tl.min(row_first, 0), tl.max(row_stop, 0)
+    for turn in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
+        first_of_tile = next_block * block_size + turn % tiles_per_block * tile_cells
+        next_block = tl.load(blocks + tl.minimum((turn + 1) // tiles_per_block, end - 1))
+        cell = first_of_tile + cell_in_tile
+        if slab_capacity is None:
+            position = tl.load(positions + cell)
+            word = tl.load(owners + cell * num_words + sequence // 32)
+            seen = ((word >> (sequence % 32)) & 1) != 0
+        else:
+            newest = tl.load(lengths + sequence) - 1
+            # Triton's remainder takes the dividend's sign.
+            back = (newest - cell) % slab_capacity
+            position = newest - tl.where(back < 0, back + slab_capacity, back)
+            seen = (cell < slab_capacity) & (position >= 0)
+        # What no row may see isn't even read: a weight of 0 doesn't stop a NaN.
+        seen = (seen & (lowest <= position) & (position < highest))[:, None]
+        at = tl.cast(first_of_tile, tl.int64)
+        k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
+        v = tl.load(value + at * (num_kv_heads * value_dim) + value_offset, mask=seen & (v_col < value_dim), other=0.0)
+        seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] < row_stop[:, None])
+        seen_by_row &= tl.trans(seen)
+        logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
+        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+
+    attends = total > 0
+    total = tl.where(attends, total, 1.0)
+    row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    tl.store(lse + part_row, row_lse, mask=is_row)
+    tl.store(
+        output + tl.cast(part_row, tl.int64)[:, None] * value_dim + v_col,
+        acc / total[:, None],
+        mask=is_row[:, None] & (v_col < value_dim),
+    )
+
+
+@triton.jit
+def put_together_kernel(
+    part_output, part_lse, sinks, output, lse,
+    num_parts: tl.constexpr, num_rows: tl.constexpr, num_heads: tl.constexpr, value_dim: tl.constexpr,
+    has_sinks: tl.constexpr, block_parts: tl.constexpr, chunk: tl.constexpr, block_v: tl.constexpr,
+):  # fmt: skip
+    """Weighs one row's parts by their denominators, and adds the sink to these: [P, B·T·N, V] → [B·T·N, V]."""
+    row = tl.program_id(0)
+    all_parts = tl.arange(0, block_parts)
+    all_lses = tl.load(part_lse + all_parts * num_rows + row, mask=all_parts < num_parts, other=float("-inf"))
+    peak = tl.max(all_lses, 0)
+    attends = peak > float("-inf")
+    if has_sinks:
+        sink = tl.load(sinks + row % num_heads)
+        peak = tl.maximum(peak, sink)
+    peak = tl.where(attends, peak, 0.0)
+    total = tl.sum(tl.exp(all_lses - peak), 0)
+    if has_sinks:
+        total += tl.exp(sink - peak)
+    total = tl.where(attends, total, 1.0)
+
+    column = tl.arange(0, block_v)
+    acc = tl.zeros((block_v,), tl.float32)
+    for start in range(0, num_parts, chunk):
+        part = start + tl.arange(0, chunk)
+        lses = tl.load(part_lse + part * num_rows + row, mask=part < num_parts, other=float("-inf"))
+        place = tl.cast(part * num_rows + row, tl.int64)[:, None] * value_dim + column
+        values = tl.load(part_output + place, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
+        # A part without blocks wrote no output: what is there may be NaN.
+        weighted = tl.where(lses[:, None] > float("-inf"), values * tl.exp(lses - peak)[:, None], 0.0)
+        acc += tl.sum(weighted, 0)
+    tl.store(output + tl.cast(row, tl.int64) * value_dim + column, acc / total, mask=column < value_dim)
+    tl.store(lse + row, tl.where(attends, peak + tl.log(total), float("-inf")))
+
+
+@triton.jit
+def _load(pointers, inside, whole: tl.constexpr):
+    """Rows of keys or values; columns past the head dim are 0."""
+    return tl.load(pointers) if whole else tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def _add_tile(acc, peak, total, logits, v, to_log2: tl.constexpr):
+    """One step of the online softmax, kept in units of log₂."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1) * to_log2)
+    weights = tl.exp2(logits * to_log2 - new_peak[:, None])
+    shrink = tl.exp2(peak - new_peak)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_peak, total * shrink + tl.sum(weights, 1)

@@ -1,0 +1,43 @@
+"""What the Triton kernel can't do."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import jax.numpy as jnp
+
+from kernels.backends.triton.key_intervals import has_key_intervals
+from kernels.decode.call import DecodeCall
+from kernels.masks import Mask, MultiHeadMask
+
+_OLDEST_CAPABILITY = 8.0
+_MAX_HEAD_DIM = 256
+_SMALLEST_TILE = 16
+
+
+def unsupported_reason(call: DecodeCall) -> str | None:
+    """Why the kernel can't serve the call, or None if it can."""
+    capability = call.target.compute_capability
+    if capability is None:
+        return f"needs an NVIDIA GPU, not {call.target.device_kind}"
+    if capability < _OLDEST_CAPABILITY:
+        return f"needs an NVIDIA GPU of compute capability {_OLDEST_CAPABILITY}, this one has {capability}"
+    for package in ("triton", "jax_triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"needs {package}, which isn't installed; install flax-longcontext[cuda13]"
+    if call.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, not {call.dtype}"
+    widest = max(call.head_dim, call.value_dim)
+    if widest > _MAX_HEAD_DIM:
+        return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
+    if call.block_size % _SMALLEST_TILE:
+        return f"takes a block_size that is a multiple of {_SMALLEST_TILE}, not {call.block_size}"
+    for mask in masks_of_heads(call.mask):
+        if not has_key_intervals(mask):
+            return f"needs masks that allow each query one interval of keys, not {mask!r}"
+    return None
+
+
+def masks_of_heads(mask: Mask) -> tuple[Mask, ...]:
+    """The mask of each head, or the one mask of all."""
+    return mask.masks if isinstance(mask, MultiHeadMask) else (mask,)

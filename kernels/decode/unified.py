@@ -1,0 +1,184 @@
+"""A key/value cache whose cells many sequences share.
+
+Dimensions: Z sequences that the cache can tell apart, C cells, J blocks of cells, B rows of a call (each one
+sequence's), T new tokens of each, K key/value heads, H and V head dims of key and value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
+from kernels.decode.cell_table import CellTable
+from kernels.decode.tokens import check_sizes, check_tokens, which_sequences
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UnifiedCache:
+    """Keys and values of many sequences in one slab of cells, each of which knows who sees it.
+
+    Sequences of any lengths share the memory, a prompt that several start with is kept once (`share`), and a decoding
+    step reads only the blocks that hold what a sequence may see. Make one with `UnifiedCache.empty`; every method
+    returns a new cache, and under `jax.jit` with the old one donated it is updated in place.
+
+    The layers of a model share the table: allocate once for all (`table.allocate`), then `store` in each layer.
+
+    Attributes:
+      key, value: the cells.
+      table: whose they are.
+    """
+
+    key: Float[Array, "C K H"]
+    value: Float[Array, "C K V"]
+    table: CellTable
+
+    @staticmethod
+    def empty(
+        num_sequences: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        dtype: DTypeLike = jnp.bfloat16,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> UnifiedCache:
+        """A cache without tokens.
+
+        Args:
+          num_sequences: Z; the most that can be alive at once.
+          capacity: C, for all sequences together, a multiple of `block_size`. Each sequence leaves up to
+            `block_size` − 1 cells of its newest block unused.
+          num_kv_heads, head_dim, value_dim: K, H and V; V is H by default.
+          dtype: of keys and values.
+          block_size: cells that are given out, read and skipped together.
+
+        Raises:
+          ValueError: a size below 1, or a capacity that isn't whole blocks.
+
+        >>> cache = UnifiedCache.empty(8, capacity=4096, num_kv_heads=4, head_dim=64)
+        >>> prompt = jnp.ones((1, 100, 4, 64), jnp.bfloat16)
+        >>> cache = cache.write(prompt, prompt, sequences=jnp.array([5])).share(5, 6, num_tokens=80)
+        >>> cache.table.lengths.tolist()
+        [0, 0, 0, 0, 0, 100, 80, 0]
+        """
+        value_dim = head_dim if value_dim is None else value_dim
+        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+        return UnifiedCache(
+            key=jnp.zeros((capacity, num_kv_heads, head_dim), dtype),
+            value=jnp.zeros((capacity, num_kv_heads, value_dim), dtype),
+            table=CellTable.empty(num_sequences, capacity, block_size=block_size),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the cache can tell apart."""
+        return self.table.num_sequences
+
+    @property
+    def capacity(self) -> int:
+        """Cells of all sequences together."""
+        return self.table.capacity
+
+    @property
+    def lengths(self) -> Int[Array, " Z"]:
+        """Tokens of each sequence so far: the position of its next one."""
+        return self.table.lengths
+
+    @property
+    def block_size(self) -> int:
+        """Cells that are given out, read and skipped together."""
+        return self.table.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self.table.num_blocks
+
+    def write(
+        self,
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K V"],
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> UnifiedCache:
+        """Appends tokens to sequences. Tokens that find no room are dropped and counted: ask `check_room` before.
+
+        Args:
+          key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
+          sequences: the sequence of each row, no two the same; by default row i is sequence i.
+          num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
+
+        Raises:
+          ValueError: shapes or dtypes that don't fit the cache.
+        """
+        check_tokens(key, value, self.key, self.value)
+        which_sequences(sequences, key.shape[0], self.num_sequences)
+        table, cells = self.table.allocate(key.shape[1], sequences=sequences, num_tokens=num_tokens)
+        return self.store(table, cells, key, value)
+
+    def store(
+        self, table: CellTable, cells: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K V"]
+    ) -> UnifiedCache:
+        """Puts tokens into cells that `table.allocate` gave: the part of `write` that differs between layers."""
+        check_tokens(key, value, self.key, self.value)
+        return UnifiedCache(
+            key=self.key.at[cells].set(key, mode="drop", unique_indices=True),
+            value=self.value.at[cells].set(value, mode="drop", unique_indices=True),
+            table=table,
+        )
+
+    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> UnifiedCache:
+        """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free."""
+        return dataclasses.replace(self, table=self.table.free(sequences))
+
+    def share(self, source: int, target: int, num_tokens: int | None = None) -> UnifiedCache:
+        """Lets one sequence start with another's tokens, which stay where they are.
+
+        Args:
+          source: the sequence whose tokens they are.
+          target: the sequence that starts with them, in place of what it held.
+          num_tokens: how many, from the first; by default all.
+
+        Raises:
+          ValueError: source and target are one sequence.
+        """
+        return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
+
+    def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
+        """Checks, on the host, that sequences may grow.
+
+        Args:
+          num_tokens: tokens that each sequence is to gain, one number or one for each.
+          sequences: those that grow; all by default.
+
+        Raises:
+          CacheFull: there's no room, with the blocks needed and free, or tokens have been dropped already.
+        """
+        self.table.check_room(num_tokens, sequences=sequences)
+
+    # What a decoding step asks of either form of cache.
+
+    def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
+        """The summary of each row's blocks."""
+        return self.table.blocks(sequences)
+
+    def cells(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+    ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
+        """Positions of some cells of each row, and whether its sequence sees them."""
+        return self.table.cells(sequences, cells)
+
+    def read(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+    ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
+        """Keys and values of some cells of each row."""
+        return self.key[cells], self.value[cells]

@@ -1,0 +1,135 @@
+"""Decoding through a key/value cache: the same as attention over the whole sequence, whatever else the cache holds."""
+
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import LocalMask, MultiHeadMask, decode_attention, slab_capacity
+from kernels.decode.blocks import BlockSummary, block_kinds, list_visits
+from kernels.intervals import TileKind
+from tests.kernels.decode_session import (
+    CAUSAL,
+    HEAD_DIM,
+    HEADS,
+    LONGEST,
+    MASKS,
+    NUM_COMPARED,
+    NUM_SEQUENCES,
+    STEP_ROOM,
+    WINDOW,
+    Session,
+    decode,
+    empty_cache,
+    run_session,
+)
+
+
+@pytest.mark.parametrize("form", ["slab", "unified"])
+@pytest.mark.parametrize("name", MASKS)
+def test_decoding_equals_attention_over_the_whole_sequence(name, form, rng):
+    session = Session(rng, empty_cache(form), MASKS[name])
+    run_session(session)
+    assert session.compare(2e-5) == NUM_COMPARED
+
+
+@pytest.mark.parametrize(("form", "dtype", "tolerance"), [("slab", jnp.float32, 2e-5), ("unified", jnp.bfloat16, 2e-2)])
+def test_soft_cap_scale_and_sinks(form, dtype, tolerance, rng):
+    sinks = jnp.asarray(rng.standard_normal(HEADS), jnp.float32)
+    session = Session(rng, empty_cache(form, dtype), WINDOW, scale=0.4, logits_soft_cap=2.0, sinks=sinks)
+    run_session(session)
+    assert session.compare(tolerance) == NUM_COMPARED
+
+
+@pytest.mark.parametrize("name", ["window", "chunked"])
+def test_a_ring_keeps_what_the_mask_sees(name, rng):
+    capacity = slab_capacity(MASKS[name], LONGEST, tokens_per_step=STEP_ROOM)
+    assert capacity < LONGEST
+    session = Session(rng, empty_cache("slab", capacity=capacity), MASKS[name])
+    run_session(session)
+    assert session.compare(2e-5) == NUM_COMPARED
+
+
+@pytest.mark.parametrize("form", ["slab", "unified"])
+def test_no_sequence_reads_anothers_cells(form, rng):
+    """All of a neighbour's cells hold NaN or infinity; what a sequence gets doesn't change by a bit."""
+    session = Session(rng, empty_cache(form), CAUSAL)
+    session.start({0: 20, 1: 13, 2: 9})
+    query, _ = session.append({0: 1, 1: 1, 2: 1}, 1)
+    rows, cells = jnp.array([0, 2]), jnp.arange(session.cache.capacity)
+    before = decode(query[rows], session.cache, CAUSAL, sequences=rows)
+    if form == "slab":
+        neighbours = jnp.zeros((NUM_SEQUENCES, 1), bool).at[1].set(True)
+    else:
+        neighbours = session.cache.cells(jnp.array([1]), cells[None])[1][0]
+        assert 13 < neighbours.sum() < 20
+    neighbours = neighbours[..., None, None]
+    cache = dataclasses.replace(
+        session.cache,
+        key=jnp.where(neighbours, jnp.inf, session.cache.key),
+        value=jnp.where(neighbours, jnp.nan, session.cache.value),
+    )
+    np.testing.assert_array_equal(decode(query[rows], cache, CAUSAL, sequences=rows), before)
+    assert not np.isfinite(decode(query, cache, CAUSAL)[1]).any(), "the neighbour itself does read them"
+
+
+@pytest.mark.parametrize("form", ["slab", "unified"])
+def test_queries_that_see_nothing(form):
+    cache = empty_cache(form)
+    query = jnp.ones((NUM_SEQUENCES, 2, HEADS, HEAD_DIM))
+    output, lse = decode_attention(query, cache, CAUSAL, sinks=jnp.ones(HEADS), return_lse=True)
+    assert (output == 0).all()
+    assert (lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("form", ["slab", "unified"])
+def test_visits_are_the_blocks_that_hold_an_allowed_cell(form, rng):
+    """Against the mask of every cell: no block is left out, none is read in vain, FULL ones need no mask."""
+    session = Session(rng, empty_cache(form, capacity=32), WINDOW)
+    session.start({0: 20, 1: 7, 2: 24})
+    for _ in range(20):
+        session.append({0: 1, 2: 1}, 1)
+    cache, window = session.cache, LocalMask(15, 0)
+    places = np.asarray(cache.lengths)[:, None] - 1
+    visits = list_visits(block_kinds(window, jnp.asarray(places), cache.blocks(None)))
+    position, seen = cache.cells(None, jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity)))
+    allowed = np.asarray(seen & window(places, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
+    assert visits.counts.tolist() == [[2, 2], [0, 1], [1, 3]], "of 40, 7 and 44 tokens"
+    for row, (num_full, num_visited) in enumerate(visits.counts.tolist()):
+        assert set(visits.blocks[row, :num_visited].tolist()) == set(np.flatnonzero(allowed[row].any(-1)))
+        assert allowed[row, visits.blocks[row, :num_full]].all()
+
+
+def test_a_block_counts_for_all_heads_together():
+    summary = BlockSummary(*(jnp.array([[start, start + 7]])[:, :1] for start in (0, 7)), *[jnp.ones((1, 1), bool)] * 2)
+    kinds = [
+        block_kinds(mask, jnp.array([[9]]), summary).item()
+        for mask in (CAUSAL, LocalMask(1, 0), LocalMask(3, 0), MultiHeadMask([CAUSAL, LocalMask(1, 0)]))
+    ]
+    assert kinds == [TileKind.FULL, TileKind.EMPTY, TileKind.PARTIAL, TileKind.PARTIAL]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": jnp.ones((3, 1, 4, 9))}, "doesn't fit a cache of 2 key/value heads of 8"),
+        ({"query": jnp.ones((3, 1, 3, 8))}, "a multiple of 2"),
+        ({"query": jnp.ones((3, 4, 8))}, "query must be [batch, new tokens, heads, head_dim]"),
+        ({"query": jnp.ones((3, 1, 4, 8), jnp.bfloat16)}, "query is bfloat16, but the cache holds float32; cast it"),
+        ({"query": jnp.ones((2, 1, 4, 8))}, "2 rows for a cache of 3 sequences; say with `sequences`"),
+        ({"cache": {}}, "cache must be a SlabCache or a UnifiedCache, got dict"),
+        ({"mask": "causal"}, "mask must be a kernels.Mask"),
+        ({"mask": MultiHeadMask([CAUSAL, WINDOW])}, "has 2 masks for num_heads=4"),
+        ({"sequences": jnp.zeros(2, int)}, "sequences must be integers [3]"),
+        ({"query_positions": jnp.zeros((3, 2), int)}, "query_positions must be integers [3, 1]"),
+        ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 must be positive"),
+        ({"sinks": jnp.zeros(3)}, "sinks must be floating [4]"),
+        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of triton, blockwise, or None"),
+    ],
+)
+def test_arguments_that_dont_fit(change, message):
+    arguments = {"query": jnp.ones((3, 1, 4, 8)), "cache": empty_cache("slab"), "mask": CAUSAL} | change
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_attention(**arguments)

@@ -1,0 +1,227 @@
+"""The two forms of cache: which cells tokens go to, what the table knows of them, what has no room."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import (
+    CacheFull,
+    CausalMask,
+    ChunkedCausalMask,
+    LocalMask,
+    MaskFn,
+    MultiHeadMask,
+    PrefixMask,
+    SlabCache,
+    UnifiedCache,
+    slab_capacity,
+)
+from kernels.decode.blocks import BlockSummary
+
+BLOCK = 4
+
+# Compiled as wholes: most of a test's time would go into compiling their parts one by one.
+write = jax.jit(lambda cache, tokens, rows, counts: cache.write(*tokens, sequences=rows, num_tokens=counts))
+free, share = jax.jit(UnifiedCache.free), jax.jit(UnifiedCache.share)
+
+
+@jax.jit
+def look(cache, sequence):
+    """Positions, keys and values of all cells, and whether a sequence sees them."""
+    row, cells = sequence[None], jnp.arange(cache.capacity)[None]
+    return [x.ravel() for x in (*cache.cells(row, cells), *cache.read(row, cells))]
+
+
+def tokens(rng, rows: int, count: int):
+    """Keys and values of new tokens, of one head with one number each."""
+    return tuple(jnp.asarray(rng.standard_normal((rows, count, 1, 1)), jnp.float32) for _ in range(2))
+
+
+def held(cache, sequence: int) -> dict[int, tuple[float, float]]:
+    """Position → (key, value) of what a sequence sees."""
+    position, seen, key, value = map(np.asarray, look(cache, jnp.asarray(sequence)))
+    assert len(set(position[seen])) == seen.sum(), "no position is held twice"
+    return {int(position[cell]): (key[cell], value[cell]) for cell in np.flatnonzero(seen)}
+
+
+def check_summary(cache: UnifiedCache):
+    """What the table keeps of its blocks, against its cells."""
+    summary = BlockSummary(*map(np.asarray, cache.blocks(None)))
+    for sequence in range(cache.num_sequences):
+        position, seen, *_ = (np.asarray(x).reshape(-1, BLOCK) for x in look(cache, jnp.asarray(sequence)))
+        np.testing.assert_array_equal(summary.some[sequence], seen.any(1))
+        np.testing.assert_array_equal(summary.every[sequence], seen.all(1))
+        for block in np.flatnonzero(seen.any(1)):
+            assert summary.lowest[0, block] <= position[block][seen[block]].min()
+            assert summary.highest[0, block] >= position[block][seen[block]].max()
+
+
+def test_a_shared_cache_gives_and_takes_cells(rng):
+    """A random life of many sequences, against a dict of what each wrote."""
+    num_sequences, num_blocks = 37, 40  # More than one word of sequences.
+    cache = UnifiedCache.empty(num_sequences, num_blocks * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    expected: dict[int, dict] = {sequence: {} for sequence in range(num_sequences)}
+    for _ in range(25):
+        rows = rng.choice(num_sequences, 3, replace=False)
+        counts = rng.integers(0, 7, 3)
+        try:
+            cache.check_room(counts, sequences=rows)
+        except CacheFull:
+            fullest = max(expected, key=lambda sequence: len(expected[sequence]))
+            cache, expected[fullest] = free(cache, fullest), {}
+            continue
+        key, value = tokens(rng, 3, 6)
+        cache = write(cache, (key, value), jnp.asarray(rows), jnp.asarray(counts))
+        for row, sequence in enumerate(rows):
+            start = len(expected[sequence])
+            for token in range(counts[row]):
+                expected[sequence][start + token] = (key[row, token, 0, 0], value[row, token, 0, 0])
+        if rng.random() < 0.3:
+            source, target = (int(x) for x in rng.choice(num_sequences, 2, replace=False))
+            length = int(rng.integers(0, 12))
+            cache = share(cache, source, target, length)
+            expected[target] = {place: x for place, x in expected[source].items() if place < length}
+    check_summary(cache)
+    for sequence, past in expected.items():
+        assert held(cache, sequence) == past
+        assert cache.lengths[sequence] == len(past)
+
+
+def test_a_shared_prompt_outlives_the_sequence_it_came_from(rng):
+    cache = UnifiedCache.empty(3, 8 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    cache = write(cache, tokens(rng, 1, 6), jnp.array([0]), None)
+    cache = share(share(cache, 0, 1, 6), 0, 2, 5)
+    whole = held(cache, 0)
+    for sequence in range(3):
+        cache = write(cache, tokens(rng, 1, 2), jnp.array([sequence]), None)
+    cache = free(cache, 0)
+    assert held(cache, 0) == {}
+    assert {place: x for place, x in held(cache, 1).items() if place < 6} == whole
+    assert {place: x for place, x in held(cache, 2).items() if place < 5} == {place: whole[place] for place in range(5)}
+    assert cache.lengths.tolist() == [0, 8, 7]
+    check_summary(cache)
+    # The prompt's two blocks hold what the others still see, and each of them wrote a block of its own.
+    assert (cache.table.some_cell == 0).all(-1).sum() == 8 - 4
+    assert (free(free(cache, 1), 2).table.some_cell == 0).all()
+
+
+def test_layers_share_one_table(rng):
+    cache = UnifiedCache.empty(2, 4 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    table, cells = jax.jit(lambda table: table.allocate(3))(cache.table)
+    layers = [cache.store(table, cells, *tokens(rng, 2, 3)) for _ in range(2)]
+    alone = write(cache, tokens(rng, 2, 3), None, None)
+    for layer in layers:
+        assert held(layer, 1).keys() == held(alone, 1).keys() == {0, 1, 2}
+    assert held(layers[0], 1) != held(layers[1], 1)
+
+
+@pytest.mark.parametrize("capacity", [5, 64])
+def test_a_ring_holds_the_newest_tokens(capacity, rng):
+    cache = SlabCache.empty(3, capacity, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    expected = [{}, {}, {}]
+    for longest in (12, 1, 1, 3):
+        key, value = tokens(rng, 3, longest)
+        counts = rng.integers(0, longest + 1, 3)
+        cache = write(cache, (key, value), None, jnp.asarray(counts))
+        for row in range(3):
+            start = 1 + max(expected[row], default=-1)
+            expected[row] |= {start + i: (key[row, i, 0, 0], value[row, i, 0, 0]) for i in range(counts[row])}
+            kept = sorted(expected[row])[-capacity:]
+            assert held(cache, row) == {place: expected[row][place] for place in kept}
+    assert held(cache.free(1), 1) == {}
+
+
+def test_writing_in_place(rng):
+    """A donated cache is updated where it lies."""
+    for cache in (SlabCache.empty(2, 64, 1, 1), UnifiedCache.empty(2, 256, 1, 1)):
+        new = jnp.ones((2, 1, 1, 1), jnp.bfloat16)
+        step = jax.jit(lambda cache, new: cache.write(new, new), donate_argnums=0).lower(cache, new).compile()
+        memory = step.memory_analysis()
+        assert memory.alias_size_in_bytes >= cache.key.nbytes + cache.value.nbytes
+
+
+def test_a_full_shared_cache(rng):
+    cache = UnifiedCache.empty(2, 3 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    cache = write(cache, tokens(rng, 2, 5), None, jnp.array([5, 2]))
+    cache.check_room(2)
+    message = (
+        "8 more tokens of 2 sequences need 1 free blocks of 4 cells, but 0 of 3 are free; "
+        "free a sequence, or make the cache with capacity=16"
+    )
+    with pytest.raises(CacheFull, match=re.escape(message)):
+        cache.check_room([3, 5])
+    cache.check_room(3, sequences=[0])
+    kept = held(cache, 1)
+    cache = write(cache, tokens(rng, 2, 5), None, jnp.array([5, 5]))
+    assert held(cache, 1).items() >= kept.items(), "what was there stays"
+    with pytest.raises(CacheFull, match="5 tokens found no room in the 12 cells and are lost; ask check_room before"):
+        cache.check_room(0)
+
+
+def test_a_slab_that_is_no_ring_for_the_mask(rng):
+    cache = SlabCache.empty(2, 10, 1, 1, dtype=jnp.float32)
+    cache = write(cache, tokens(rng, 2, 8), None, jnp.array([8, 3]))
+    cache.check_room(2, CausalMask())
+    cache.check_room(100, LocalMask(6, 0), tokens_per_step=4)
+    message = (
+        "sequence 0 holds 8 tokens and is to gain 3, for which this mask needs 11 cells of its 10; "
+        "end the sequence, or make the cache with capacity=11"
+    )
+    with pytest.raises(CacheFull, match=re.escape(message)):
+        cache.check_room(3, CausalMask())
+    with pytest.raises(CacheFull, match="needs 11 cells"):
+        cache.check_room([0, 100], LocalMask(6, 0), tokens_per_step=5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "capacity"),
+    [
+        (None, 500),
+        (CausalMask(), 500),
+        (LocalMask(9, 0), 13),
+        (ChunkedCausalMask(20), 23),
+        (CausalMask() & LocalMask(9, 0) & PrefixMask(5), 13),
+        (CausalMask() | LocalMask(9, 0), 500),
+        (ChunkedCausalMask(20) | LocalMask(9, 0), 23),
+        (MaskFn(lambda q, kv: kv <= q) & LocalMask(9, 0), 13),
+        (MultiHeadMask([LocalMask(9, 0), LocalMask(30, 0)]), 34),
+        (~LocalMask(9, 0), 500),
+        (LocalMask(9_000, 0), 500),
+    ],
+    ids=repr,
+)
+def test_slab_capacity(mask, capacity):
+    assert slab_capacity(mask, 500, tokens_per_step=4) == capacity
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SlabCache.empty(2, 0, 1, 1), "capacity=0 must be at least 1"),
+        (lambda: UnifiedCache.empty(2, 100, 1, 1), "capacity=100 is not a multiple of block_size=128; use 128"),
+        (lambda: slab_capacity(None, 0), "max_length=0 must be at least 1"),
+        (lambda: UnifiedCache.empty(2, 128, 1, 1).share(1, 1), "sequence 1 can't be replaced by its own start"),
+        (
+            lambda: SlabCache.empty(2, 8, 1, 4).write(jnp.ones((2, 1, 1, 3)), jnp.ones((2, 1, 1, 4))),
+            "key must be [batch, tokens, 1, 4] for this cache, got (2, 1, 1, 3)",
+        ),
+        (
+            lambda: SlabCache.empty(2, 8, 1, 4).write(jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 1, 4))),
+            "key is float32, but the cache holds bfloat16; cast it",
+        ),
+        (
+            lambda: UnifiedCache.empty(2, 128, 1, 1).table.allocate(1, num_tokens=jnp.ones(3, int)),
+            "num_tokens must be integers [2]",
+        ),
+        (
+            lambda: jax.jit(lambda cache: cache.check_room(1))(UnifiedCache.empty(2, 128, 1, 1)),
+            "check_room reads the cache on the host; call it outside jax.jit",
+        ),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()

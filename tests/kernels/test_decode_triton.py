@@ -1,0 +1,113 @@
+"""Decoding in Triton: the kernels in Triton's interpreter and on a GPU, and what they refuse."""
+
+import importlib.util
+import logging
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from kernels import CausalMask, LocalMask, MaskFn, MultiHeadMask, Target
+from kernels.decode import blockwise
+from kernels.decode.attention import select_implementation
+from kernels.decode.call import make_decode_call
+from kernels.decode.triton import support
+from tests.kernels.decode_session import (
+    CAUSAL,
+    HEAD_DIM,
+    HEADS,
+    MASKS,
+    NUM_COMPARED,
+    NUM_SEQUENCES,
+    WINDOW,
+    Session,
+    empty_cache,
+    poisoned,
+    run_session,
+    strided,
+)
+
+A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
+KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "complement", "function", "array")]
+
+
+def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100):
+    """A call as compiled for a target."""
+    cache = empty_cache("slab", dtype, block_size=block_size)
+    query = jnp.ones((NUM_SEQUENCES, 1, HEADS, HEAD_DIM), dtype)
+    nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
+    return make_decode_call(query, cache, mask, **nothing)[1]._replace(target=target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("form", ["slab", "unified"])
+@pytest.mark.parametrize("name", KEPT_BY_INTERVALS)
+def test_a_session_on_the_gpu(name, form, dtype, rng):
+    cache = empty_cache(form, dtype, block_size=16)
+    session = Session(rng, cache, MASKS[name], implementation="triton", logits_soft_cap=3.0, sinks=jnp.ones(HEADS))
+    run_session(session)
+    assert session.compare(3e-2 if dtype == jnp.bfloat16 else 4e-3) == NUM_COMPARED
+
+
+@pytest.mark.parametrize(
+    ("form", "mask", "cap", "has_sinks"), [("slab", MASKS["per_head"], 3.0, True), ("unified", CAUSAL, None, False)]
+)
+def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
+    """Every kernel, against the blockwise form; neighbours' cells hold NaN and infinity."""
+    triton = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
+    from kernels.decode.triton.split import attend_split
+
+    # Triton's interpreter multiplies bfloat16 as integers.
+    session = Session(rng, empty_cache(form, jnp.float16, block_size=16), mask)
+    session.cache = poisoned(session.cache)
+    session.start({0: 20, 2: 24})
+    query, _ = session.append({0: 3, 2: 3}, 3)
+    inputs, call = make_decode_call(
+        query,
+        session.cache,
+        mask,
+        sequences=None,
+        query_positions=None,
+        scale=0.5,
+        logits_soft_cap=cap,
+        sinks=jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if has_sinks else None,
+    )
+    output, lse = attend_split(inputs, call, num_programs=6, interpret=True)
+    expected, expected_lse = blockwise.attend(inputs, call)
+    assert (lse[1] == -jnp.inf).all(), "a sequence that doesn't run"
+    assert jnp.allclose(lse, expected_lse, atol=3e-3)
+    assert jnp.allclose(output, expected, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"target": Target("tpu", "TPU v5", None)}, "needs an NVIDIA GPU, not TPU v5"),
+        ({"target": TURING}, "needs an NVIDIA GPU of compute capability 8.0, this one has 7.5"),
+        ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
+        ({"mask": MaskFn(strided)}, "needs masks that allow each query one interval of keys, not MaskFn"),
+        ({"mask": MultiHeadMask([CAUSAL] * 3 + [CausalMask() & ~WINDOW])}, "needs masks that allow each query"),
+        ({"block_size": 40}, "takes a block_size that is a multiple of 16, not 40"),
+    ],
+)
+def test_refusals(change, reason, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    call = call_of(**change)
+    with pytest.raises(ValueError, match=f"implementation='triton' can't serve this call: {re.escape(reason)}"):
+        select_implementation(call, "triton")
+    with caplog.at_level(logging.INFO, "kernels.decode.attention"):
+        assert select_implementation(call) is blockwise
+    assert any(message.startswith(f"decoding: triton passed over: {reason}") for message in caplog.messages)
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert (
+        support.unsupported_reason(call_of()) == "needs triton, which isn't installed; install flax-longcontext[cuda13]"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert support.unsupported_reason(call_of()) is None
+    assert support.unsupported_reason(call_of(LocalMask(3, 0))) is None
