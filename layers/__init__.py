@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from layers.activation_sharding import ActivationSharding
     from layers.attention import Attention
     from layers.flax_interop import attention_fn
-    from layers.gpt import GPT, Block
+    from layers.gpt import GPT, Block, init_caches, unroll_params, unrolled_config
     from layers.mlp import MLP
     from layers.norm import RMSNorm
     from layers.rotary import apply_rope
@@ -29,6 +29,9 @@ _MODULE_OF = {
     "RMSNorm": "layers.norm",
     "apply_rope": "layers.rotary",
     "attention_fn": "layers.flax_interop",
+    "init_caches": "layers.gpt",
+    "unroll_params": "layers.gpt",
+    "unrolled_config": "layers.gpt",
 }
 
 __all__ = [
@@ -42,6 +45,9 @@ __all__ = [
     "RopeScaling",
     "apply_rope",
     "attention_fn",
+    "init_caches",
+    "unroll_params",
+    "unrolled_config",
 ]
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Mask, MultiHeadMask, dot_product_attention
+from kernels import CausalMask, Mask, MultiHeadMask, SlabCache, decode_attention, dot_product_attention
 from layers.activation_sharding import ActivationSharding
 from layers.config import RopeScaling, check_heads
 from layers.initializers import small_init
@@ -133,23 +133,72 @@ class Attention(nnx.Module):
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
         """
-        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        if self.qk_norm:
-            # The norms' backward needs what went in.
-            query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rope_base is not None:
-            if rotation is None:
-                rotation = self.make_rotation(inputs.shape[1], positions)
-            assert rotation is not None, "there is a rope_base"
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        # What the kernel's backward needs; turning has no need of what went in.
-        query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
+        if rotation is None:
+            rotation = self.make_rotation(inputs.shape[1], positions)
+        query, key, value = self._project(inputs, rotation)
         # A mask that only looks at kv - q gives the same answer on a token's place in the row, which is known ahead of
         # time and lets the kernel plan its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions)
         return checkpoint_name(self.output(attended), "projection")
+
+    def prefill(
+        self,
+        inputs: Float[Array, "B T W"],
+        cache: SlabCache,
+        rotation: Rotation | None,
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], SlabCache]:
+        """A call on sequences that begin here, whose keys and values are kept for `decode`.
+
+        Args:
+          inputs: as in a call. What follows a row's tokens is padding, unseen by a mask that only looks back.
+          cache: its sequences that the rows are to become hold no tokens yet.
+          rotation: the rotary embedding's angles at positions 0, 1, …
+          sequences: the cache's sequence of each row; None: row i is sequence i.
+          num_tokens: tokens of each row; None: all.
+
+        Returns:
+          What a call returns, and the cache.
+        """
+        query, key, value = self._project(inputs, rotation)
+        outputs = self.output(self._attend(query, key, value, segment_ids=None, positions=None))
+        return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens)
+
+    def decode(
+        self,
+        inputs: Float[Array, "B T W"],
+        cache: SlabCache,
+        rotation: Rotation | None,
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], SlabCache]:
+        """Attends from a few new tokens of each of the cache's sequences to all that the mask allows of it.
+
+        Args:
+          inputs: 1 to 16 tokens of each sequence.
+          cache: the sequences so far; the new tokens are added to it.
+          rotation: the rotary embedding's angles at the new tokens' positions.
+          num_tokens: tokens of each row that count, 0 for a sequence that isn't to grow; None: all.
+
+        Returns:
+          The attention's contribution to the residual stream, and the cache. What comes out for a token that doesn't
+          count has no meaning.
+        """
+        query, key, value = self._project(inputs, rotation)
+        positions = cache.lengths[:, None] + jnp.arange(inputs.shape[1], dtype=jnp.int32)
+        cache = cache.write(key, value, num_tokens=num_tokens)
+        attended = decode_attention(
+            query,
+            cache,
+            self.mask,
+            query_positions=positions,
+            sinks=None if self.sinks is None else self.sinks[...],
+            logits_soft_cap=self.logits_soft_cap,
+        )
+        return self.output(attended), cache
 
     def make_rotation(self, length: int, positions: Int[Array, "B T"] | None) -> Rotation | None:
         """The rotary embedding's angles at these positions, for layers like this one to share; None if it has none."""
@@ -157,6 +206,21 @@ class Attention(nnx.Module):
             return None
         places = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
         return make_rotation(places, self.head_dim, base=self.rope_base, scaling=self.rope_scaling)
+
+    def _project(
+        self, inputs: Float[Array, "B T W"], rotation: Rotation | None
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
+        if self.qk_norm:
+            # The norms' backward needs what went in.
+            query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.rope_base is not None:
+            assert rotation is not None, "there is a rope_base"
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        # What the kernel's backward needs; turning has no need of what went in.
+        query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
+        return query, key, value
 
     @jax.named_scope("dot_product_attention")
     def _attend(

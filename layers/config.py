@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kernels import CausalMask, Mask, MultiHeadMask
 from kernels.backends import BACKENDS
+from kernels.masks import AndMask, OrMask
 
 DTypeName = Literal["float32", "bfloat16"]
 MLPKind = Literal["gelu", "swiglu"]
@@ -136,6 +137,19 @@ class GPTConfig:
         if not self.norm_epsilon > 0:
             raise ValueError(f"model.norm_epsilon={self.norm_epsilon} must be positive")
 
+    def check_looks_back_only(self) -> None:
+        """Checks that a text can be written with this model, one token after another.
+
+        Raises:
+          ValueError: a mask lets a token see later ones, or has no closed form to tell by.
+        """
+        for mask in self.masks:
+            if _may_look_ahead(mask):
+                raise ValueError(
+                    f"the model's mask {mask!r} may let a token see later ones, which aren't there yet while a text is "
+                    "being written; sampling needs masks that only look back, such as CausalMask() & LocalMask(1023, 0)"
+                )
+
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole network, the embedding among them."""
@@ -144,6 +158,20 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
         return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
+
+
+def _may_look_ahead(mask: Mask) -> bool:
+    """Whether a query may see a key at a later position; True as well where the mask has no closed form to tell by."""
+    if mask.band is not None:
+        return mask.band.right is None or mask.band.right > 0
+    match mask:
+        case MultiHeadMask(masks=masks):
+            return any(map(_may_look_ahead, masks))
+        case OrMask(a=a, b=b):
+            return _may_look_ahead(a) or _may_look_ahead(b)
+        case AndMask(a=a, b=b):
+            return _may_look_ahead(a) and _may_look_ahead(b)
+    return True
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None) -> None:

@@ -5,8 +5,9 @@ Shapes: B batch, T tokens, W width, V vocabulary, L layers of one stack.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels import Mask
+from kernels import Mask, SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
 from layers.config import GPTConfig, RematPolicy
@@ -95,6 +96,23 @@ class Block(nnx.Module):
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
         with jax.named_scope("attention"):
             hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation)
+        return self._add_mlp(hidden)
+
+    def prefill(
+        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **rows: Any
+    ) -> tuple[Float[Array, "B T W"], SlabCache]:
+        """Returns the residual stream after this block and the cache; see `Attention.prefill` for the arguments."""
+        attended, cache = self.attention.prefill(self.attention_norm(hidden), cache, rotation, **rows)
+        return self._add_mlp(hidden + attended), cache
+
+    def decode(
+        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **rows: Any
+    ) -> tuple[Float[Array, "B T W"], SlabCache]:
+        """Returns the residual stream after this block and the cache; see `Attention.decode` for the arguments."""
+        attended, cache = self.attention.decode(self.attention_norm(hidden), cache, rotation, **rows)
+        return self._add_mlp(hidden + attended), cache
+
+    def _add_mlp(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         with jax.named_scope("mlp"):
             hidden = hidden + self.mlp(self.mlp_norm(hidden))
         if self.activation_sharding is not None:
@@ -175,6 +193,79 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], positions)
+
+        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
+            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation)
+
+        return self.final_norm(self._apply_blocks(apply_block, self._embed(tokens)))
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: tuple[SlabCache, ...],
+        *,
+        sequences: Int[Array, " B"] | None = None,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
+        """Runs the network on prompts as in training, and keeps their keys and values for `decode`.
+
+        Args:
+          tokens: token ids; what follows a row's own is padding, which no other token sees.
+          caches: from `init_caches`; the sequences that the rows are to become hold no tokens yet.
+          sequences: which sequence of the caches each row becomes; None: row i is sequence i.
+          num_tokens: tokens of each row; None: all.
+
+        Returns:
+          Hidden states as from a call, and the caches.
+
+        Raises:
+          ValueError: a mask looks ahead, so that what later tokens would change is computed already.
+
+        Example:
+          >>> sizes = dict(vocab_size=256, num_layers=1, width=64, num_heads=4, num_kv_heads=2, head_dim=16)
+          >>> model = GPT(GPTConfig(**sizes, mlp_width=128), rngs=nnx.Rngs(0))
+          >>> prompts, token = jnp.zeros((2, 100), jnp.int32), jnp.zeros((2, 1), jnp.int32)
+          >>> _, caches = jax.eval_shape(model.prefill, prompts, init_caches(model.config, 2, length=128))
+          >>> hidden, caches = jax.eval_shape(model.decode, token, caches)
+          >>> hidden.shape
+          (2, 1, 64)
+        """
+        self.config.check_looks_back_only()
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], None)
+
+        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
+            block = nnx.merge(graphdef, state)
+            return block.prefill(hidden, cache, rotation, sequences=sequences, num_tokens=num_tokens)
+
+        return self._apply_with_caches(apply_block, tokens, caches)
+
+    def decode(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: tuple[SlabCache, ...],
+        *,
+        num_tokens: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
+        """Runs the network on the next few tokens of every sequence.
+
+        Args:
+          tokens: 1 to 16 new tokens of each of the caches' sequences, no more than `init_caches` was told of.
+          caches: what `prefill` or `decode` returned last.
+          num_tokens: tokens of each row that count, from its first: 0 leaves a sequence as it is; None: all.
+
+        Returns:
+          Hidden states of the new tokens, those of a call on the whole sequence, and the caches.
+        """
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], caches[0].lengths[:, None] + places)
+
+        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
+            return nnx.merge(graphdef, state).decode(hidden, cache, rotation, num_tokens=num_tokens)
+
+        return self._apply_with_caches(apply_block, tokens, caches)
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         table = self.embedding.embedding[...]
         if self.activation_sharding is not None:
             table = self.activation_sharding.constrain_embedding(table)
@@ -184,20 +275,26 @@ class GPT(nnx.Module):
             hidden = jnp.take(table, tokens, axis=0).astype(self.config.compute_dtype)
         if self.activation_sharding is not None:
             hidden = self.activation_sharding.constrain_hidden(hidden)
+        return hidden
 
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], positions)
-
-        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
-            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation)
-
-        return self.final_norm(self._apply_blocks(apply_block, hidden))
+    def _apply_with_caches(
+        self,
+        apply_block: Callable[[nnx.GraphDef, nnx.State, Array, SlabCache], tuple[Array, SlabCache]],
+        tokens: Int[Array, "B T"],
+        caches: tuple[SlabCache, ...],
+    ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
+        # Layer by layer: a loop would copy every layer's cache out of a stack and back, for a few tokens each time.
+        apply = jax.jit(apply_block, static_argnums=(0,))
+        hidden, grown = self._embed(tokens), []
+        for (graphdef, state), cache in zip(self._split_layers(), caches, strict=True):
+            hidden, cache = apply(graphdef, state, hidden, cache)
+            grown.append(cache)
+        return self.final_norm(hidden), tuple(grown)
 
     def _apply_blocks(self, apply_block: ApplyBlock, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        graphdefs, states = zip(*(nnx.split(stack) for stack in self.blocks), strict=True)
-        # Once for all layers and both passes; each layer would cast its own, forward and again backward.
-        states = _with_kernels_in(jnp.dtype(self.config.compute_dtype), states)
         if not self.config.scan_layers:
-            return self._apply_each(apply_block, graphdefs, states, hidden)
+            return self._apply_each(apply_block, hidden)
+        graphdefs, states = self._split_stacks()
         num_repeats, num_left_over = divmod(self.config.num_layers, len(graphdefs))
         # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
         # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
@@ -214,20 +311,25 @@ class GPT(nnx.Module):
             hidden = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
         return hidden
 
-    def _apply_each(
-        self,
-        apply_block: ApplyBlock,
-        graphdefs: tuple[nnx.GraphDef, ...],
-        states: tuple[nnx.State, ...],
-        hidden: Float[Array, "B T W"],
-    ) -> Float[Array, "B T W"]:
+    def _apply_each(self, apply_block: ApplyBlock, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
         apply = jax.jit(_rematerialized(apply_block, self.config.remat, prevent_cse=True), static_argnums=(0,))
+        for graphdef, state in self._split_layers():
+            hidden = apply(graphdef, state, hidden)
+        return hidden
+
+    def _split_layers(self) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
+        """The blocks in the order of the layers, unstacked."""
+        graphdefs, states = self._split_stacks()
         unstacked = [_unstack(state) for state in states]
         for layer in range(self.config.num_layers):
             repeat, pattern_index = divmod(layer, len(graphdefs))
-            hidden = apply(graphdefs[pattern_index], unstacked[pattern_index][repeat], hidden)
-        return hidden
+            yield graphdefs[pattern_index], unstacked[pattern_index][repeat]
+
+    def _split_stacks(self) -> tuple[tuple[nnx.GraphDef, ...], tuple[nnx.State, ...]]:
+        graphdefs, states = zip(*(nnx.split(stack) for stack in self.blocks), strict=True)
+        # Once for all layers and both passes; each layer would cast its own, forward and again backward.
+        return graphdefs, _with_matrices_in(jnp.dtype(self.config.compute_dtype), states)
 
     @property
     def head_kernel(self) -> Float[Array, "W V"]:
@@ -240,6 +342,57 @@ class GPT(nnx.Module):
         return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=jnp.float32)
 
 
+def init_caches(
+    config: GPTConfig, num_sequences: int, length: int, *, tokens_per_step: int = 1
+) -> tuple[SlabCache, ...]:
+    """Empty caches for `GPT.prefill` and `GPT.decode`, one for each layer.
+
+    Args:
+      config: of the GPT.
+      num_sequences: sequences to decode side by side.
+      length: tokens that each of them may grow to. A layer whose mask looks only so far back keeps that many.
+      tokens_per_step: tokens of a sequence that `decode` is given at a time.
+    """
+    masks = (config.masks[layer % len(config.masks)] for layer in range(config.num_layers))
+    return tuple(
+        SlabCache.empty(
+            num_sequences,
+            slab_capacity(mask, length, tokens_per_step),
+            config.num_kv_heads,
+            config.head_dim,
+            dtype=config.compute_dtype,
+        )
+        for mask in masks
+    )
+
+
+def unrolled_config(config: GPTConfig) -> GPTConfig:
+    """Config of the same GPT with every layer by itself; see `unroll_params`."""
+    masks = tuple(config.masks[layer % len(config.masks)] for layer in range(config.num_layers))
+    return dataclasses.replace(config, masks=masks, scan_layers=False)
+
+
+def unroll_params(config: GPTConfig, params: Any) -> Any:
+    """Lays a model out for `GPT.prefill` and `GPT.decode`: each layer by itself, matrices in the compute dtype.
+
+    The model computes the same. But a step of decoding reads every matrix for the sake of a few tokens, and would spend
+    its time on taking them out of their stacks and casting them.
+
+    Args:
+      config: of a GPT.
+      params: its parameters, a nested dict by the names of its attributes, as `nnx.to_pure_dict` makes it.
+
+    Returns:
+      The parameters of the GPT of `unrolled_config(config)`.
+    """
+    pattern_length = len(config.masks)
+    blocks = {}
+    for layer in range(config.num_layers):
+        repeat, pattern_index = divmod(layer, pattern_length)
+        blocks[layer] = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat][None], params["blocks"][pattern_index])
+    return _with_matrices_in(jnp.dtype(config.compute_dtype), params | {"blocks": blocks})
+
+
 def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse: bool) -> ApplyBlock:
     if remat == "none":
         return apply_block
@@ -247,14 +400,14 @@ def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse:
     return jax.checkpoint(apply_block, policy=policy, prevent_cse=prevent_cse, static_argnums=(0,))
 
 
-def _with_kernels_in(dtype: jnp.dtype, states: Any) -> Any:
-    """The blocks' matrices in the compute dtype; norm scales and sinks, which float32 sums meet, as they are."""
+def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:
+    """Matrices in the compute dtype; norm scales and sinks, which float32 sums meet, as they are."""
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        is_kernel = any(getattr(key, "key", None) == "kernel" for key in path)
-        return leaf.astype(dtype) if is_kernel else leaf
+        is_matrix = any(getattr(key, "key", None) in ("kernel", "embedding") for key in path)
+        return leaf.astype(dtype) if is_matrix else leaf
 
-    return jax.tree_util.tree_map_with_path(cast, states)
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def _unstack(state: nnx.State) -> list[nnx.State]:

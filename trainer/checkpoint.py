@@ -74,7 +74,7 @@ class Checkpoints:
         self._failure: TrainingFailed | None = None
         for unfinished in self._folder.glob("*.tmp"):
             shutil.rmtree(unfinished)
-        self._steps = sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdigit())
+        self._steps = _steps_in(self._folder)
 
     @property
     def newest(self) -> Path | None:
@@ -103,10 +103,7 @@ class Checkpoints:
                 return Restored(step, state, run["data"], tuple(damaged))
             damaged.append(Damaged(path, reason))
         if damaged:
-            raise TrainingFailed(
-                "\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)])
-                + "\nput a good copy back, or start afresh with another --workdir"
-            )
+            raise _all_damaged(damaged, "put a good copy back, or start afresh with another --workdir")
         return None
 
     def save(self, step: int, state: Any, data_state: Any) -> None:
@@ -161,7 +158,7 @@ class Checkpoints:
             return self._orbax.restore(path / "state", abstract_state)
         except Exception as error:
             # Its digests are right, so it isn't damaged, and to pass over it would quietly lose the newest steps.
-            raise TrainingFailed(f"checkpoint {path} is whole, but this version can't restore it: {error}") from error
+            raise _cannot_restore(path, error) from error
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -205,6 +202,64 @@ class Checkpoints:
             shutil.rmtree(oldest.replace(oldest.with_name(f"{oldest.name}.tmp")))
 
 
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to read the model from."""
+
+    path: Path
+    step: int
+    tokenizer: str | None
+    """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
+    damaged: tuple[Damaged, ...]
+    """Newer checkpoints that were passed over."""
+
+
+def find_newest(folder: Path) -> FoundCheckpoint | None:
+    """Looks for the newest whole checkpoint, without touching any: their run may be under way.
+
+    Args:
+      folder: a run's `checkpoints/`.
+
+    Returns:
+      None if there is no checkpoint.
+
+    Raises:
+      TrainingFailed: there are checkpoints, but all are damaged.
+    """
+    damaged: list[Damaged] = []
+    for step in reversed(_steps_in(folder) if folder.is_dir() else []):
+        path = folder.absolute() / str(step)
+        reason = find_damage(path)
+        if reason is None:
+            run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            return FoundCheckpoint(path, step, run["data"].get("tokenizer"), tuple(damaged))
+        damaged.append(Damaged(path, reason))
+    if damaged:
+        raise _all_damaged(damaged, "put a good copy back")
+    return None
+
+
+def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
+    """Reads the model's parameters alone.
+
+    Args:
+      checkpoint: from `find_newest`.
+      abstract_params: their tree of `jax.ShapeDtypeStruct`s with shardings.
+
+    Raises:
+      TrainingFailed: they are of another form, or can't be read.
+    """
+    wanted = {"params": abstract_params}
+    arguments = ocp.args.PyTreeRestore(
+        wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    with ocp.PyTreeCheckpointer() as orbax:
+        try:
+            return orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+        except Exception as error:
+            raise _cannot_restore(checkpoint.path, error) from error
+
+
 def find_damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, by its digests, or None if every file is as it was written."""
     try:
@@ -216,6 +271,18 @@ def find_damage(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{_DIGESTS} can't be read: {error}"
     return _first_difference(expected, found)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def _all_damaged(damaged: list[Damaged], remedy: str) -> TrainingFailed:
+    return TrainingFailed("\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)]) + f"\n{remedy}")
+
+
+def _cannot_restore(path: Path, error: Exception) -> TrainingFailed:
+    return TrainingFailed(f"checkpoint {path} is whole, but this version can't restore it: {error}")
 
 
 def _first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:

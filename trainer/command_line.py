@@ -86,18 +86,26 @@ def apply_overrides(
     Raises:
       UserMistake, SystemExit: as `parse_command_line`.
     """
-    _refuse_unknown_flags(overrides, options, program)
-    wants_help = "-h" in overrides or "--help" in overrides
-    if options["config"] is None and not wants_help:
+    refuse_unknown_flags(overrides, [*options, *flag_types()], program)
+    if options["config"] is None and not wants_help(overrides):
         raise UserMistake(f"--config FILE is missing; for example: {program} --config experiments/smoke.py")
     make_command: Callable[..., Command] = command
     default = make_command(**options, train=load_config(options["config"])) if options["config"] else None
-    return _apply(command, overrides, default, wants_help, program)
+    return apply_flags(command, overrides, default, program=program)
 
 
-def _refuse_unknown_flags(arguments: Sequence[str], options: Iterable[str], program: str) -> None:
-    """tyro would name several flags, in a box; one sentence with the nearest one is easier to read."""
-    known = {"--help", *(f"--{name.replace('_', '-')}" for name in [*options, *flag_types()])}
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for nothing but its help."""
+    return "-h" in arguments or "--help" in arguments
+
+
+def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], program: str) -> None:
+    """tyro would name several flags, in a box; one sentence with the nearest one is easier to read.
+
+    Raises:
+      UserMistake: an argument looks like a flag and names none of the fields.
+    """
+    known = {"--help", *(f"--{name.replace('_', '-')}" for name in fields)}
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in known:
@@ -107,9 +115,19 @@ def _refuse_unknown_flags(arguments: Sequence[str], options: Iterable[str], prog
             )
 
 
-def _apply(
-    command: type[Command], overrides: Sequence[str], default: Command | None, wants_help: bool, program: str
-) -> Command:
+def apply_flags(command: type[Command], overrides: Sequence[str], default: Command | None, *, program: str) -> Command:
+    """Applies the flags of a command's fields.
+
+    Args:
+      command: a dataclass.
+      overrides: the flags.
+      default: what they are applied to; None: the fields' own defaults.
+      program: for help and messages.
+
+    Raises:
+      UserMistake: an ill-typed value, or what the dataclass refuses.
+      SystemExit: with status 0, after `--help` was printed.
+    """
     refusal = io.StringIO()
     mask_problems: list[str] = []
     registry = ConstructorRegistry()
@@ -117,7 +135,7 @@ def _apply(
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
         # Help goes to the terminal as tyro draws it; a refusal is caught, to be said in one sentence.
-        with registry, contextlib.nullcontext() if wants_help else contextlib.redirect_stderr(refusal):
+        with registry, contextlib.nullcontext() if wants_help(overrides) else contextlib.redirect_stderr(refusal):
             return tyro.cli(command, prog=program, args=list(overrides), config=_TYRO, **options)
     except SystemExit as stop:
         if not stop.code:

@@ -168,6 +168,49 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True)
+class TokenChoice:
+    """How a sampled text's next token is chosen."""
+
+    temperature: float = 0.8
+    """Logits are divided by it; less makes likely tokens likelier. 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest tokens only; None: among all."""
+    top_p: float | None = None
+    """Choose among the fewest likeliest tokens whose probabilities reach this sum (arXiv:1904.09751); None: all."""
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 takes the likeliest")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1; None chooses among all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be more than 0 and at most 1; None chooses among all tokens")
+
+
+@dataclass(frozen=True)
+class SamplesConfig(TokenChoice):
+    """Texts that the model continues at each evaluation, printed beside the loss; off without prompts.
+
+    A device holds the whole model for it, in the compute dtype, and a cache.
+    """
+
+    prompts: tuple[str, ...] = ()
+    """What to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
+    num_tokens: int = 64
+    """Tokens added to each prompt, fewer where the document or the context ends."""
+    seed: int = 0
+    """Seed of the choices; the same at each evaluation."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_tokens < 1 or self.seed < 0:
+            raise ValueError(
+                f"samples.num_tokens={self.num_tokens} must be at least 1, "
+                f"and samples.seed={self.seed} must not be negative"
+            )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved, and how often."""
 
@@ -219,6 +262,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
 
@@ -267,4 +311,11 @@ class TrainConfig:
                 f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "
                 "updates vanish in less; set it to float32 (model.compute_dtype is what the matmuls run in)"
             )
+        if self.samples.prompts:
+            self.model.check_looks_back_only()
+            if self.data.source == "bin" and self.data.tokenizer is None:
+                raise ValueError(
+                    "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
+                    "set data.tokenizer to its tokenizer.json"
+                )
         self.optimizer.num_decay_steps(self.num_steps)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib.machinery
 import importlib.util
+import json
 import traceback
 import types
 import typing
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kernels import Mask
+from kernels import Mask, parse_mask
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
 
@@ -62,6 +63,42 @@ def config_to_json(config: Any) -> Any:
     if isinstance(config, tuple | list):
         return [config_to_json(item) for item in config]
     return config
+
+
+def load_saved_config(path: Path) -> TrainConfig:
+    """Reads the config that a workdir keeps.
+
+    Args:
+      path: a `config.json`, as `config_to_json` makes it. Fields that it lacks get their defaults: they were added to
+        the config after it was written.
+
+    Raises:
+      UserMistake: the file is missing, isn't a config, or holds what no longer is one.
+    """
+    try:
+        config = _from_json(json.loads(path.read_text(encoding="utf-8")), TrainConfig)
+    except OSError as error:
+        raise UserMistake(f"config {path} can't be read: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise UserMistake(f"config {path} can't be read back: {error}") from error
+    for name, problem in _ill_typed(config):
+        raise UserMistake(f"config {path}: {name}{problem}")
+    return config
+
+
+def _from_json(value: Any, hint: Any) -> Any:
+    if get_origin(hint) is tuple:
+        return tuple(_from_json(item, get_args(hint)[0]) for item in value)
+    if hint is Mask:
+        return parse_mask(value)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"expected the fields of a {typing.cast(type, hint).__name__}, got {value!r}")
+        hints = get_type_hints(hint)
+        for name in value.keys() - hints.keys():
+            raise ValueError(f"this version knows no {name!r}{did_you_mean(name, hints)}")
+        return typing.cast(type, hint)(**{name: _from_json(item, hints[name]) for name, item in value.items()})
+    return value
 
 
 def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:

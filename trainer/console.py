@@ -13,6 +13,10 @@ from rich.table import Column, Table
 from trainer.compilation import CompileReport
 from trainer.evaluate import Evaluation
 
+# Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
 
 @dataclass(frozen=True)
 class Window:
@@ -126,6 +130,11 @@ class Console:
         """A validation loss."""
         self.note(f"step {step}: validation {format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)}")
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """A prompt and what the model makes of it."""
+        sample = f"{prompt}▸{text}"
+        self.note(f"step {step}: sample: {visible(sample) if self._is_terminal else sample}")
+
     def stop_steps(self) -> None:
         """Takes the progress bar off the terminal's hands; safe to call at any time."""
         if self._progress is not None:
@@ -154,6 +163,15 @@ class Console:
             content.add_row(description)
             content.add_row(grid)
         self._output.print(Panel(content, title=title, title_align="left"), markup=False)
+
+
+def visible(text: str) -> str:
+    """Text with a sign in the place of each character that would steer the terminal, but for line ends and tabs.
+
+    >>> visible("red: \\x1b[31m")
+    'red: ␛[31m'
+    """
+    return text.translate(_PICTURES)
 
 
 def format_stages(report: CompileReport) -> str:

@@ -258,6 +258,10 @@ class TrainingLoop:
             [{"step": step, VALIDATION_LOSS: result.nats_per_token, "validation_bits_per_byte": result.bits_per_byte}]
         )
         self._console.evaluation(step, result)
+        if self._setup.samples is not None:
+            with self._account.measure("evaluation"):
+                for prompt, text in self._setup.samples.write(self._state.params, self._setup.trainer.mesh):
+                    self._console.sample(step, prompt, text)
 
     def _save(self) -> None:
         """Saves unless this very step is saved already."""

@@ -16,6 +16,7 @@ from trainer.data import Corpus, TrainIterator, load_corpus, make_train_iterator
 from trainer.flops import DevicePeak, FlopCounter, device_peak
 from trainer.recompilation import OnRecompile, RecompilingFunction
 from trainer.record import describe_devices
+from trainer.sample.during_training import Samples
 from trainer.sharding import batch_sharding, bytes_per_device, make_mesh
 from trainer.step import Batch, Trainer, TrainState, make_trainer
 
@@ -31,6 +32,8 @@ class Setup:
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
+    samples: Samples | None
+    """None: no prompts to continue."""
     flops: FlopCounter
     peak: DevicePeak
 
@@ -106,6 +109,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
       TrainingFailed: the devices can't be started.
     """
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
+    samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
@@ -131,6 +135,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
         attention=attention,
         batches=batches,
         validation_batches=[jax.device_put(batch, batch_sharding(mesh)) for batch in validation_batches],
+        samples=samples,
         flops=FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart),
         peak=device_peak(device, config.model.compute_dtype),
     )

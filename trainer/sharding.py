@@ -157,3 +157,13 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same value on every device."""
     return NamedSharding(mesh, P())
+
+
+def on_one_device(tree: Any, mesh: Mesh) -> Any:
+    """Gathers arrays on every device of the mesh, and takes one's whole copies, no longer bound to the others.
+
+    Args:
+      tree: arrays on the mesh.
+      mesh: from `make_mesh`.
+    """
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), jax.device_put(tree, replicated(mesh)))

@@ -25,6 +25,7 @@ FREE_TO_CHANGE = (
     "checkpoint.",
     "compilation.",
     "evaluation.every_num_steps",
+    "samples.",
 )
 _ABSENT = "(absent)"
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,3 +146,40 @@ def read_run():
         return record, [row for row in rows if "loss" in row], [row for row in rows if "loss" not in row]
 
     return read
+
+
+@pytest.fixture
+def random_texts(rng: np.random.Generator) -> Callable[[int], list[str]]:
+    """Distinct texts of mixed lengths, with characters of one to four bytes."""
+
+    def make(count: int) -> list[str]:
+        letters = np.array(list('abcdefgh \n{}"\\éß中🙂'))
+        return [f"{i}:" + "".join(rng.choice(letters, rng.integers(1, 200))) for i in range(count)]
+
+    return make
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    """A byte-level BPE tokenizer.json with merges, an end-of-document token, truncation, padding and a template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat and the hat", "the hat and the cat"] * 10, trainer)
+    end = tokenizer.token_to_id("<|endoftext|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

@@ -9,7 +9,7 @@ import numpy as np
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.sharding import batch_sharding, make_mesh, path_name
+from trainer.sharding import batch_sharding, make_mesh, on_one_device, path_name
 from trainer.step import make_trainer
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
@@ -66,12 +66,16 @@ def train(mesh_config, gradient_accumulation, batches):
         path_name(path): [leaf.shape, leaf.addressable_shards[0].data.shape]
         for path, leaf in jax.tree_util.tree_flatten_with_path(initial)[0]
     }
+    whole = on_one_device(initial.params, mesh)
+    num_devices = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(whole)}
     losses = []
     for batch in batches:
         state, metrics = trainer.train_step(state, jax.device_put(batch, batch_sharding(mesh)))
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
     nats, num_targets = trainer.eval_step(state.params, jax.device_put(batches[0], batch_sharding(mesh)))
     report = {
+        "gathered_on": sorted(num_devices),
+        "gathered_difference": largest_difference(jax.device_get(whole), initial_params),
         "losses": losses,
         "evaluation": [float(nats), int(num_targets)],
         "shards": shards,

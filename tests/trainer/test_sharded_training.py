@@ -53,6 +53,12 @@ def test_shardings_survive_the_step(run, mesh):
     assert run[0][mesh]["state_keeps_its_shardings"]
 
 
+@pytest.mark.parametrize("mesh", SHARDED)
+def test_a_whole_copy_can_be_had_on_one_device(run, mesh):
+    assert run[0][mesh]["gathered_on"] == [1]
+    assert run[0][mesh]["gathered_difference"] == 0
+
+
 def test_no_device_makes_a_whole_parameter(run):
     reports, _ = run
     assert "f32[64,16]" in reports["one_device"]["init_program"]

@@ -25,11 +25,12 @@ class TrainIterator:
         padding_fraction: share of an epoch's positions that holds no target.
     """
 
-    def __init__(self, sequences: PackedSequences, grain_iterator: Any, stream: dict[str, Any]):
+    def __init__(self, sequences: PackedSequences, grain_iterator: Any, stream: dict[str, Any], tokenizer: str):
         self.num_sequences = len(sequences)
         self.padding_fraction = sequences.padding_fraction
         self._grain_iterator = grain_iterator
         self._stream = stream
+        self._tokenizer = tokenizer
 
     def __iter__(self) -> TrainIterator:
         return self
@@ -38,8 +39,15 @@ class TrainIterator:
         return next(self._grain_iterator)
 
     def get_state(self) -> dict[str, Any]:
-        """The place in the stream, ready for JSON; a few hundred bytes, the same on every process."""
-        return {"stream": dict(self._stream), "grain": self._grain_iterator.get_state()}
+        """The place in the stream, ready for JSON; a few hundred bytes, the same on every process.
+
+        It also holds the tokenizer's identity, for whoever reads a checkpoint to know what its ids mean.
+        """
+        return {
+            "stream": dict(self._stream),
+            "tokenizer": self._tokenizer,
+            "grain": self._grain_iterator.get_state(),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to the place that `get_state` told of; what follows is what followed there, bit for bit.
@@ -126,7 +134,7 @@ def make_train_iterator(
         "batch_size": batch_size,
         "seed": seed,
     }
-    return TrainIterator(sequences, iter(dataset), stream)
+    return TrainIterator(sequences, iter(dataset), stream, corpus.tokenizer.identity)
 
 
 def make_validation_batches(

@@ -36,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without the special tokens."""
 
+    def find_token(self, text: str) -> int | None:
+        """Id of the one token, special ones among them, that a text names; None if there is no such."""
+
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of several documents in UTF-8, of dtype `token_dtype(vocab_size)`."""
 
@@ -62,6 +65,10 @@ class ByteTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(i for i in token_ids if i != self.end_of_document_id).decode(errors="replace")
+
+    def find_token(self, text: str) -> int | None:
+        ids = self.encode(text)
+        return ids[0] if len(ids) == 1 else None
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
@@ -114,6 +121,12 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in token_ids if i != self.end_of_document_id])
 
+    def find_token(self, text: str) -> int | None:
+        # By its name in the vocabulary; but a byte-level one spells a newline, say, as another character.
+        named = self._tokenizer.token_to_id(text)
+        ids = self.encode(text) if named is None else [named]
+        return ids[0] if len(ids) == 1 else None
+
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -161,6 +174,9 @@ class PretokenizedIds:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         raise DataError(self._no_text("decode"))
+
+    def find_token(self, text: str) -> int | None:
+        raise DataError(self._no_text("encode"))
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         raise DataError(self._no_text("encode"))

@@ -58,7 +58,7 @@ def compile_contender(name: str, work: Workload, implementation: str | None) -> 
     """
     make, step = FORMS[name]
     rng = np.random.default_rng()
-    layers, start = make(work, rng)
+    layers, start = jax.jit(lambda: make(work, rng))()
     tokens = work.tokens(rng)
     one_step = functools.partial(step, work, implementation)
     run = jax.jit(functools.partial(_run, one_step), donate_argnums=0)

@@ -13,9 +13,16 @@ _HOPPER = 9.0
 def fill_in(tuning: TritonTuning, call: AttentionCall) -> TritonTuning:
     """Settles what a tuning leaves open.
 
-    Split is the faster backward for every head dim. What the fused one saves in matmuls, two of seven, it loses in
-    adding dQ up in memory: at 1×2×32768 causal the kernel for dK and dV takes 1.14 ms at head dim 64 and 1.86 ms at
-    128, that for dQ 0.63 and 1.28 ms, the fused one 2.09 and 3.55 ms (H200, 2026-11-21).
+    Split is the default for every head dim: what the fused backward saves in matmuls, two of seven, it loses in adding
+    dQ up in memory. In ms, one H200, 1×2×32768 causal, each kernel alone with its best tiles (2026-11-21):
+
+        head dim   dK and dV + dQ         fused
+        32         0.73 + 0.50 =  1.23     1.21
+        64         1.14 + 0.63 =  1.77     2.09
+        128        1.86 + 1.28 =  3.14     3.55
+        256        7.50 + 2.76 = 10.26    15.70
+
+    At 32 the fused one has to clear dQ and to round it, too, so that both take as long.
     """
     forward, key_value, query = (_hopper_tiles if call.target.compute_capability == _HOPPER else _other_tiles)(call)
     return dataclasses.replace(
@@ -41,15 +48,15 @@ def _hopper_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, Triton
         return tall, TritonTiles(64, 64, 4, 3), tall
     if widest <= 128:
         return TritonTiles(64, 64, 4, 3), TritonTiles(64, 128, 8, 3), TritonTiles(128, 64, 8, 3)
-    # Whose registers hold half of the other shapes' dK and dV.
+    # Few keys, or the sums of dK and dV wouldn't fit into the registers.
     return TritonTiles(128, 64, 8, 2), TritonTiles(64, 32, 4, 2), TritonTiles(128, 32, 8, 3)
 
 
 def _other_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, TritonTiles]:
     """The same for GPUs that nothing was measured on.
 
-    Both backwards compile for 8.0, 8.6, 8.9, 10.0 and 12.0 within the 99 KB of shared memory that the smallest of
-    them have, and but for a few bytes without spilling registers.
+    Compiled for compute capability 8.0, 8.6, 8.9, 10.0 and 12.0, both backwards fit into each one's shared memory (at
+    most 89 KB but on 10.0), and calls with whole tiles spill no more than 8 bytes of a thread's registers.
     """
     widest = max(call.head_dim, call.value_dim)
     if widest <= 64:

@@ -29,17 +29,6 @@ def data_config(tmp_path: Path) -> Callable[..., DataConfig]:
 
 
 @pytest.fixture
-def random_texts(rng: np.random.Generator) -> Callable[[int], list[str]]:
-    """Distinct texts of mixed lengths, with characters of one to four bytes."""
-
-    def make(count: int) -> list[str]:
-        letters = np.array(list('abcdefgh \n{}"\\éß中🙂'))
-        return [f"{i}:" + "".join(rng.choice(letters, rng.integers(1, 200))) for i in range(count)]
-
-    return make
-
-
-@pytest.fixture
 def make_documents() -> Callable[..., Documents]:
     """Documents in memory, from their token lists; end-of-document is 256."""
 
@@ -51,32 +40,6 @@ def make_documents() -> Callable[..., Documents]:
         return Documents((tokens,), table, end_of_document_id)
 
     return make
-
-
-@pytest.fixture
-def tokenizer_file(tmp_path: Path) -> Path:
-    """A byte-level BPE tokenizer.json with merges, an end-of-document token, truncation, padding and a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat and the hat", "the hat and the cat"] * 10, trainer)
-    end = tokenizer.token_to_id("<|endoftext|>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
-    )
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=4)
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
 
 
 @pytest.fixture

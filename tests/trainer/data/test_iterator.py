@@ -106,6 +106,7 @@ def test_restoring_at_random_places_gives_the_same_remaining_stream(make_iterato
         fresh = make_iterator(num_prefetch_batches=int(rng.integers(1, 9)))
         fresh.set_state(state)
         assert fresh.get_state() == state
+        assert state["tokenizer"] == "byte"
         assert _rows(_take(fresh, 70 - place)) == _rows(batches[place:])
     # Going back in a running iterator, with batches prepared ahead of the old place, is as exact.
     place = places[len(places) // 2]

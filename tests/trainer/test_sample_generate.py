@@ -1,0 +1,138 @@
+"""Texts from the generator: those of a plain loop over whole sequences, each its own whatever grows beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kernels import CausalMask, LocalMask
+from layers import GPT, GPTConfig
+from trainer.config import TokenChoice
+from trainer.sample.generate import Generator, Request
+
+CONFIG = GPTConfig(
+    vocab_size=40,
+    num_layers=2,
+    width=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_width=24,
+    masks=(CausalMask() & LocalMask(7, 0), CausalMask()),
+    compute_dtype="float32",
+)
+# Ids that the tokenizer has; the model has more.
+VOCAB_SIZE = 33
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model that is sure of nothing, but not so unsure that rounding could tip a choice."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng()
+    return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), state))
+
+
+@pytest.fixture(scope="module")
+def draw(model):
+    """One generator for all tests, which are of three texts each, and its parameters."""
+    generator = Generator(CONFIG, vocab_size=VOCAB_SIZE, choice=TokenChoice(temperature=3.0, top_k=20, top_p=0.95))
+    return generator, generator.lay_out(parameters(model))
+
+
+def parameters(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def texts_of(generator, params, requests):
+    """The tokens of each text, checked to come in turns and to end when they say so."""
+    texts, ended = [[] for _ in requests], set()
+    for new in generator.generate(params, requests):
+        assert new.request not in ended
+        texts[new.request].append(new.token)
+        ended |= {new.request} if new.is_last else set()
+    assert ended == set(range(len(requests)))
+    return texts
+
+
+def random_request(rng, length, num_new_tokens, seed=0):
+    """By default no token ends it."""
+    return Request(tuple(rng.integers(0, VOCAB_SIZE, length).tolist()), num_new_tokens, seed, stop_token=-1)
+
+
+def test_the_likeliest_texts_are_those_of_the_whole_forward_pass(rng, model, draw, monkeypatch):
+    generator, params = draw
+    monkeypatch.setitem(generator._choice, "top_k", 1)
+    # All grow past the window, one of them from a prompt of one token.
+    requests = [random_request(rng, length, 12) for length in (1, 20, 40)]
+    texts = texts_of(generator, params, requests)
+
+    @jax.jit
+    def logits_of(tokens):
+        return model.logits(model(tokens))[0, :, :VOCAB_SIZE]
+
+    for request, text in zip(requests, texts, strict=True):
+        whole = np.zeros((1, 52), np.int32)
+        whole[0, : len(request.tokens) + 12] = [*request.tokens, *text]
+        # In one pass over all, each token must be the likeliest after those before it, but for rounding.
+        logits = np.asarray(logits_of(whole))[len(request.tokens) - 1 :][:12]
+        np.testing.assert_allclose(logits[np.arange(12), text], logits.max(-1), atol=1e-3)
+
+
+def test_a_text_is_made_by_its_prompt_and_seed_alone(rng, draw):
+    request, *others = (random_request(rng, length, 15, seed=7) for length in (9, 30, 2))
+    text = texts_of(*draw, [request, *others])[0]
+    other_seed = dataclasses.replace(request, seed=8)
+    other_prompt = dataclasses.replace(request, tokens=(*request.tokens, 0))
+    *rest, same = texts_of(*draw, [other_seed, other_prompt, request])
+    assert same == text
+    assert text not in rest
+
+
+def test_only_the_tokenizers_ids_are_chosen(rng, draw):
+    texts = texts_of(*draw, [random_request(rng, 5, 100, seed) for seed in range(3)])
+    assert [len(text) for text in texts] == [100] * 3
+    assert max(map(max, texts)) < VOCAB_SIZE
+
+
+def test_the_stop_token_ends_a_text_and_no_other(rng, draw):
+    requests = [random_request(rng, length, 30) for length in (4, 5, 6)]
+    texts = texts_of(*draw, requests)
+    stop = texts[1][10]
+    requests[1] = dataclasses.replace(requests[1], stop_token=stop)
+    assert texts_of(*draw, requests) == [texts[0], texts[1][: texts[1].index(stop) + 1], texts[2]]
+
+
+def test_a_single_token_needs_no_step_of_decoding(rng, draw):
+    assert [len(text) for text in texts_of(*draw, [random_request(rng, length, 1) for length in (64, 3, 1)])] == [1] * 3
+
+
+def test_a_token_is_told_while_the_next_is_made(rng, draw, monkeypatch):
+    generator, params = draw
+    steps, step = [], generator._step
+    monkeypatch.setattr(generator, "_step", lambda *arguments: steps.append(None) or step(*arguments))
+    tokens = generator.generate(params, [random_request(rng, 4, 100)] * 3)
+    told = [next(tokens).request for _ in range(6)]
+    assert told == [0, 1, 2, 0, 1, 2]
+    assert len(steps) == 2
+    tokens.close()
+
+
+def test_caches_are_written_in_place(rng, draw):
+    """What a step gives back lies where its caches lay: no second copy of them exists."""
+    generator, params = draw
+    texts = generator._no_texts([random_request(rng, 4, 20_000)] * 3)
+    memory = generator._step.lower(params, texts, generator._choice).compile().memory_analysis()
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves(texts.caches))
+    assert memory.alias_size_in_bytes >= caches
+    assert memory.temp_size_in_bytes < caches
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    with pytest.raises(ValueError, match="may let a token see later ones"):
+        Generator(GPTConfig(num_layers=1, masks=(LocalMask(3, 3),)), vocab_size=257, choice=TokenChoice())

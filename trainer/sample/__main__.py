@@ -1,0 +1,42 @@
+"""`python -m trainer.sample --workdir DIR --prompt TEXT [--prompt TEXT …] [--FIELD VALUE …]`.
+
+The texts go to standard output, as they are written; everything else to standard error. Exit status: 0 completed; 1
+failed; 2 a mistake in the command, the prompts, the tokenizer or the checkpoint, told in one message; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.signals import INTERRUPTED
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit status."""
+    try:
+        from trainer.sample.command_line import parse_command_line
+
+        command = parse_command_line(arguments)
+        from trainer.sample.run import run  # imports Flax and Orbax: seconds that a mistyped flag shouldn't cost
+
+        run(command)
+        return 0
+    except UserMistake as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    except TrainingFailed as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the texts has had enough. Python would complain again when it flushes the output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

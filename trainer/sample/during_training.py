@@ -1,0 +1,62 @@
+"""Texts that a model in training is asked for at each evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from trainer.config import TrainConfig
+from trainer.data import Tokenizer
+from trainer.errors import UserMistake
+from trainer.sample.generate import Generator, Request
+from trainer.sample.text import GrowingText, encode_prompt
+from trainer.sharding import on_one_device
+
+
+class Samples:
+    """Continues `samples.prompts`; touches no device before the first time.
+
+    Args:
+      config: the experiment, with prompts.
+      tokenizer: the corpus's.
+
+    Raises:
+      UserMistake: a prompt is longer than a sequence.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer):
+        samples, length = config.samples, config.sequence_length
+        self._prompts, self._tokenizer = samples.prompts, tokenizer
+        self._requests = []
+        for index, prompt in enumerate(samples.prompts):
+            tokens = encode_prompt(prompt, tokenizer, length)
+            if len(tokens) > length:
+                raise UserMistake(
+                    f"samples.prompts[{index}] has {len(tokens):,} tokens, more than sequence_length={length}; "
+                    "shorten it"
+                )
+            num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
+            self._requests.append(Request(tokens, num_new_tokens, samples.seed, tokenizer.end_of_document_id))
+        self._generator = Generator(config.model, vocab_size=tokenizer.vocab_size, choice=samples)
+
+    def write(self, params: Any, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, str]]:
+        """Continues the prompts.
+
+        Args:
+          params: of the model, on the mesh.
+          mesh: they are gathered on each of its devices for the while, in the compute dtype.
+
+        Returns:
+          Each prompt and what the model makes of it.
+        """
+        laid_out = on_one_device(self._generator.lay_out(params), mesh)
+        growing = [GrowingText(self._tokenizer, request.tokens) for request in self._requests]
+        texts = [""] * len(growing)
+        for new in self._generator.generate(laid_out, self._requests):
+            if new.token != self._tokenizer.end_of_document_id:
+                texts[new.request] += growing[new.request].add(new.token)
+            if new.is_last:
+                texts[new.request] += growing[new.request].end()
+        return zip(self._prompts, texts, strict=True)

@@ -1,0 +1,212 @@
+"""Prompts in, tokens out: each prompt at once, then a token of every text at a time, through the model's caches.
+
+Shapes: B texts written side by side, T tokens of a prompt and its padding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kernels import SlabCache
+from layers import GPT, GPTConfig, init_caches, unroll_params, unrolled_config
+from trainer.config import TokenChoice
+from trainer.sample.choice import choose_tokens
+
+# Prompts are padded to a power of two, this one or a larger, and caches to a multiple, so that other prompts seldom
+# mean another program to compile.
+_SHORTEST_PROMPT = 64
+_CACHE_MULTIPLE = 256
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to be continued."""
+
+    tokens: tuple[int, ...]
+    """The prompt's, at least one."""
+    num_new_tokens: int
+    """Tokens to add at most, at least one."""
+    seed: int
+    """Of the choices: prompt and seed make the text, whatever grows beside it."""
+    stop_token: int
+    """Ends the text."""
+
+
+class NewToken(NamedTuple):
+    """A token that was added to a text."""
+
+    request: int
+    """Which text."""
+    token: int
+    is_last: bool
+    """Whether the text ends here: this is the stop token, or it has its number of tokens."""
+
+
+class _Texts(NamedTuple):
+    """The texts in the making, on the device."""
+
+    caches: tuple[SlabCache, ...]
+    newest: Int[Array, " B"]
+    """The last token of each, which isn't in the caches yet."""
+    num_left: Int[Array, " B"]
+    """Tokens that each is still to get."""
+    seeds: UInt32[Array, " B"]
+    stop_tokens: Int[Array, " B"]
+
+
+class _Added(NamedTuple):
+    """What a program has added, for the host to read while the next one runs."""
+
+    requests: Int[Array, " B"]
+    tokens: Int[Array, " B"]
+    is_new: Bool[Array, " B"]
+    is_last: Bool[Array, " B"]
+
+
+class Generator:
+    """Continues texts with a model, on one device; nothing is compiled before the first.
+
+    Args:
+      config: of the model.
+      vocab_size: the tokenizer's; a model often has room for more ids, which mean nothing.
+      choice: how tokens are chosen.
+
+    Raises:
+      ValueError: a mask of the model looks ahead.
+    """
+
+    def __init__(self, config: GPTConfig, *, vocab_size: int, choice: TokenChoice):
+        config.check_looks_back_only()
+        self._config = config
+        # Training's backend may be one that this device lacks; whichever serves the call computes the same.
+        laid_out = dataclasses.replace(unrolled_config(config), implementation=None)
+        self._graphdef = nnx.split(nnx.eval_shape(lambda: GPT(laid_out, rngs=nnx.Rngs(0))), nnx.Param)[0]
+        self._vocab_size = vocab_size
+        # Arguments of the programs: whether there is a number is compiled in, which one isn't.
+        self._choice = {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
+        self._lay_out = jax.jit(lambda params: unroll_params(config, params))
+        self._begin = jax.jit(self._begin_text, donate_argnums=1)
+        self._step = jax.jit(self._add_tokens, donate_argnums=1)
+
+    def lay_out(self, params: Any) -> Any:
+        """The model's parameters as `generate` wants them; the given ones aren't needed any more.
+
+        Args:
+          params: nested dict of arrays on one device, by the names of the model's attributes.
+        """
+        return self._lay_out(params)
+
+    def generate(self, params: Any, requests: Sequence[Request]) -> Iterator[NewToken]:
+        """Continues texts side by side, until all have ended.
+
+        Args:
+          params: from `lay_out`.
+          requests: at least one, of any lengths.
+
+        Returns:
+          Every token as soon as it is chosen.
+        """
+        num_ended = 0
+        programs = self._run(params, requests)
+        added = next(programs)
+        while num_ended < len(requests):
+            following = next(programs)  # The device has it before the host waits for what came before.
+            for request, token, is_new, is_last in zip(*jax.device_get(added), strict=True):
+                if is_new:
+                    num_ended += bool(is_last)
+                    yield NewToken(int(request), int(token), bool(is_last))
+            added = following
+
+    def _run(self, params: Any, requests: Sequence[Request]) -> Iterator[_Added]:
+        """Starts one program after another, without an end, and yields what each is going to add."""
+        texts = self._no_texts(requests)
+        for index, request in enumerate(requests):
+            # One by one: a prompt is never padded to another's length.
+            tokens = np.zeros((1, _padded_length(len(request.tokens))), np.int32)
+            tokens[0, : len(request.tokens)] = request.tokens
+            texts, added = self._begin(
+                params, texts, tokens, len(request.tokens), index, request.num_new_tokens, self._choice
+            )
+            yield added
+        while True:
+            texts, added = self._step(params, texts, self._choice)
+            yield added
+
+    def _no_texts(self, requests: Sequence[Request]) -> _Texts:
+        # The last token of a text needs no cell.
+        longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
+        length = -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
+        return _Texts(
+            caches=init_caches(self._config, len(requests), length),
+            newest=jnp.zeros(len(requests), jnp.int32),
+            num_left=jnp.zeros(len(requests), jnp.int32),
+            seeds=jnp.array([_text_seed(request) for request in requests], jnp.uint32),
+            stop_tokens=jnp.array([request.stop_token for request in requests], jnp.int32),
+        )
+
+    def _begin_text(
+        self,
+        params: Any,
+        texts: _Texts,
+        tokens: Int[Array, "1 T"],
+        num_tokens: Int[Array, ""],
+        index: Int[Array, ""],
+        num_new_tokens: Int[Array, ""],
+        choice: dict[str, Array],
+    ) -> tuple[_Texts, _Added]:
+        """Reads a prompt and chooses what comes after it."""
+        model = nnx.merge(self._graphdef, params)
+        hidden, caches = model.prefill(tokens, texts.caches, sequences=index[None], num_tokens=num_tokens[None])
+        chosen = self._choose(model, hidden[:, num_tokens - 1], texts.seeds[index][None], num_tokens[None], choice)
+        num_left = jnp.where(chosen == texts.stop_tokens[index], 0, num_new_tokens - 1)
+        texts = texts._replace(
+            caches=caches,
+            newest=texts.newest.at[index].set(chosen[0]),
+            num_left=texts.num_left.at[index].set(num_left[0]),
+        )
+        return texts, _Added(index[None], chosen, jnp.ones(1, bool), num_left == 0)
+
+    def _add_tokens(self, params: Any, texts: _Texts, choice: dict[str, Array]) -> tuple[_Texts, _Added]:
+        """Adds a token to each text that hasn't ended."""
+        model = nnx.merge(self._graphdef, params)
+        is_new = texts.num_left > 0
+        hidden, caches = model.decode(texts.newest[:, None], texts.caches, num_tokens=is_new.astype(jnp.int32))
+        chosen = self._choose(model, hidden[:, 0], texts.seeds, caches[0].lengths, choice)
+        num_left = jnp.where(is_new & (chosen != texts.stop_tokens), texts.num_left - 1, 0)
+        added = _Added(jnp.arange(len(chosen)), chosen, is_new, num_left == 0)
+        return texts._replace(caches=caches, newest=chosen, num_left=num_left), added
+
+    def _choose(
+        self,
+        model: GPT,
+        hidden: Float[Array, "B W"],
+        seeds: UInt32[Array, " B"],
+        positions: Int[Array, " B"],
+        choice: dict[str, Array],
+    ) -> Int[Array, " B"]:
+        # From the text's own seed and the token's place in it, so that no text depends on another.
+        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
+        return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
+
+
+def _text_seed(request: Request) -> int:
+    # From the prompt as well: with the same draws, texts of an unsure model soon agree whatever they began with.
+    return int(np.random.SeedSequence([request.seed, *request.tokens]).generate_state(1)[0])
+
+
+def _padded_length(length: int) -> int:
+    """The next power of two.
+
+    >>> [_padded_length(length) for length in (1, 64, 65, 32_768)]
+    [64, 64, 128, 32768]
+    """
+    return max(_SHORTEST_PROMPT, 1 << (length - 1).bit_length())

@@ -1,0 +1,144 @@
+"""From an understood command line to texts on the terminal."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import rich.console
+
+from trainer.compilation import use_compilation_cache
+from trainer.config import MeshConfig
+from trainer.console import Console, format_count, format_seconds
+from trainer.data import Tokenizer
+from trainer.errors import UserMistake
+from trainer.sample.command_line import SampleCommand
+from trainer.sample.generate import Generator, NewToken, Request
+from trainer.sample.streams import make_streams
+from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
+from trainer.sample.trained_run import TrainedRun, open_run
+from trainer.sharding import make_mesh
+
+_DEFAULT_NUM_TOKENS = 256
+# A long prompt's beginning is left out where the texts are shown.
+_NUM_SHOWN_CHARACTERS = 400
+
+
+def run(command: SampleCommand) -> None:
+    """Continues the prompts of a command.
+
+    Raises:
+      UserMistake: a checkpoint is missing, the tokenizer differs from training's, or a text doesn't fit the context or
+        the device.
+      TrainingFailed: a checkpoint is damaged, or the devices can't be started.
+    """
+    console = Console(rich.console.Console(stderr=True, highlight=False))
+    trained = open_run(command.workdir, tokenizer=command.tokenizer, rope_scaling=command.rope_scaling)
+    for damaged in trained.checkpoint.damaged:
+        console.warning(f"{damaged}; the one before it is taken")
+    prompts, requests = _plan(command, trained)
+
+    use_compilation_cache(trained.config.compilation.cache_dir)
+    device = make_mesh(MeshConfig()).devices.flat[0]
+    generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
+    params = generator.lay_out(trained.restore_params(device))
+    console.note(
+        f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
+        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "
+        f"{device.device_kind}"
+    )
+    begun = time.perf_counter()
+    try:
+        num_added, num_ended = _show(generator.generate(params, requests), prompts, requests, trained.tokenizer)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        longest = max(len(request.tokens) + request.num_new_tokens for request in requests)
+        raise UserMistake(
+            f"the memory of {device.device_kind} is too small for the caches of {len(requests)} text(s) of up to "
+            f"{longest:,} tokens; give fewer prompts or seeds at a time, or a smaller --num-tokens"
+        ) from error
+    console.note(
+        f"tokens added: {num_added:,} in {format_seconds(time.perf_counter() - begun)}, compiling included; "
+        f"texts that ended by themselves: {num_ended} of {len(requests)}"
+    )
+
+
+def _show(
+    tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer
+) -> tuple[int, int]:
+    """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    streams = make_streams(len(prompts), _write, width)
+    texts = [GrowingText(tokenizer, request.tokens) for request in requests]
+    for stream, prompt in zip(streams, prompts, strict=True):
+        stream.add(prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
+    num_added = num_ended = 0
+    for new in tokens:
+        stream, text = streams[new.request], texts[new.request]
+        num_added += 1
+        if new.token == requests[new.request].stop_token:
+            num_ended += 1
+        else:
+            stream.add(text.add(new.token))
+        if new.is_last:
+            stream.add(text.end())
+            stream.end()
+    return num_added, num_ended
+
+
+def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[Request]]:
+    """The prompt and the request of each text."""
+    stop_token = find_stop_token(command.stop_token, trained.tokenizer)
+    prompts, requests = [], []
+    for number, prompt in enumerate(_read_prompts(command), 1):
+        tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
+        num_new_tokens = _num_new_tokens(number, len(tokens), command, trained)
+        for seed in command.seed:
+            prompts.append(prompt)
+            requests.append(Request(tokens, num_new_tokens, seed, stop_token))
+    return prompts, requests
+
+
+def _read_prompts(command: SampleCommand) -> Iterator[str]:
+    yield from command.prompt
+    for path in command.prompt_file:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserMistake(f"--prompt-file {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
+
+
+def _num_new_tokens(number: int, length: int, command: SampleCommand, trained: TrainedRun) -> int:
+    """Tokens to add to a prompt of some length. What lies past the context was never trained, so that is refused."""
+    context, scaling = trained.context_length, trained.model.rope_scaling
+    limit = f"the {context:,} tokens that the model was trained on"
+    if scaling.kind != "none":
+        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}"
+    if length > context:
+        factor = math.ceil(length * scaling.factor / context)
+        stretch = f", or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor {factor}"
+        raise UserMistake(
+            f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
+            + (stretch if trained.model.rope_base is not None else "")
+        )
+    # The last token is never looked back on, so it needs no cell of the cache.
+    room = context - length + 1
+    if command.num_tokens is None:
+        return min(_DEFAULT_NUM_TOKENS, room)
+    if command.num_tokens > room:
+        raise UserMistake(
+            f"prompt {number} has {length:,} tokens, and --num-tokens {command.num_tokens} more would overfill the "
+            f"cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
+        )
+    return command.num_tokens
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

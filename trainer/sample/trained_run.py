@@ -1,0 +1,121 @@
+"""A workdir, opened to sample from: its config, tokenizer and newest checkpoint, all of one run or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from layers import GPT, GPTConfig, RopeScaling
+from trainer.checkpoint import FoundCheckpoint, find_newest, restore_params
+from trainer.config import DataConfig, TrainConfig
+from trainer.config_file import load_saved_config
+from trainer.data import Tokenizer, load_tokenizer
+from trainer.data.tokenizers import PretokenizedIds
+from trainer.errors import UserMistake
+from trainer.workdir import Workdir
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What is needed of a run to continue texts; nothing is on a device yet."""
+
+    config: TrainConfig
+    """As the run had it."""
+    model: GPTConfig
+    """The run's, with its context stretched if that was asked for."""
+    tokenizer: Tokenizer
+    checkpoint: FoundCheckpoint
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model can look back on: the trained length, times what RoPE scaling makes of it."""
+        return int(self.config.sequence_length * self.model.rope_scaling.factor)
+
+    def restore_params(self, device: jax.Device) -> Any:
+        """The model's parameters, on one device.
+
+        Raises:
+          TrainingFailed: the checkpoint can't be read.
+        """
+        shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(self.model, rngs=nnx.Rngs(0))), nnx.Param))
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+        return restore_params(self.checkpoint, abstract)
+
+
+def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) -> TrainedRun:
+    """Opens a workdir, without writing to it.
+
+    Args:
+      path: the workdir; its run may be under way.
+      tokenizer: `byte`, or the path of a `tokenizer.json`; None: the one that the config names.
+      rope_scaling: in the place of the model's own; of kind none: the model's own.
+
+    Raises:
+      UserMistake: there is no run or no checkpoint, the tokenizer isn't training's, or the model can't be sampled from.
+      TrainingFailed: every checkpoint is damaged.
+    """
+    workdir = Workdir(path)
+    if not workdir.config.is_file():
+        raise UserMistake(
+            f"workdir {path} {'holds no config.json' if path.is_dir() else 'does not exist'}; "
+            "--workdir takes the folder that a run of `python -m trainer` wrote to"
+        )
+    config = load_saved_config(workdir.config)
+    checkpoint = find_newest(workdir.checkpoints)
+    if checkpoint is None:
+        raise UserMistake(
+            f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
+            "where the first is saved, or lower checkpoint.every_num_steps"
+        )
+    model = config.model
+    if rope_scaling.kind != "none":
+        model = dataclasses.replace(model, rope_scaling=rope_scaling)
+        if model.rope_base is None:
+            raise UserMistake(
+                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has no rotary embedding "
+                "(model.rope_base is None); leave it out"
+            )
+    try:
+        model.check_looks_back_only()
+    except ValueError as error:
+        raise UserMistake(str(error)) from error
+    loaded = _load_tokenizer(tokenizer, config.data)
+    _check_tokenizer(loaded, checkpoint, model)
+    return TrainedRun(config, model, loaded, checkpoint)
+
+
+def _load_tokenizer(name: str | None, data: DataConfig) -> Tokenizer:
+    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
+    if name is None:
+        raise UserMistake(
+            "the run was trained on .bin files, which don't say which tokenizer made them; "
+            "give its tokenizer.json with --tokenizer"
+        )
+    return load_tokenizer(name, data.end_of_document_token)
+
+
+def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:
+    """Refuses a tokenizer that isn't training's. Of `.bin` files nobody knows which that was."""
+    trained, given = checkpoint.tokenizer, tokenizer.identity
+    if trained is None:
+        raise UserMistake(
+            f"checkpoint {checkpoint.path} doesn't say which tokenizer made its tokens: an earlier version saved it; "
+            "train it again to sample from it"
+        )
+    if trained not in (given, PretokenizedIds.identity):
+        raise UserMistake(
+            f"the {tokenizer.name} tokenizer is not the one that the run was trained with: "
+            f"expected {trained!r}, got {given!r} (library, its version, and the file's SHA-256); "
+            "give the tokenizer.json of training with --tokenizer, and install the same version of the library"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserMistake(
+            f"the {tokenizer.name} tokenizer has {tokenizer.vocab_size:,} ids, more than the model's "
+            f"{model.vocab_size:,}, so it is not the one of training; give that with --tokenizer"
+        )
