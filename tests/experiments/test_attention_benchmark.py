@@ -58,7 +58,8 @@ def test_contenders_take_turns_and_a_ratio_is_one_round_over_the_same_round():
 
 
 def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_not():
-    others = [name for name in SUITES["hopper"].backends if name not in ("xla", "mosaic_gpu")]
+    chosen = dict.fromkeys((*SUITES["hopper"].backends, *SUITES["triton"].backends))
+    others = [name for name in chosen if name not in ("xla", "mosaic_gpu")]
     rows = measure("small", SMALL, Arguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1))
     refused = {row["backend"]: row["refused"] for row in rows if "refused" in row}
     assert list(refused) == others

@@ -5,12 +5,12 @@
     python -m experiments.benchmarks.attention --suite hopper --backends mosaic_gpu cudnn --check
     python -m experiments.benchmarks.attention --cases gpt2_causal --backends mosaic_gpu --compile-lengths 4096 131072
 
-A backend's name is one of the backends' table, or of another attention, where that is installed: `xla`, which is
-`jax.nn.dot_product_attention(implementation="xla")` and builds the T×T logits; JAX's own `pallas_mosaic` and
-`pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; PyTorch's `torch_flash` and `torch_flex`. What can't serve a
-case has a row that says why. Where the logits don't fit into `--dense-gigabytes`, `xla` is timed at the longest power
-of two that does, and its time is scaled by the square of the lengths' ratio; the row says so. A backward's time is
-forward and backward together, less forward, of the same round.
+A backend's name is one of the backends' table, or with a form of its backward behind it (`triton_split`), or of another
+attention, where that is installed: `xla`, which is `jax.nn.dot_product_attention(implementation="xla")` and builds the
+T×T logits; JAX's own `pallas_mosaic` and `pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; PyTorch's
+`torch_flash` and `torch_flex`. What can't serve a case has a row that says why. Where the logits don't fit into
+`--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled by the square of the
+lengths' ratio; the row says so. A backward's time is forward and backward together, less forward, of the same round.
 
 PyTorch and JAX share a GPU's memory: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 """
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import QUANTITIES, measure_errors
-from experiments.benchmarks.attention.cases import HOPPER, Case, known_cases
+from experiments.benchmarks.attention.cases import HOPPER, TRITON, Case, known_cases
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
@@ -43,7 +43,12 @@ class Suite:
     baseline: str
 
 
-SUITES = {"hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn")}
+SUITES = {
+    "hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn"),
+    "triton": Suite(
+        tuple(TRITON), ("triton_split", "triton_fused", "pallas_triton", "tokamax_triton", "cudnn"), "pallas_triton"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,9 @@ class Arguments:
 
     cases: tuple[str, ...] | None = None
     """Names from CASES; the suite's, or `window_1024`, if not given."""
-    suite: Literal["hopper"] | None = None
-    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200."""
+    suite: Literal["hopper", "triton"] | None = None
+    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `triton`, both forms of
+    the Triton kernels and other Triton kernels."""
     backends: tuple[str, ...] | None = None
     """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None

@@ -54,6 +54,15 @@ HOPPER = {
 }
 """The shapes that are compared with other systems: batch × heads/key-value heads × length × head dim."""
 
+TRITON = {
+    **{f"1x2x32768x{dim}": Case(1, 32_768, 2, 2, dim, CAUSAL) for dim in (32, 64, 128)},
+    **{f"4x24x4096x{dim}": Case(4, 4096, 24, 24, dim, CAUSAL) for dim in (32, 64, 128)},
+    **{f"16x24x328x{dim}": Case(16, 328, 24, 24, dim, CAUSAL) for dim in (32, 64, 128)},
+    "1x16x32768x128": HOPPER["1x16x32768x128"],
+    "1x16x32768x128_window_4096": HOPPER["1x16x32768x128_window_4096"],
+}
+"""The shapes at which the Triton kernels are compared with other Triton kernels."""
+
 CASES = {
     "causal": Case(1, 32_768, 4, 4, 64, CAUSAL, "float32"),
     "window_1024": Case(1, 32_768, 4, 4, 64, WINDOW_1024, "float32"),
@@ -61,9 +70,9 @@ CASES = {
     "gpt2_causal": Case(1, 32_768, 12, 12, 64, CAUSAL),
     "gpt2_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
     "gpt2_documents": Case(1, 32_768, 12, 12, 64, CAUSAL, document_length=4096, document_spread=0.5),
-    "4x24x4096x32": Case(4, 4096, 24, 24, 32, CAUSAL),
     "4x16/2x4096x256": Case(4, 4096, 16, 2, 256, CAUSAL),
     **HOPPER,
+    **TRITON,
 }
 
 

@@ -14,7 +14,15 @@ from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.timing import Contender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
-from kernels.tuning import Tuning
+from kernels.tuning import MosaicGpuTuning, TritonTuning, Tuning
+
+FORMS: dict[str, Tuning] = {
+    "mosaic_gpu_fused": MosaicGpuTuning("fused"),
+    "mosaic_gpu_split": MosaicGpuTuning("split"),
+    "triton_fused": TritonTuning("fused"),
+    "triton_split": TritonTuning("split"),
+}
+"""Backends whose backward has two forms, with one of them."""
 
 
 def compile_contender(
@@ -23,7 +31,7 @@ def compile_contender(
     """Compiles a backend for a problem, `xla` at the longest power of two below the length at which it fits.
 
     Args:
-      backend: a name or a tuning of the backends' table, or a name of PEERS or of TORCH_PEERS.
+      backend: a name or a tuning of the backends' table, or a name of FORMS, of PEERS or of TORCH_PEERS.
       dense_gigabytes: temporary memory that `xla` may take.
 
     Raises:
@@ -73,7 +81,7 @@ def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.
             problem.case.mask,
             query_segment_ids=segment_ids,
             key_value_segment_ids=segment_ids,
-            implementation=backend,
+            implementation=FORMS.get(backend, backend) if isinstance(backend, str) else backend,
         )
 
     def forward(arrays, segment_ids):
