@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
+    check_sequences,
     check_sizes,
     growth_on_host,
     num_tokens_of_rows,
@@ -108,7 +109,7 @@ class CellTable:
           The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
         """
         batch = self.num_sequences if sequences is None else len(sequences)
-        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences), self.num_sequences)
+        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences, distinct=True), self.num_sequences)
         counts = num_tokens_of_rows(num_tokens, batch, num_new)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
@@ -150,6 +151,7 @@ class CellTable:
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
         """Ends sequences. See `UnifiedCache.free`."""
+        check_sequences(sequences, self.num_sequences)
         rows = jnp.atleast_1d(jnp.asarray(sequences, jnp.int32))
         ended = jnp.bitwise_or.reduce(_sets(rows, self.owners.shape[-1]), axis=0)
         owners = self.owners & ~ended
@@ -166,6 +168,12 @@ class CellTable:
         """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
         if isinstance(source, int) and source == target:
             raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
+        for sequence in (source, target):
+            check_sequences(sequence, self.num_sequences)
+        if num_tokens is not None and not isinstance(self.lengths, jax.core.Tracer):
+            held = int(self.lengths[source])
+            if num_tokens > held:
+                raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={num_tokens}; share fewer")
         table = self.free(target)
         length = table.lengths[source]
         length = length if num_tokens is None else jnp.minimum(length, num_tokens)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
+    check_sequences,
     check_sizes,
     check_tokens,
     growth_on_host,
@@ -126,7 +127,7 @@ class SlabCache:
         """
         check_tokens(key, value, self.key, self.value)
         batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
-        rows = which_sequences(sequences, batch, self.num_sequences)
+        rows = which_sequences(sequences, batch, self.num_sequences, distinct=True)
         counts = num_tokens_of_rows(num_tokens, batch, num_new)
         length = of_rows(self.lengths, rows)[:, None]
 
@@ -146,6 +147,7 @@ class SlabCache:
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
         """Ends sequences: they hold no tokens, and others may start in their cells."""
+        check_sequences(sequences, self.num_sequences)
         return dataclasses.replace(self, lengths=self.lengths.at[jnp.asarray(sequences)].set(0))
 
     def check_room(

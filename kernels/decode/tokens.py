@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,32 @@ def check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name}={size} must be at least 1")
 
 
+def check_sequences(sequences: Any, num_sequences: int, *, distinct: bool = False) -> None:
+    """Checks that a cache has these sequences; not of traced numbers, which are known on the device alone.
+
+    Args:
+      sequences: one number or several.
+      distinct: whether no two may be the same.
+
+    Raises:
+      ValueError: the cache hasn't one of them, or one comes twice.
+    """
+    if isinstance(sequences, jax.core.Tracer):
+        return
+    numbers = np.asarray(sequences).reshape(-1)
+    if ((numbers < 0) | (numbers >= num_sequences)).any():
+        raise ValueError(f"sequences {numbers.tolist()} aren't all from 0 to {num_sequences - 1}, which the cache has")
+    if distinct and len(np.unique(numbers)) < len(numbers):
+        raise ValueError(f"sequences {numbers.tolist()} must differ; give a sequence's tokens in one row")
+
+
 def which_sequences(
-    sequences: Int[Array, " B"] | Sequence[int] | None, batch: int, num_sequences: int
+    sequences: Int[Array, " B"] | Sequence[int] | None, batch: int, num_sequences: int, *, distinct: bool = False
 ) -> Int[Array, " B"] | None:
     """The sequence of the cache that each row of a call belongs to; None where row i is sequence i.
 
     Raises:
-      ValueError: not one integer for each row.
+      ValueError: not one integer for each row, or as of `check_sequences`.
     """
     if sequences is None:
         if batch != num_sequences:
@@ -44,6 +64,7 @@ def which_sequences(
         raise ValueError(
             f"sequences must be integers [{batch}], one for each row, got {sequences.dtype}{sequences.shape}"
         )
+    check_sequences(sequences, num_sequences, distinct=distinct)
     return sequences.astype(jnp.int32)
 
 
@@ -101,9 +122,11 @@ def growth_on_host(
     """Sequences, their lengths and the tokens that each is to gain, read from the device.
 
     Raises:
-      ValueError: a traced cache, which the host can't read.
+      ValueError: a traced cache, which the host can't read, or sequences that it hasn't.
     """
     if isinstance(lengths, jax.core.Tracer):
         raise ValueError("check_room reads the cache on the host; call it outside jax.jit")
+    if sequences is not None:
+        check_sequences(sequences, len(lengths), distinct=True)
     chosen = np.arange(len(lengths)) if sequences is None else np.asarray(sequences)
     return chosen, np.asarray(lengths)[chosen], np.broadcast_to(np.asarray(num_tokens), chosen.shape)

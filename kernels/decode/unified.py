@@ -121,7 +121,7 @@ class UnifiedCache:
           ValueError: shapes or dtypes that don't fit the cache.
         """
         check_tokens(key, value, self.key, self.value)
-        which_sequences(sequences, key.shape[0], self.num_sequences)
+        which_sequences(sequences, key.shape[0], self.num_sequences, distinct=True)
         table, cells = self.table.allocate(key.shape[1], sequences=sequences, num_tokens=num_tokens)
         return self.store(table, cells, key, value)
 
@@ -149,7 +149,8 @@ class UnifiedCache:
           num_tokens: how many, from the first; by default all.
 
         Raises:
-          ValueError: source and target are one sequence.
+          ValueError: source and target are one sequence, the cache hasn't one of them, or fewer tokens are there (the
+            last two where the numbers aren't traced).
         """
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 

@@ -17,6 +17,7 @@ from kernels import (
     PrefixMask,
     SlabCache,
     UnifiedCache,
+    decode_attention,
     slab_capacity,
 )
 from kernels.decode.blocks import BlockSummary
@@ -211,6 +212,25 @@ def test_slab_capacity(mask, capacity):
         (
             lambda: SlabCache.empty(2, 8, 1, 4).write(jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 1, 4))),
             "key is float32, but the cache holds bfloat16; cast it",
+        ),
+        (
+            lambda: UnifiedCache.empty(2, 128, 1, 1).share(0, 2),
+            "sequences [2] aren't all from 0 to 1, which the cache has",
+        ),
+        (lambda: UnifiedCache.empty(2, 128, 1, 1).share(0, 1, 3), "sequence 0 holds 0 tokens, not num_tokens=3"),
+        (lambda: SlabCache.empty(2, 8, 1, 4).free([-1]), "sequences [-1] aren't all from 0 to 1"),
+        (lambda: UnifiedCache.empty(2, 128, 1, 1).check_room(1, sequences=[0, 5]), "sequences [0, 5] aren't all from"),
+        (
+            lambda: SlabCache.empty(2, 8, 1, 4, dtype="float32").write(
+                jnp.ones((2, 1, 1, 4)), jnp.ones((2, 1, 1, 4)), sequences=jnp.array([1, 1])
+            ),
+            "sequences [1, 1] must differ",
+        ),
+        (
+            lambda: decode_attention(
+                jnp.ones((1, 1, 1, 4), jnp.bfloat16), SlabCache.empty(2, 8, 1, 4), sequences=jnp.array([2])
+            ),
+            "sequences [2] aren't all from 0 to 1",
         ),
         (
             lambda: UnifiedCache.empty(2, 128, 1, 1).table.allocate(1, num_tokens=jnp.ones(3, int)),
