@@ -116,14 +116,8 @@ def make_call(
     has_query_positions, has_key_value_positions = query_positions is not None, key_value_positions is not None
     has_positions = has_query_positions or has_key_value_positions
     mask = _checked_mask(mask, num_heads, q_len, kv_len, positions_given=has_positions)
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; None turns it off")
-    if sinks is not None:
-        sinks = jnp.asarray(sinks)
-        if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-            raise ValueError(
-                f"sinks must be floating [{num_heads}], one logit per query head, got {sinks.dtype}{sinks.shape}"
-            )
+    check_soft_cap(logits_soft_cap)
+    sinks = checked_sinks(sinks, num_heads)
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
         raise ValueError(
@@ -161,6 +155,32 @@ def make_call(
         target=Target.of(device),
     )
     return inputs, call
+
+
+def check_soft_cap(logits_soft_cap: float | None) -> None:
+    """Checks that a soft cap, if there is one, is positive.
+
+    Raises:
+      ValueError: it isn't.
+    """
+    if logits_soft_cap is not None and not logits_soft_cap > 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; None turns it off")
+
+
+def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
+    """The sinks as an array, or None.
+
+    Raises:
+      ValueError: not one floating logit for each query head.
+    """
+    if sinks is None:
+        return None
+    sinks = jnp.asarray(sinks)
+    if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise ValueError(
+            f"sinks must be floating [{num_heads}], one logit per query head, got {sinks.dtype}{sinks.shape}"
+        )
+    return sinks
 
 
 def _checked_mask(mask, num_heads: int, q_len: int, kv_len: int, *, positions_given: bool) -> Mask:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.call import check_soft_cap, checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import of_rows, which_sequences
+from kernels.decode.tokens import check_sequences, of_rows, which_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import FullMask, Mask, MultiHeadMask
 from kernels.target import Target
@@ -94,14 +95,9 @@ def make_decode_call(
     if query.dtype != cache.key.dtype:
         raise ValueError(f"query is {query.dtype}, but the cache holds {cache.key.dtype}; cast it")
     mask = _checked_mask(mask, num_heads)
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; None turns it off")
-    if sinks is not None:
-        sinks = jnp.asarray(sinks)
-        if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
-            raise ValueError(
-                f"sinks must be floating [{num_heads}], one logit per query head, got {sinks.dtype}{sinks.shape}"
-            )
+    check_soft_cap(logits_soft_cap)
+    sinks = checked_sinks(sinks, num_heads)
+    check_sequences(sequences, cache.num_sequences)
     rows = which_sequences(sequences, batch, cache.num_sequences)
     if query_positions is None:
         query_positions = of_rows(cache.lengths, rows)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)

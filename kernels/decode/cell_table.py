@@ -109,7 +109,8 @@ class CellTable:
           The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
         """
         batch = self.num_sequences if sequences is None else len(sequences)
-        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences, distinct=True), self.num_sequences)
+        check_sequences(sequences, self.num_sequences, distinct=True)
+        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences), self.num_sequences)
         counts = num_tokens_of_rows(num_tokens, batch, num_new)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 

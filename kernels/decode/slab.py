@@ -127,7 +127,8 @@ class SlabCache:
         """
         check_tokens(key, value, self.key, self.value)
         batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
-        rows = which_sequences(sequences, batch, self.num_sequences, distinct=True)
+        check_sequences(sequences, self.num_sequences, distinct=True)
+        rows = which_sequences(sequences, batch, self.num_sequences)
         counts = num_tokens_of_rows(num_tokens, batch, num_new)
         length = of_rows(self.lengths, rows)[:, None]
 

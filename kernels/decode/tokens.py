@@ -27,16 +27,16 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_sequences(sequences: Any, num_sequences: int, *, distinct: bool = False) -> None:
-    """Checks that a cache has these sequences; not of traced numbers, which are known on the device alone.
+    """Checks on the host that a cache has these sequences. Nothing is known yet of traced ones.
 
     Args:
-      sequences: one number or several.
+      sequences: one number or several; None for all.
       distinct: whether no two may be the same.
 
     Raises:
       ValueError: the cache hasn't one of them, or one comes twice.
     """
-    if isinstance(sequences, jax.core.Tracer):
+    if sequences is None or isinstance(sequences, jax.core.Tracer):
         return
     numbers = np.asarray(sequences).reshape(-1)
     if ((numbers < 0) | (numbers >= num_sequences)).any():
@@ -46,12 +46,12 @@ def check_sequences(sequences: Any, num_sequences: int, *, distinct: bool = Fals
 
 
 def which_sequences(
-    sequences: Int[Array, " B"] | Sequence[int] | None, batch: int, num_sequences: int, *, distinct: bool = False
+    sequences: Int[Array, " B"] | Sequence[int] | None, batch: int, num_sequences: int
 ) -> Int[Array, " B"] | None:
     """The sequence of the cache that each row of a call belongs to; None where row i is sequence i.
 
     Raises:
-      ValueError: not one integer for each row, or as of `check_sequences`.
+      ValueError: not one integer for each row.
     """
     if sequences is None:
         if batch != num_sequences:
@@ -64,7 +64,6 @@ def which_sequences(
         raise ValueError(
             f"sequences must be integers [{batch}], one for each row, got {sequences.dtype}{sequences.shape}"
         )
-    check_sequences(sequences, num_sequences, distinct=distinct)
     return sequences.astype(jnp.int32)
 
 
@@ -126,7 +125,6 @@ def growth_on_host(
     """
     if isinstance(lengths, jax.core.Tracer):
         raise ValueError("check_room reads the cache on the host; call it outside jax.jit")
-    if sequences is not None:
-        check_sequences(sequences, len(lengths), distinct=True)
+    check_sequences(sequences, len(lengths), distinct=True)
     chosen = np.arange(len(lengths)) if sequences is None else np.asarray(sequences)
     return chosen, np.asarray(lengths)[chosen], np.broadcast_to(np.asarray(num_tokens), chosen.shape)

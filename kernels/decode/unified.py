@@ -121,7 +121,7 @@ class UnifiedCache:
           ValueError: shapes or dtypes that don't fit the cache.
         """
         check_tokens(key, value, self.key, self.value)
-        which_sequences(sequences, key.shape[0], self.num_sequences, distinct=True)
+        which_sequences(sequences, key.shape[0], self.num_sequences)
         table, cells = self.table.allocate(key.shape[1], sequences=sequences, num_tokens=num_tokens)
         return self.store(table, cells, key, value)
 

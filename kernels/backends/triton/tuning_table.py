@@ -14,15 +14,8 @@ def fill_in(tuning: TritonTuning, call: AttentionCall) -> TritonTuning:
     """Settles what a tuning leaves open.
 
     Split is the default for every head dim: what the fused backward saves in matmuls, two of seven, it loses in adding
-    dQ up in memory. In ms, one H200, 1×2×32768 causal, each kernel alone with its best tiles (2026-11-21):
-
-        head dim   dK and dV + dQ         fused
-        32         0.73 + 0.50 =  1.23     1.21
-        64         1.14 + 0.63 =  1.77     2.09
-        128        1.86 + 1.28 =  3.14     3.55
-        256        7.50 + 2.76 = 10.26    15.70
-
-    At 32 the fused one has to clear dQ and to round it, too, so that both take as long.
+    dQ up in memory, and at 32, where both take as long, in clearing and rounding dQ. `python -m
+    experiments.benchmarks.attention --suite triton` times both forms.
     """
     forward, key_value, query = (_hopper_tiles if call.target.compute_capability == _HOPPER else _other_tiles)(call)
     return dataclasses.replace(
