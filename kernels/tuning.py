@@ -89,8 +89,9 @@ class MosaicForwardTuning:
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
       take_turns: whether warpgroups issue their matmuls by turns.
-      heads_first: whether blocks of all heads start before any head's next block, so that the longest rows of a causal
-        mask all start early. Else one head's keys and values stay in the L2 cache.
+      persistent: whether as many programs as the GPU has multiprocessors take the blocks turn by turn, and load a
+        block's first tiles while the one before ends: for short rows; for head dims up to 128. Else each block has a
+        program of its own.
 
     Raises:
       ValueError: a value out of range.
@@ -100,7 +101,7 @@ class MosaicForwardTuning:
     block_kv: int = 128
     num_stages: int = 2
     take_turns: bool = True
-    heads_first: bool = False
+    persistent: bool = False
 
     def __post_init__(self):
         if self.num_warpgroups not in (1, 2, 3):

@@ -106,13 +106,13 @@ def _hull(kinds: Int[Array, "B R C"]) -> Rows:
     num_cols = kinds.shape[-1]
     col = jnp.arange(num_cols, dtype=jnp.int32)
     visited, full = kinds != TileKind.EMPTY, kinds == TileKind.FULL
-    any_visited, any_full = visited.any(-1), full.any(-1)
-    first = jnp.where(any_visited, jnp.where(visited, col, num_cols).min(-1), 0)
     last = jnp.where(visited, col + 1, 0).max(-1)
-    first_full = jnp.where(any_full, jnp.where(full, col, num_cols).min(-1), last)
+    # Where there is none of the kind, both of its bounds are `last`: 0 in an empty row.
+    first = jnp.minimum(jnp.where(visited, col, num_cols).min(-1), last)
+    first_full = jnp.minimum(jnp.where(full, col, num_cols).min(-1), last)
     # Other tiles may interrupt the FULL ones; the loop without a mask then ends at the first that isn't.
     ends = (col >= first_full[..., None]) & ~full
-    last_full = jnp.where(any_full, jnp.where(ends, col, last[..., None]).min(-1), last)
+    last_full = jnp.minimum(jnp.where(ends, col, num_cols).min(-1), last)
     return Rows(jnp.stack([first, first_full, last_full, last], axis=-1).astype(jnp.int32), None)
 
 

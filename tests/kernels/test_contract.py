@@ -215,6 +215,14 @@ def test_mosaic_gpu(case, backward, dtype, rng):
         run_case(case, rng, attend, dtype=dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES + LONG, ids=lambda case: f"{case.name}-{case.q_len}")
+def test_mosaic_gpu_in_persistent_programs(case, rng):
+    if case.name != "numpy_mask":
+        tuning = MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True))
+        run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
+
+
 INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwardTuning(1), interpret=True)
 
 
@@ -230,9 +238,13 @@ def test_mosaic_gpu_interpreted(case, rng):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
 @pytest.mark.parametrize("case", named("everything", "value_dim"), ids=lambda case: case.name)
-def test_mosaic_gpu_interpreted_as_for_wide_heads(case, rng):
-    wide = dataclasses.replace(INTERPRETED, backward_tiles=MosaicBackwardTuning(one_gradient_each=True))
-    run_case(case, rng, through_implementation(case, wide), dtype=jnp.bfloat16)
+def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
+    otherwise = dataclasses.replace(
+        INTERPRETED,
+        forward_tiles=MosaicForwardTuning(1, 64, persistent=True),
+        backward_tiles=MosaicBackwardTuning(one_gradient_each=True),
+    )
+    run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)
 
 
 INTERPRETED_TRITON = TritonTuning(

@@ -21,12 +21,13 @@ from kernels import (
     Target,
     select_backend,
 )
+from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import make_call
 from kernels.intervals import TileKind
 
-H200 = Target("gpu", "NVIDIA H200", 9.0)
+H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 # Its rows are intervals of keys, its columns aren't intervals of queries.
@@ -105,6 +106,23 @@ def test_positions_are_classified_on_the_device(rng):
     kinds = visited(make_rows(inputs, call, 64, 32), 0, 16)
     exact = dense_kinds(np.asarray(LocalMask(40, 0)(np.arange(512)[:, None] + 7, np.asarray(positions)[None])), 64, 32)
     assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
+
+
+@pytest.mark.parametrize("num_multiprocessors", [None, 7, 1000])
+def test_programs_make_each_block_once(num_multiprocessors, rng):
+    sizes = tuple(map(int, rng.integers(1, 6, 3)))
+    schedule = Schedule(*sizes, num_multiprocessors)
+
+    def blocks_of(program):
+        return schedule.for_each_block(
+            program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
+        )
+
+    by_program = jax.vmap(blocks_of)(jnp.arange(schedule.num_programs))
+    np.testing.assert_array_equal(by_program.sum(0), np.ones(sizes))
+    num_made = by_program.sum((1, 2, 3))
+    assert num_made.max() - num_made.min() <= 1
+    assert schedule.num_programs <= (num_multiprocessors or np.prod(sizes))
 
 
 REFUSED = {

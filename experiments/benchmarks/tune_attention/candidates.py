@@ -36,7 +36,7 @@ SEARCHES = {
         MosaicForwardTuning(),
         (
             {"num_warpgroups": (2, 3), "block_kv": (64, 128, 192), "num_stages": (2, 3)},
-            {"take_turns": (False, True), "heads_first": (False, True)},
+            {"take_turns": (False, True), "persistent": (False, True)},
         ),
     ),
     "fused": Search(

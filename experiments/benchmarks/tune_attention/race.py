@@ -52,7 +52,7 @@ def race(
       num_compilers: candidates that are compiled at the same time.
       largest_difference: from what is expected, the Frobenius norm relative to its own; rounding to 16 bits leaves some
         thousandths.
-      hopeless: at so many times the fastest one's first time, a candidate sits the rounds out.
+      hopeless: at so many times the fastest one's first sample, a candidate sits the rounds out.
 
     Returns:
       One trial per candidate, in their order.
@@ -69,7 +69,9 @@ def race(
         try:
             contender = compilation.result()
             if (difference := largest_relative_difference(contender.start(), expected)) <= largest_difference:
-                contenders[tuning], first[tuning] = contender, contender.prepare(sample_ms)
+                contender.prepare(sample_ms)
+                # A whole sample: single runs of less than a millisecond scatter by half.
+                contenders[tuning], first[tuning] = contender, contender.time(contender.num_runs)
             else:  # also where it's NaN
                 refused[tuning] = f"differs by {difference:.1e}"
         except Exception as failure:  # whatever a compiler makes of an odd tuning

@@ -18,7 +18,14 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
+from kernels.backends.mosaic_gpu.pairs import (
+    Tokens,
+    allowed_pairs,
+    copy_tokens,
+    resident_tokens,
+    tile_tokens,
+    token_memory,
+)
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -120,6 +127,7 @@ def key_value_pass(
             k, v = k_smem.at[my_keys], v_smem.at[my_keys]
             my_spare = None if spare is None else spare.at[warpgroup]
             my_dq_cols = pl.ds(0 if dq_by_rows else warpgroup * dq_cols, dq_cols)
+            resident = resident_tokens(token_refs, "query", (b, pl.ds(my_first, ROWS)))
             plgpu.barrier_wait(k_ready)
             plgpu.barrier_wait(v_ready)
 
@@ -140,7 +148,7 @@ def key_value_pass(
                         q_first = tile * block_q
                         its_tokens = tile_tokens(
                             token_refs, token_smem, "query",
-                            stay=(b, pl.ds(my_first, ROWS)), past=(b, pl.ds(q_first, block_q)), slot=slot,
+                            resident=resident, past=(b, pl.ds(q_first, block_q)), slot=slot,
                         )  # fmt: skip
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, my_first,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -92,30 +93,40 @@ def copy_tokens(tokens: Tokens, memory, streamed: Side, where, slot, ready) -> N
         plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], ready)
 
 
-def tile_tokens(tokens: Tokens, memory, streamed: Side, *, stay, past, slot) -> Tokens:
-    """Of one tile, rows and columns: a loader (shape, dim) of each that is given, the columns' from their slot.
+def resident_tokens(tokens: Tokens, streamed: Side, where) -> dict[str, jax.Array]:
+    """Loads what is given of the tokens of a warpgroup's rows: once, since they stay while tiles stream past.
+
+    Args:
+      tokens: references to the arrays.
+      streamed: the side whose tiles stream past: not the rows.
+      where: (element of the batch, the rows' tokens).
+    """
+    side: Side = "key_value" if streamed == "query" else "query"
+    return {name: load_vector(ref.at[where], rows=True, shared=False) for name, ref in tokens.given(side).items()}
+
+
+def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, jax.Array], past, slot) -> Tokens:
+    """Of one tile, rows and columns: a function (shape, dim) of each that is given, which spreads it over the tile.
 
     Args:
       tokens: references to the arrays.
       memory: `token_smem`, or None if they were left where they are.
       streamed: the side whose tiles stream past: the tile's columns.
-      stay, past: (element of the batch, tokens) of the rows, and of the columns.
+      resident: the rows' (`resident_tokens`).
+      past: (element of the batch, tokens) of the columns.
       slot: the columns' slot.
     """
 
-    def loader(ref, *, shared: bool):
-        def load(shape, dim):
-            return jax.lax.broadcast_in_dim(load_vector(ref, rows=dim == 0, shared=shared), shape, [dim])
+    def spread(vector, shape, dim):
+        return jax.lax.broadcast_in_dim(vector, shape, [dim])
 
-        return load
+    def spread_columns(i: int, ref, shape, dim):
+        where = ref.at[past] if memory is None else memory.at[i, slot]
+        return spread(load_vector(where, rows=False, shared=memory is not None), shape, dim)
 
-    columns = tokens.given(streamed)
-    loaders = {
-        name: loader(ref.at[past if name in columns else stay], shared=False) for name, ref in tokens.given().items()
-    }
-    if memory is not None:
-        loaders |= {name: loader(memory.at[i, slot], shared=True) for i, name in enumerate(columns)}
-    return Tokens(**loaders)
+    rows = {name: functools.partial(spread, vector) for name, vector in resident.items()}
+    columns = enumerate(tokens.given(streamed).items())
+    return Tokens(**rows, **{name: functools.partial(spread_columns, i, ref) for i, (name, ref) in columns})
 
 
 def allowed_pairs(

@@ -11,7 +11,14 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
+from kernels.backends.mosaic_gpu.pairs import (
+    Tokens,
+    allowed_pairs,
+    copy_tokens,
+    resident_tokens,
+    tile_tokens,
+    token_memory,
+)
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -69,8 +76,9 @@ def query_pass(
                     slot = jax.lax.rem(step, stages)
                     pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
                     plgpu.copy_gmem_to_smem(ref.at[b, tile, kv_head], smem.at[slot], ready.at[slot])
-                slot = jax.lax.rem(step, num_stages)
-                copy_tokens(token_refs, token_smem, "key_value", (b, tile), slot, k_ready.at[slot])
+                    # Before the wait for the values' room: without their tokens the keys aren't ready.
+                    if ref is key_ref:
+                        copy_tokens(token_refs, token_smem, "key_value", (b, tile), slot, k_ready.at[slot])
 
             see_last(k_free, row.num_tiles, num_stages)
             see_last(v_free, row.num_tiles, num_value_stages)
@@ -85,6 +93,7 @@ def query_pass(
             plgpu.copy_gmem_to_smem(d_output_ref.at[b, q_rows, head], do_smem.at[warpgroup], my_ready)
             plgpu.copy_gmem_to_smem(lse_ref.at[b, head, q_rows], row_smem.at[LSE, warpgroup], my_ready)
             plgpu.copy_gmem_to_smem(pull_ref.at[b, head, q_rows], row_smem.at[PULL, warpgroup], my_ready)
+            resident = resident_tokens(token_refs, "key_value", (b, q_rows))
             plgpu.barrier_wait(my_ready)
             lse = load_vector(row_smem.at[LSE, warpgroup], rows=True)
             pull = load_vector(row_smem.at[PULL, warpgroup], rows=True)
@@ -108,7 +117,7 @@ def query_pass(
                         kv_first = row.tile(step) * block_kv
                         its_tokens = tile_tokens(
                             token_refs, token_smem, "key_value",
-                            stay=(b, q_rows), past=(b, pl.ds(kv_first, block_kv)), slot=slot,
+                            resident=resident, past=(b, pl.ds(kv_first, block_kv)), slot=slot,
                         )  # fmt: skip
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, kv_first,

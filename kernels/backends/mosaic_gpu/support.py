@@ -13,6 +13,7 @@ _HOPPER = 9.0
 _OLDEST_JAX = (0, 11)
 _MAX_HEAD_DIM = 256
 _MAX_FUSED_HEAD_DIM = 128
+_MAX_PERSISTENT_HEAD_DIM = 128
 
 
 def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = None) -> str | None:
@@ -33,6 +34,9 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
     tiles = None if tuning is None else tuning.backward_tiles
     if tiles is not None and widest > _MAX_FUSED_HEAD_DIM and not tiles.one_gradient_each:
         return f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
+    forward_tiles = None if tuning is None else tuning.forward_tiles
+    if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
+        return f"takes persistent forward_tiles for head dims up to {_MAX_PERSISTENT_HEAD_DIM}, not {widest}"
     if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
         return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
     if call.scale <= 0:

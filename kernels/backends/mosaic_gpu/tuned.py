@@ -12,64 +12,64 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(32, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        heads_first=True,
+        persistent=True,
     ),
     Key(32, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        heads_first=False,
+        persistent=False,
     ),
     Key(64, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        heads_first=True,
+        persistent=True,
     ),
     Key(64, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        heads_first=False,
+        persistent=False,
     ),
     Key(64, "packed", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        heads_first=False,
+        persistent=False,
     ),
     Key(128, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
-        heads_first=True,
+        persistent=True,
     ),
     Key(128, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
         num_stages=2,
         take_turns=True,
-        heads_first=False,
+        persistent=False,
     ),
     Key(128, "full", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
-        heads_first=False,
+        persistent=False,
     ),
     Key(128, "packed", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
-        heads_first=False,
+        persistent=False,
     ),
     Key(128, "window", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
-        heads_first=False,
+        persistent=True,
     ),
     Key(256, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=64,
-        heads_first=True,
+        persistent=False,
     ),
     Key(256, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=64,
-        heads_first=False,
+        persistent=False,
     ),
 }
 

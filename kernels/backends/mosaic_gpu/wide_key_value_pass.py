@@ -20,7 +20,14 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_matrix, load_vector, matrix, multiply, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, allowed_pairs, copy_tokens, tile_tokens, token_memory
+from kernels.backends.mosaic_gpu.pairs import (
+    Tokens,
+    allowed_pairs,
+    copy_tokens,
+    resident_tokens,
+    tile_tokens,
+    token_memory,
+)
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -110,13 +117,14 @@ def wide_key_value_pass(
         @pl.when(warpgroup == _DV)
         def _weigh_and_make_dv():
             plgpu.set_max_registers(tuning.compute_registers, action="increase")
+            resident = resident_tokens(token_refs, "query", (b, keys))
             plgpu.barrier_wait(k_ready)
 
             def weigh(logits, step, rank, tile):
                 slot, buffer = ring(step), jax.lax.rem(step, _WEIGHT_BUFFERS)
                 lse = load_vector(row_smem.at[LSE, slot], rows=False)
                 queries = (b, pl.ds(tile * block_q, block_q))
-                its_tokens = tile_tokens(token_refs, token_smem, "query", stay=(b, keys), past=queries, slot=slot)
+                its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, past=queries, slot=slot)
                 allowed = functools.partial(
                     allowed_pairs, call, its_tokens, tile * block_q, j * ROWS,
                     kv_padded=call.kv_len % ROWS != 0, transposed=True,
