@@ -139,10 +139,17 @@ class SlabCache:
         cell = jnp.where(kept, position % capacity, capacity + token)
         numbers = numbers_of_rows(rows, self.num_sequences)
         place = (numbers[:, None], cell)
+
+        def put(cells, tokens):
+            if batch == num_new == 1 and rows is None and num_tokens is None:
+                # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
+                return jax.lax.dynamic_update_slice(cells, tokens, (0, length[0, 0] % capacity, 0, 0))
+            return cells.at[place].set(tokens, mode="drop", unique_indices=True)
+
         return dataclasses.replace(
             self,
-            key=self.key.at[place].set(key, mode="drop", unique_indices=True),
-            value=self.value.at[place].set(value, mode="drop", unique_indices=True),
+            key=put(self.key, key),
+            value=put(self.value, value),
             lengths=self.lengths + counts if rows is None else self.lengths.at[rows].add(counts),
         )
 

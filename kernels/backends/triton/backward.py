@@ -30,6 +30,7 @@ from kernels.backends.triton.tiles import (
     head_start,
     layout_constants,
     layout_of,
+    load_intervals,
     load_key_positions,
     load_rows,
     load_tokens,
@@ -45,8 +46,7 @@ from kernels.tuning import TritonTiles
 class Operands(NamedTuple):
     """What both passes read.
 
-    `lse` is in units of log₂, and huge where a row attends to nothing; `pull` is the softmax's pull on a row,
-    Σ output·d_output, less what arrives through lse itself.
+    `pull` is the softmax's pull on a row, Σ output·d_output, less what arrives through lse itself.
     """
 
     matrices: Matrices
@@ -141,7 +141,7 @@ def query_pass(
 
 @triton.jit
 def _key_value_kernel(
-    query, key, value, d_output, lse, pull, bounds, first, stop, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, pull, bounds, intervals, key_positions, query_ids, key_ids,
     d_key, d_value, d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_key_at: tl.constexpr, d_value_at: tl.constexpr, d_query_at: tl.constexpr,
@@ -171,9 +171,8 @@ def _key_value_kernel(
     for step in range(group_size * num_partial):
         member, rank = _head_and_rank(step, num_partial, group_size)
         at = partial_tile(rank, num_before, row_start, full_stop) * block_q
-        row_first = load_tokens(first + batch * interval_stride, at, q_len, block_q, 0)[None, :]
-        row_stop = load_tokens(stop + batch * interval_stride, at, q_len, block_q, 0)[None, :]
-        allowed = (row_first <= position) & (position < row_stop)
+        row_first, row_stop = load_intervals(intervals + batch * interval_stride, at, q_len, block_q)
+        allowed = (row_first[None, :] <= position) & (position < row_stop[None, :])
         if has_ids:
             allowed &= load_tokens(query_ids + batch * q_len, at, q_len, block_q, 0)[None, :] == own_ids
         dk, dv = _add_query_tile(
@@ -220,9 +219,7 @@ def _add_query_tile(
     rows = (tl.cast(batch, tl.int64) * (tl.num_programs(1) * group_size) + head) * q_len
     q = load_rows(head_start(query, query_at, batch, head), at, q_len, query_at[2], head_dim, block_q, block_h, inside)
     logits = capped(tl.dot(k, tl.trans(q)), to_cap)
-    # Rows past the last get no weight.
-    row_lse = load_tokens(lse + rows, at, q_len, block_q, 1e30)[None, :]
-    weights = tl.exp2(logits * to_log2 - row_lse)
+    weights = tl.exp2(logits * to_log2 - _load_lse(lse + rows, at, q_len, block_q)[None, :])
     if masked:
         weights = tl.where(allowed, weights, 0.0)
     d_outputs = head_start(d_output, d_output_at, batch, head)
@@ -244,8 +241,16 @@ def _add_query_tile(
 
 
 @triton.jit
+def _load_lse(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
+    """A tile's lse, in units of log₂: huge past the last row, where it leaves no weight. It is −∞ in rows that attend
+    to nothing, whose infinite weights the mask replaces.
+    """
+    return load_tokens(start, first, q_len, block_q, 1e30) * 1.4426950408889634
+
+
+@triton.jit
 def _query_kernel(
-    query, key, value, d_output, lse, pull, bounds, first, stop, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, pull, bounds, intervals, key_positions, query_ids, key_ids,
     d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_query_at: tl.constexpr, scale: tl.constexpr,
@@ -263,11 +268,9 @@ def _query_kernel(
     q = load_rows(queries, begin, q_len, query_at[2], head_dim, block_q, block_h, inside)
     do = load_rows(d_outputs, begin, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
     rows = (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len
-    # Rows past the last get no weight.
-    row_lse = load_tokens(lse + rows, begin, q_len, block_q, 1e30)[:, None]
+    row_lse = _load_lse(lse + rows, begin, q_len, block_q)[:, None]
     row_pull = load_tokens(pull + rows, begin, q_len, block_q, 0.0)[:, None]
-    row_first = load_tokens(first + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
-    row_stop = load_tokens(stop + batch * interval_stride, begin, q_len, block_q, 0)[:, None]
+    row_first, row_stop = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
     if has_ids:
         row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
@@ -278,7 +281,7 @@ def _query_kernel(
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
         position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
-        allowed = (row_first <= position) & (position < row_stop)
+        allowed = (row_first[:, None] <= position) & (position < row_stop[:, None])
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
         dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, allowed, True, to_cap, to_log2)

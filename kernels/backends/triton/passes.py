@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,6 @@ from kernels.backends.triton.forward import forward
 from kernels.backends.triton.tiles import Matrices, Strided
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.tuning import TritonTuning
-
-_LOG2_E = math.log2(math.e)
-# exp2(a logit − it) = 0.
-_HUGE_LSE = 1e30
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
@@ -81,7 +76,7 @@ def run_backward(
     attends = lse > -jnp.inf
     pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     pull -= jnp.where(attends, d_lse.swapaxes(1, 2), 0)
-    operands = Operands(matrices, Strided.of(d_output), jnp.where(attends, lse * _LOG2_E, _HUGE_LSE), pull)
+    operands = Operands(matrices, Strided.of(d_output), lse, pull)
     d_key, d_value, d_query = key_value_pass(
         operands, inputs, call, tuning.key_value, fused=tuning.backward == "fused", interpret=tuning.interpret
     )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.tile_walk import make_rows
 from kernels.backends.triton.key_intervals import make_key_intervals
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.intervals import array_namespace
 from kernels.tuning import TritonTiles
 
 _LOG2_E = math.log2(math.e)
@@ -68,8 +69,8 @@ class Walk(NamedTuple):
     """What of the mask and of the tokens a kernel reads, and the constants that say what is there.
 
     Attributes:
-      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys, key positions, segment ids: those of the
-        two sides; one zero in place of what isn't given.
+      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids: those
+        of the two sides; one zero in place of what isn't given.
       constants: strides between elements of the batch (0: shared), and what is given.
       num_rows: rows of tiles.
     """
@@ -89,10 +90,11 @@ def make_walk(inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, 
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, stop, key_positions = make_key_intervals(inputs, call)
-    operands = (bounds, first, stop, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
+    intervals = jnp.asarray(array_namespace(first, stop).stack([first, stop], axis=1))
+    operands = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
     constants = {
         "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-        "interval_stride": call.q_len if len(first) > 1 else 0,
+        "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
         "has_positions": call.has_positions,
         "has_ids": call.has_segment_ids,
     }
@@ -166,6 +168,12 @@ def load_tokens(start, first, length: tl.constexpr, size: tl.constexpr, other):
     """Elements `first` … of a vector, `other` past its length."""
     index = first + tl.arange(0, size)
     return tl.load(start + index, mask=index < length, other=other)
+
+
+@triton.jit
+def load_intervals(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
+    """The intervals of queries `first` …, as their first keys and where they stop; empty past the last query."""
+    return load_tokens(start, first, q_len, block_q, 0), load_tokens(start + q_len, first, q_len, block_q, 0)
 
 
 @triton.jit

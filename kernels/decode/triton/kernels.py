@@ -62,14 +62,15 @@ def attend_part_kernel(
     query_row = (batch * num_new + token) * num_heads + head
     part_row = part * (tl.num_programs(2) * num_new * num_heads) + query_row
     num_full, num_visited = tl.load(counts + batch * 2), tl.load(counts + batch * 2 + 1)
+    # Loads that don't wait for one another come before the first use of any.
+    sequence = tl.load(sequences + batch)
+    h, v_col = tl.arange(0, block_h), tl.arange(0, block_v)
+    q = tl.load(query + query_row[:, None] * head_dim + h, mask=is_row[:, None] & (h < head_dim), other=0.0)
     begin, end = part * num_visited // num_parts, (part + 1) * num_visited // num_parts
     if begin >= end:
         tl.store(lse + part_row, tl.full((tile_rows,), float("-inf"), tl.float32), mask=is_row)
         return
 
-    h, v_col = tl.arange(0, block_h), tl.arange(0, block_v)
-    q = tl.load(query + query_row[:, None] * head_dim + h, mask=is_row[:, None] & (h < head_dim), other=0.0)
-    sequence = tl.load(sequences + batch)
     first_cell = tl.cast(0 if slab_capacity is None else sequence * slab_capacity, tl.int64)
     key += (first_cell * num_kv_heads + kv_head) * head_dim
     value += (first_cell * num_kv_heads + kv_head) * value_dim
@@ -136,33 +137,34 @@ def attend_part_kernel(
 def put_together_kernel(
     part_output, part_lse, sinks, output, lse,
     num_parts: tl.constexpr, num_rows: tl.constexpr, num_heads: tl.constexpr, value_dim: tl.constexpr,
-    has_sinks: tl.constexpr, block_parts: tl.constexpr, chunk: tl.constexpr, block_v: tl.constexpr,
+    has_sinks: tl.constexpr, chunk: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
     """Weighs one row's parts by their denominators, and adds the sink to these: [P, B·T·N, V] → [B·T·N, V]."""
     row = tl.program_id(0)
-    all_parts = tl.arange(0, block_parts)
-    all_lses = tl.load(part_lse + all_parts * num_rows + row, mask=all_parts < num_parts, other=float("-inf"))
-    peak = tl.max(all_lses, 0)
-    attends = peak > float("-inf")
-    if has_sinks:
-        sink = tl.load(sinks + row % num_heads)
-        peak = tl.maximum(peak, sink)
-    peak = tl.where(attends, peak, 0.0)
-    total = tl.sum(tl.exp(all_lses - peak), 0)
-    if has_sinks:
-        total += tl.exp(sink - peak)
-    total = tl.where(attends, total, 1.0)
-
     column = tl.arange(0, block_v)
     acc = tl.zeros((block_v,), tl.float32)
+    total = 0.0
+    # As above: less than any lse, but finite.
+    peak = -1e30
     for start in range(0, num_parts, chunk):
         part = start + tl.arange(0, chunk)
-        lses = tl.load(part_lse + part * num_rows + row, mask=part < num_parts, other=float("-inf"))
-        place = tl.cast(part * num_rows + row, tl.int64)[:, None] * value_dim + column
+        part_row = part * num_rows + row
+        lses = tl.load(part_lse + part_row, mask=part < num_parts, other=float("-inf"))
+        place = tl.cast(part_row, tl.int64)[:, None] * value_dim + column
         values = tl.load(part_output + place, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
+        new_peak = tl.maximum(peak, tl.max(lses, 0))
+        weights, shrink = tl.exp(lses - new_peak), tl.exp(peak - new_peak)
         # A part without blocks wrote no output: what is there may be NaN.
-        weighted = tl.where(lses[:, None] > float("-inf"), values * tl.exp(lses - peak)[:, None], 0.0)
-        acc += tl.sum(weighted, 0)
+        weighted = tl.where(lses[:, None] > float("-inf"), values * weights[:, None], 0.0)
+        acc, peak, total = acc * shrink + tl.sum(weighted, 0), new_peak, total * shrink + tl.sum(weights, 0)
+
+    attends = total > 0
+    if has_sinks:
+        sink = tl.load(sinks + row % num_heads)
+        new_peak = tl.maximum(peak, sink)
+        shrink = tl.exp(peak - new_peak)
+        acc, peak, total = acc * shrink, new_peak, total * shrink + tl.exp(sink - new_peak)
+    total = tl.where(attends, total, 1.0)
     tl.store(output + tl.cast(row, tl.int64) * value_dim + column, acc / total, mask=column < value_dim)
     tl.store(lse + row, tl.where(attends, peak + tl.log(total), float("-inf")))
 

@@ -171,7 +171,6 @@ def _put_together(
             "num_heads": call.num_heads,
             "value_dim": call.value_dim,
             "has_sinks": sinks is not None,
-            "block_parts": next_power_of_2(num_parts),
             "chunk": min(next_power_of_2(num_parts), _PUT_TOGETHER_ELEMENTS // _width(call.value_dim)),
             "block_v": _width(call.value_dim),
         },
