@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.attention import contenders, readme_table
+from experiments.benchmarks.attention import measure as measuring
 from experiments.benchmarks.attention.__main__ import SUITES, Arguments, Suite, cells, headings, main, measure
 from experiments.benchmarks.attention.cases import CASES, Case, known_cases, make_problem
-from experiments.benchmarks.attention.contenders import compile_contender
+from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
 from experiments.benchmarks.attention.timing import Contender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_pairs
@@ -57,10 +58,39 @@ def test_contenders_take_turns_and_a_ratio_is_one_round_over_the_same_round():
     assert speed_ratio([1, 10, 1], [1, 1, 1]) == 1
 
 
+def test_a_sample_is_as_long_with_several_calls_in_a_program():
+    contender = Device().contender(4.0, 2**-8)
+    contender.calls_per_program = 4
+    assert contender.prepare(sample_ms=1e3 * 2**-6) == 2**-10
+    assert contender.num_runs == 4
+
+
+def test_short_calls_share_a_program_and_the_rest_of_the_row_is_of_one(monkeypatch):
+    monkeypatch.setattr(measuring, "_MOST_CALLS", 2)
+    arguments = Arguments(backends=("xla",), num_rounds=1, sample_ms=0, program_ms=1e6)
+    rows = measure("small", SMALL, arguments)
+    assert {row["calls_per_program"] for row in rows} == {2}
+    singles = [compile_contender(make_problem(SMALL), "xla", d) for d in measuring.DIRECTIONS]
+    assert {row["temporary_bytes"] for row in rows} == {single.temporary_bytes for single in singles}
+
+
+def test_every_call_of_a_program_has_inputs_of_its_own():
+    problem = make_problem(PACKED)
+    one = compile_contender(problem, "blockwise", "forward")
+    calls = compile_calls(one, problem, "blockwise", "forward", 3)
+    assert (calls.calls_per_program, calls.compile_s) == (3, one.compile_s)
+    first, *others = calls.start()
+    assert first.shape == one.start().shape
+    assert all(np.abs(first - other).max() > 0.1 for other in others)
+    assert [x.shape for x in others] == [first.shape] * 2
+
+
 def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_not():
     chosen = dict.fromkeys((*SUITES["hopper"].backends, *SUITES["triton"].backends))
     others = [name for name in chosen if name not in ("xla", "mosaic_gpu")]
-    rows = measure("small", SMALL, Arguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1))
+    rows = measure(
+        "small", SMALL, Arguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1, program_ms=0)
+    )
     refused = {row["backend"]: row["refused"] for row in rows if "refused" in row}
     assert list(refused) == others
     for backend, reason in refused.items():
@@ -74,6 +104,7 @@ def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_
     assert ours["tflops_per_s"] == pytest.approx(flops / ours["seconds"] / 1e12)
     assert ours["fastest_s"] <= ours["seconds"] <= ours["slowest_s"]
     assert {"jax", "date", "device", "runs_per_sample"} <= ours.keys()
+    assert ours["calls_per_program"] == 1
 
 
 def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
@@ -89,7 +120,9 @@ def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
         return attend(query)
 
     monkeypatch.setitem(contenders.PEERS, "forward_only", no_backward)
-    rows = measure("small", SMALL, Arguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0))
+    rows = measure(
+        "small", SMALL, Arguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0, program_ms=0)
+    )
     (refused,) = (row for row in rows if "refused" in row)
     assert (refused["direction"], refused["refused"]) == ("forward_backward", "KeyError: 'has no backward'")
     assert [row["direction"] for row in rows if row["backend"] == "forward_only" and "seconds" in row] == ["forward"]
@@ -104,7 +137,7 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
     allowed = (ids[:, :, None] == ids[:, None, :]) & (position[:, None] >= position)
     assert problem.num_pairs == 2 * allowed.sum()
     assert statistics.mean(len(set(row)) for row in ids.tolist()) > 1
-    rows = measure("packed", PACKED, Arguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0))
+    rows = measure("packed", PACKED, Arguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0, program_ms=0))
     assert [row["backend"] for row in rows if "refused" in row] == ["xla"]
 
 
@@ -119,7 +152,7 @@ def test_documents_are_an_input_of_what_is_timed():
 
 
 def test_a_backward_is_the_difference_of_its_round():
-    rows = measure("small", SMALL, Arguments(backends=("blockwise",), num_rounds=1, sample_ms=0))
+    rows = measure("small", SMALL, Arguments(backends=("blockwise",), num_rounds=1, sample_ms=0, program_ms=0))
     seconds = {row["direction"]: row["seconds"] for row in rows}
     assert seconds["backward"] == pytest.approx(seconds["forward_backward"] - seconds["forward"])
 
@@ -156,7 +189,9 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     monkeypatch.setitem(CASES, "small", SMALL)
     output = tmp_path / "new" / "rows.jsonl"
     backends = ("blockwise", "cudnn")
-    arguments = Arguments(cases=("small",), backends=backends, num_rounds=1, sample_ms=0, output=output, **how)
+    arguments = Arguments(
+        cases=("small",), backends=backends, num_rounds=1, sample_ms=0, program_ms=0, output=output, **how
+    )
     main(arguments)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {"blockwise", "cudnn"}

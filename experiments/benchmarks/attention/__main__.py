@@ -12,6 +12,10 @@ T×T logits; JAX's own `pallas_mosaic` and `pallas_triton`; `tokamax_mosaic` and
 `--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled by the square of the
 lengths' ratio; the row says so. A backward's time is forward and backward together, less forward, of the same round.
 
+Calls of less than `--program-ms` come several to a program, as they do in a training step, where the host doesn't wait
+between layers: the row's `calls_per_program`, the same for all backends. PyTorch's are started one by one all the same.
+Times are of one call; so are temporaries and compile seconds.
+
 PyTorch and JAX share a GPU's memory: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 """
 
@@ -74,6 +78,9 @@ class Arguments:
     """Rounds in which each backend is timed once; the median counts."""
     sample_ms: float = 20.0
     """Least length of one timing, in ms: as many runs in a row as that takes, for programs that are over in no time."""
+    program_ms: float = 1.0
+    """Least length of one program, in ms: it makes as many calls, up to eight, each on inputs of its own, since a call
+    that is over before the host has started the next one would be timed as the host."""
     dense_gigabytes: float = 6.0
     """Memory that `xla` may take, by XLA's own estimate."""
     output: Path | None = None
@@ -111,6 +118,7 @@ def measure(name: str, case: Case, arguments: Arguments) -> list[dict[str, Any]]
         chosen.backends,
         num_rounds=arguments.num_rounds,
         sample_ms=arguments.sample_ms,
+        program_ms=arguments.program_ms,
         dense_gigabytes=arguments.dense_gigabytes,
     )
 

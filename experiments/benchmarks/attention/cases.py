@@ -13,6 +13,7 @@ import numpy as np
 from kernels import CausalMask, FullMask, LocalMask, Mask, count_allowed_pairs
 
 Direction = Literal["forward", "forward_backward"]
+Arrays = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Problem:
 
     case: Case
     length: int
-    arrays: dict[str, jax.Array]
+    arrays: Arrays
     segment_ids: jax.Array | None
     num_pairs: int
 
@@ -102,9 +103,7 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
     """Draws the inputs of a case, at its own length or another."""
     length = case.length if length is None else length
     rng = np.random.default_rng()
-    shapes = dict.fromkeys(("query", "d_output"), (case.batch, length, case.num_heads, case.head_dim))
-    shapes |= dict.fromkeys(("key", "value"), (case.batch, length, case.num_kv_heads, case.head_dim))
-    arrays = {name: _normal(rng, shape, case.dtype) for name, shape in shapes.items()}
+    arrays = draw_arrays(case, length, rng)
     if case.document_length is None:
         num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, length), None
     else:
@@ -114,6 +113,13 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
         assert case.mask.translation_invariant
         num_pairs = sum(count_allowed_pairs(case.mask, int(n), int(n)) for x in documents for n in x)
     return Problem(case, length, arrays, segment_ids, num_pairs * case.num_heads)
+
+
+def draw_arrays(case: Case, length: int, rng: np.random.Generator) -> Arrays:
+    """Random query, key, value and d_output."""
+    shapes = dict.fromkeys(("query", "d_output"), (case.batch, length, case.num_heads, case.head_dim))
+    shapes |= dict.fromkeys(("key", "value"), (case.batch, length, case.num_kv_heads, case.head_dim))
+    return {name: _normal(rng, shape, case.dtype) for name, shape in shapes.items()}
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.benchmarks.attention.cases import Direction, Problem, make_problem
+from experiments.benchmarks.attention.cases import Arrays, Direction, Problem, draw_arrays, make_problem
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.timing import Contender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
@@ -65,11 +68,44 @@ def compile_contender(
         length //= 2
 
 
+def compile_calls(
+    contender: Contender, problem: Problem, backend: str, direction: Direction, num_calls: int
+) -> Contender:
+    """The contender with a program of several calls, which follow one another as a model's layers do.
+
+    Each has inputs of its own. Seconds of compilation and temporary memory stay those of one call. In PyTorch, a loop
+    in Python stands for the program.
+    """
+    if backend in TORCH_PEERS:
+        calls = compile_torch(problem, backend, direction, num_calls)
+        return dataclasses.replace(calls, compile_s=contender.compile_s)
+    call, rng = _function(problem, backend, direction), np.random.default_rng()
+
+    def run(inputs: list[Arrays], segment_ids):
+        results: list[Any] = []
+        for arrays in inputs:
+            if results:
+                # A layer waits for the one before; calls that don't might run side by side, or share kernels.
+                results[-1], arrays = jax.lax.optimization_barrier((results[-1], arrays))
+            results.append(call(arrays, segment_ids))
+        return results
+
+    inputs = [draw_arrays(problem.case, contender.length, rng) for _ in range(num_calls)]
+    program = jax.jit(run).lower(inputs, problem.segment_ids).compile()
+    start = functools.partial(program, inputs, problem.segment_ids)
+    return dataclasses.replace(contender, start=start, calls_per_program=num_calls)
+
+
 def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.stages.Lowered:
     """Traces and lowers a backend of JAX for a problem.
 
     Segment ids are an input: a constant's tiles would be planned while compiling.
     """
+    return jax.jit(_function(problem, backend, direction)).lower(problem.arrays, problem.segment_ids)
+
+
+def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> Callable[[Arrays, Any], Any]:
+    """One call as a function of arrays and segment ids."""
 
     def attend(query, key, value, segment_ids):
         if isinstance(backend, str) and backend in PEERS:
@@ -92,5 +128,4 @@ def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.
         output, vjp = jax.vjp(one_problem, arrays["query"], arrays["key"], arrays["value"])
         return output, vjp(arrays["d_output"])
 
-    run = forward if direction == "forward" else forward_backward
-    return jax.jit(run).lower(problem.arrays, problem.segment_ids)
+    return forward if direction == "forward" else forward_backward

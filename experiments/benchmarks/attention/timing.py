@@ -1,4 +1,9 @@
-"""Programs that are timed, and how: by turns, so that all of them see the same state of the device."""
+"""Programs that are timed, and how: by turns, so that all of them see the same state of the device.
+
+A call that is over in less time than the host takes to start a program would be timed as the host. In a training step
+the calls of all layers are in one program, and so are those that are timed: as many as make a program long enough, one
+after the other, each on inputs of its own. The number is the same for all contenders.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,8 @@ class Contender:
       temporary_bytes: what the program needs besides its arguments and results; None where that isn't known.
       clock: seconds since some moment.
       num_runs: runs in a row that make one sample.
-      seconds: of one run, one per round.
+      calls_per_program: calls of attention that make one run.
+      seconds: of one call, one per round.
     """
 
     backend: str
@@ -31,23 +37,29 @@ class Contender:
     temporary_bytes: int | None
     clock: Callable[[], float] = time.perf_counter
     num_runs: int = 1
+    calls_per_program: int = 1
     seconds: list[float] = field(default_factory=list)
 
     def prepare(self, sample_ms: float) -> float:
-        """Runs it twice, sees how many runs last as long as a sample is to, and returns the seconds of the second."""
+        """Runs it twice, sees how many runs make a sample, and returns the seconds of a call in the second."""
         # The first run loads the program and allocates: to size a sample by it would leave the sample too short.
         self.time(1)
         seconds = self.time(1)
-        self.num_runs = max(1, math.ceil(sample_ms / 1e3 / max(seconds, 1e-6)))
+        self.num_runs = how_many_last(sample_ms, seconds * self.calls_per_program)
         return seconds
 
     def time(self, num_runs: int) -> float:
-        """Seconds of one of some runs in a row."""
+        """Seconds of one call in some runs in a row."""
         begin = self.clock()
         for _ in range(num_runs):
             result = self.start()
         self.wait(result)
-        return (self.clock() - begin) / num_runs
+        return (self.clock() - begin) / num_runs / self.calls_per_program
+
+
+def how_many_last(milliseconds: float, seconds: float) -> int:
+    """How many runs of some seconds it takes to last so long."""
+    return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 
 def time_in_rounds(contenders: Iterable[Contender], num_rounds: int) -> None:

@@ -18,8 +18,10 @@ from experiments.benchmarks.attention.timing import Contender
 from kernels.intervals import Band
 
 
-def compile_torch(problem: Problem, backend: str, direction: Direction) -> Contender:
+def compile_torch(problem: Problem, backend: str, direction: Direction, calls_per_program: int = 1) -> Contender:
     """Compiles one of TORCH_PEERS; its inputs, of the problem's shapes, are drawn afresh.
+
+    Several calls are a loop in Python, which starts each of them as it would in PyTorch's own eager mode.
 
     Raises:
       ImportError: PyTorch isn't installed.
@@ -36,20 +38,27 @@ def compile_torch(problem: Problem, backend: str, direction: Direction) -> Conte
 
     begin = time.perf_counter()
     num_heads, num_kv_heads = problem.case.num_heads, problem.case.num_kv_heads
-    inputs = normal(num_heads), normal(num_kv_heads), normal(num_kv_heads)
-    d_output = torch.randn_like(inputs[0])
-    attend = functools.partial(TORCH_PEERS[backend](problem), *inputs, enable_gqa=num_heads != num_kv_heads)
+    attend = functools.partial(TORCH_PEERS[backend](problem), enable_gqa=num_heads != num_kv_heads)
 
-    def start():
+    def call(query, key, value, d_output):
         if direction == "forward":
             with torch.no_grad():
-                return attend()
-        return torch.autograd.grad(attend(), inputs, d_output)
+                return attend(query, key, value)
+        return torch.autograd.grad(attend(query, key, value), (query, key, value), d_output)
 
-    start()
+    inputs = [tuple(map(normal, (num_heads, num_kv_heads, num_kv_heads, num_heads))) for _ in range(calls_per_program)]
+    call(*inputs[0])
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - begin
-    return Contender(backend, start, lambda _: torch.cuda.synchronize(), problem.length, compile_s, None)
+    return Contender(
+        backend,
+        lambda: [call(*arrays) for arrays in inputs],
+        lambda _: torch.cuda.synchronize(),
+        problem.length,
+        compile_s,
+        None,
+        calls_per_program=calls_per_program,
+    )
 
 
 def _flash(problem: Problem) -> Callable[..., Any]:

@@ -69,8 +69,8 @@ class Walk(NamedTuple):
     """What of the mask and of the tokens a kernel reads, and the constants that say what is there.
 
     Attributes:
-      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids: those
-        of the two sides; one zero in place of what isn't given.
+      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids:
+        those of the two sides; one zero in place of what isn't given.
       constants: strides between elements of the batch (0: shared), and what is given.
       num_rows: rows of tiles.
     """
