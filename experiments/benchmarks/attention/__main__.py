@@ -79,7 +79,7 @@ class Arguments:
     sample_ms: float = 20.0
     """Least length of one timing, in ms: as many runs in a row as that takes, for programs that are over in no time."""
     program_ms: float = 1.0
-    """Least length of one program, in ms: it makes as many calls, up to eight, each on inputs of its own, since a call
+    """Least length of one program, in ms: it makes as many calls, up to 16, each on inputs of its own, since a call
     that is over before the host has started the next one would be timed as the host."""
     dense_gigabytes: float = 6.0
     """Memory that `xla` may take, by XLA's own estimate."""
