@@ -135,6 +135,18 @@ def test_a_ring_holds_the_newest_tokens(capacity, rng):
     assert held(cache.free(1), 1) == {}
 
 
+def test_tokens_written_one_by_one_are_those_of_one_write(rng):
+    """One token of one sequence takes a path of its own, round a ring of five cells."""
+    empty, (key, value) = SlabCache.empty(1, 5, 1, 1, dtype=jnp.float32), tokens(rng, 1, 13)
+    one_by_one = empty
+    for at in range(13):
+        one_by_one = write(one_by_one, (key[:, at : at + 1], value[:, at : at + 1]), None, None)
+    expected = write(empty, (key, value), None, None)
+    jax.tree.map(np.testing.assert_array_equal, one_by_one, expected)
+    nothing = write(one_by_one, (key[:, :1], value[:, :1]), None, jnp.array([0]))
+    jax.tree.map(np.testing.assert_array_equal, nothing, expected)
+
+
 def test_writing_in_place(rng):
     """A donated cache is updated where it lies."""
     for cache in (SlabCache.empty(2, 64, 1, 1), UnifiedCache.empty(2, 256, 1, 1)):

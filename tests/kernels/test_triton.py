@@ -23,7 +23,7 @@ from kernels import (
     select_backend,
 )
 from kernels.backends.tile_walk import make_rows
-from kernels.backends.triton import support
+from kernels.backends.triton import key_intervals, support
 from kernels.backends.triton.key_intervals import has_key_intervals, make_key_intervals
 from kernels.call import make_call
 from kernels.intervals import TileKind
@@ -57,15 +57,20 @@ INTERVALS = [
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+@pytest.mark.parametrize("longest", [90, 89], ids=["constant", "on the device"])
 @pytest.mark.parametrize("mask", INTERVALS, ids=repr)
-def test_intervals_of_keys_are_the_mask(mask, given, rng):
+def test_intervals_of_keys_are_the_mask(mask, longest, given, rng, monkeypatch):
+    monkeypatch.setattr(key_intervals, "_MOST_CONSTANT", longest)
     q_pos, kv_pos = np.arange(90)[None], np.arange(120)[None]
     positions = {}
     if given:
         q_pos, kv_pos = rng.integers(0, 500, (2, 90)), rng.integers(0, 500, (2, 120))
         positions = {"query_positions": jnp.asarray(q_pos), "key_value_positions": jnp.asarray(kv_pos)}
     inputs, call = call_of(mask, q_len=90, kv_len=120, **positions)
-    first, stop, _ = (None if x is None else np.asarray(x)[..., None] for x in make_key_intervals(inputs, call))
+    intervals = make_key_intervals(inputs, call)
+    constant = longest == 90 and not given
+    assert all(isinstance(x, np.ndarray) == constant and x.dtype == jnp.int32 for x in intervals[:2])
+    first, stop, _ = (None if x is None else np.asarray(x)[..., None] for x in intervals)
     allowed = (first <= kv_pos[:, None]) & (kv_pos[:, None] < stop)
     np.testing.assert_array_equal(allowed, np.asarray(mask(q_pos[:, :, None], kv_pos[:, None])))
     assert stop.max() <= 120 or given, "no interval reaches past the last key"

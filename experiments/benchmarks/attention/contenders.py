@@ -79,7 +79,8 @@ def compile_calls(
     if backend in TORCH_PEERS:
         calls = compile_torch(problem, backend, direction, num_calls)
         return dataclasses.replace(calls, compile_s=contender.compile_s)
-    call, rng = _function(problem, backend, direction), np.random.default_rng()
+    # Traced and lowered once, however often it is called.
+    call, rng = jax.jit(_function(problem, backend, direction)), np.random.default_rng()
 
     def run(inputs: list[Arrays], segment_ids):
         results: list[Any] = []
