@@ -123,6 +123,8 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert second["block_q"] == first["block_q"]
     assert written.read_text() == table.render(rows)
     assert "forward 1: 2 candidates" in capsys.readouterr().out
+    assert command.main(dataclasses.replace(arguments, searches=("split",))) == 0
+    assert {row["search"] for row in read_rows(output)[len(rows) :]} == {"split"}
 
     monkeypatch.undo()
     monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))

@@ -52,6 +52,8 @@ class Arguments:
         "1x16x32768x128_full",
     )
     """Names from the attention benchmark's CASES: each stands for its head dim, kind of mask and length."""
+    searches: tuple[str, ...] = tuple(table.SECTIONS)
+    """Tables to search for; the others keep what they have."""
     num_rounds: int = 7
     """Rounds of a race; the medians count."""
     sample_ms: float = 20.0
@@ -65,9 +67,11 @@ class Arguments:
 
     def __post_init__(self):
         known_cases(self.cases)
+        if unknown := set(self.searches) - set(table.SECTIONS):
+            raise ValueError(f"unknown searches {sorted(unknown)}; expected some of {', '.join(table.SECTIONS)}")
 
 
-def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Iterator[list[dict[str, Any]]]:
+def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[dict[str, Any]]]:
     """Searches for one case; the rows of each race, as soon as it is over.
 
     Raises:
@@ -84,7 +88,9 @@ def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Ite
     def run(search: str, stage: int, candidates: dict[Any, Any], timed: Direction, incumbent) -> list[dict[str, Any]]:
         print(f"{name}, {search} {stage}: {len(candidates)} candidates", end="", flush=True)
         begin = time.monotonic()
-        trials = race(problem, timed, candidates, expected(timed), num_rounds=num_rounds, sample_ms=sample_ms)
+        trials = race(
+            problem, timed, candidates, expected(timed), num_rounds=arguments.num_rounds, sample_ms=arguments.sample_ms
+        )
         best[search] = best_of(trials, incumbent)
         print(f", {time.monotonic() - begin:.1f} s: {best[search]}", flush=True)
         return [
@@ -101,7 +107,7 @@ def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Ite
 
     for search, plan in SEARCHES.items():
         best[search] = TABLES[search].get(key, plan.start)
-        for stage, settings in enumerate(plan.stages):
+        for stage, settings in enumerate(plan.stages if search in arguments.searches else ()):
             candidates = variations(search, best[search], settings, best["forward"])
             rows = run(search, stage, candidates, plan.timed, best[search])
             yield rows
@@ -109,6 +115,8 @@ def search_case(name: str, case: Case, num_rounds: int, sample_ms: float) -> Ite
                 break
         if search == "forward" and best[search] is None:
             raise ValueError(f"no forward kernel ran for {name}; the first: {rows[0]['refused']}")
+    if "fastest_backward" not in arguments.searches:
+        return
     forms = {form: implementation(form, best[form], best["forward"]) for form in ("fused", "split") if best[form]}
     yield run("fastest_backward", 0, forms, "forward_backward", tuned.FASTEST_BACKWARD.get(key))
 
@@ -120,7 +128,7 @@ def main(arguments: Arguments) -> int:
     try:
         while left and time.monotonic() - begin < arguments.budget_s:
             name = next(iter(left))
-            for rows in search_case(name, left.pop(name), arguments.num_rounds, arguments.sample_ms):
+            for rows in search_case(name, left.pop(name), arguments):
                 with arguments.output.open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(row) + "\n" for row in rows)
     except ValueError as refusal:
