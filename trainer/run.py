@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from trainer.config import TrainConfig
 from trainer.console import Console
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.event_loops import drain_event_loops
 from trainer.loop import TrainingLoop
 from trainer.prepare import prepare
 from trainer.record import RunRecord, TimeAccount
@@ -35,6 +36,7 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
       TrainingFailed: the devices can't start, a loss or gradient was not finite, or no checkpoint can be read or saved.
     """
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
+    drain_event_loops()
     console, account = Console(), TimeAccount(started)
     console.description(config.description)
     record = RunRecord(workdir.record, command, time.time() - account.total(), account)
