@@ -15,6 +15,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
 from kernels import Mask, parse_mask
+from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config_file import did_you_mean, flag_types, load_config
 from trainer.errors import UserMistake
@@ -30,13 +31,14 @@ class CommandLine:
 
     The same command run again resumes from the newest checkpoint in its workdir. Every field of the config can be
     overridden here; a mask is written as in Python, for example
-    --model.masks "CausalMask() & LocalMask(1023, 0)" "CausalMask()".
+    --model.masks "CausalMask() & LocalMask(1023, 0)" "CausalMask()". The defaults shown are those of the config file
+    beside --help, or without one those of the fields.
     """
 
     config: Path
     """Python file that defines get_config() -> TrainConfig."""
     workdir: Path
-    """Where the run's files go; by default runs/NAME."""
+    """Where the run's files go."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
 
@@ -90,8 +92,24 @@ def apply_overrides(
     if options["config"] is None and not wants_help(overrides):
         raise UserMistake(f"--config FILE is missing; for example: {program} --config experiments/smoke.py")
     make_command: Callable[..., Command] = command
-    default = make_command(**options, train=load_config(options["config"])) if options["config"] else None
+    if options["config"] is None:
+        default = make_command(**{**options, "config": tyro.MISSING}, train=_any_config())
+    else:
+        default = make_command(**options, train=load_config(options["config"]))
     return apply_flags(command, overrides, default, program=program)
+
+
+class _OfTheConfig(int):
+    """Stands in the help for a number that only a config file can say."""
+
+    def __str__(self) -> str:
+        return "from-config"
+
+
+def _any_config() -> TrainConfig:
+    """What the help shows without a config file: no field is required on the command line, since every file has it."""
+    number = _OfTheConfig(1000)
+    return TrainConfig(name=str(number), model=GPTConfig(), num_steps=number)
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

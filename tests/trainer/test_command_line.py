@@ -117,11 +117,14 @@ def test_every_field_of_every_section_is_a_flag(trainer_command, capsys):
     assert "Peak learning rate." in printed
 
 
-def test_help_needs_no_config(capsys):
+def test_help_needs_no_config_and_requires_nothing_else(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command_line(["--help"])
     assert caught.value.code == 0
-    assert "--config" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.count("(required)") == 1, "--config alone"
+    assert "Where the run's files go. (default: runs/NAME)" in printed
+    assert printed.count("from-config") == 2, "--name and --num-steps"
 
 
 def test_flags_override_the_config_file(trainer_command, tmp_path):
