@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,12 +31,6 @@ class AttentionPlan:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def describe(self) -> list[str]:
-        """One line for the backend, and one for each that was passed over."""
-        layers = "1 layer" if self.num_layers == 1 else f"{self.num_layers} layers"
-        passed_over = [f"  {name} passed over: {reason}" for name, reason in self.passed_over.items()]
-        return [f"{self.backend} for {layers} of {self.mask}", *passed_over]
-
 
 def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPlan, ...]:
     """The backend that each mask will get, in the order of the layers.
@@ -58,6 +53,21 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
             raise UserMistake(str(error)) from error
         plans.append(AttentionPlan(repr(mask), num_layers, selection.name, dict(selection.passed_over)))
     return tuple(plans)
+
+
+def describe_attention(plans: Sequence[AttentionPlan]) -> list[str]:
+    """One line for each mask's backend, then one for each reason why faster backends were passed over."""
+    lines = []
+    masks_of: dict[tuple[str, str], list[str]] = {}
+    for plan in plans:
+        layers = "1 layer" if plan.num_layers == 1 else f"{plan.num_layers} layers"
+        lines.append(f"{plan.backend} for {layers} of {plan.mask}")
+        for passed_over in plan.passed_over.items():
+            masks_of.setdefault(passed_over, []).append(plan.mask)
+    for (name, reason), masks in masks_of.items():
+        where = "" if len(masks) == len(plans) else f" for {', '.join(masks)}"
+        lines.append(f"  {name} passed over{where}: {reason}")
+    return lines
 
 
 def attention_call(config: TrainConfig, mask: Mask, target: Target) -> AttentionCall:

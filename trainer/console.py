@@ -34,7 +34,6 @@ class Window:
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
     mfu_causal: float
-    mfu_noncausal: float
     left_s: float
     """Expected seconds to the last step."""
 
@@ -48,8 +47,8 @@ class Window:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  {format_seconds(self.step_s)}/step  "
-            f"MFU {self.mfu_causal:.1%} ({self.mfu_noncausal:.1%} counting masked pairs)  "
-            f"data wait {format_seconds(self.data_wait_s)}  {format_seconds(self.left_s)} left"
+            f"MFU {self.mfu_causal:.1%}  data wait {format_seconds(self.data_wait_s)}  "
+            f"{format_seconds(self.left_s)} left"
         )
 
 

@@ -228,7 +228,6 @@ class TrainingLoop:
             data_wait_s=data_wait_s,
             tokens_per_s=num_tokens / seconds,
             mfu_causal=mfu_causal,
-            mfu_noncausal=mfu_noncausal,
             left_s=step_s * (self._config.num_steps - self._step),
         )
         self._console.window(window)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from trainer.attention_plan import AttentionPlan, plan_attention
+from trainer.attention_plan import AttentionPlan, describe_attention, plan_attention
 from trainer.compilation import CompileReport, compile_in_stages, use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.console import format_bytes, format_count
@@ -75,7 +75,7 @@ class Setup:
             "mesh": " × ".join(f"{axis} {size}" for axis, size in self.trainer.mesh.shape.items()),
             "model": f"{format_count(self.trainer.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",
-            "attention": [line for plan in self.attention for line in plan.describe()],
+            "attention": describe_attention(self.attention),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from kernels import Target
-from trainer.attention_plan import attention_call, plan_attention
+from trainer.attention_plan import AttentionPlan, attention_call, describe_attention, plan_attention
 from trainer.config_file import load_config
 from trainer.sharding import make_mesh
 from trainer.step import make_trainer
@@ -345,3 +345,14 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     device = mesh.devices.flat[0]
     assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
     assert {plan.mask for plan in plan_attention(config, device)} == {repr(mask) for mask in config.model.masks}
+
+
+def test_each_reason_to_pass_a_backend_over_is_told_once():
+    tpu, odd = {"splash": "runs on tpu, not on gpu"}, {"triton": "needs one interval"}
+    plans = [AttentionPlan("CausalMask()", 3, "triton", tpu), AttentionPlan("MaskFn(odd)", 1, "blockwise", tpu | odd)]
+    assert describe_attention(plans) == [
+        "triton for 3 layers of CausalMask()",
+        "blockwise for 1 layer of MaskFn(odd)",
+        "  splash passed over: runs on tpu, not on gpu",
+        "  triton passed over for MaskFn(odd): needs one interval",
+    ]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainer.attention_plan import describe_attention
 from trainer.compile.comparison import Variant
 from trainer.compile.search import Search, Try
 from trainer.compile.step_profile import StepProfile
@@ -32,7 +33,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         "mesh": " × ".join(f"{axis} {size}" for axis, size in profile.mesh.items()),
         "model": f"{format_count(profile.num_parameters)} parameters, {config.model.num_layers} layers of width "
         f"{config.model.width}, {config.model.compute_dtype} compute, remat {config.model.remat}",
-        "attention": [line for plan in profile.attention for line in plan.describe()],
+        "attention": describe_attention(profile.attention),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
