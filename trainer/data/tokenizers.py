@@ -85,10 +85,16 @@ class HuggingFaceTokenizer:
         end_of_document_token: text or id of the token that ends a document; None: the file's own.
 
     Raises:
-        DataError: `tokenizers` is not installed, the file is not a tokenizer, or it has no such token.
+        DataError: the file can't be read or is not a tokenizer, `tokenizers` is not installed, or it has no such token.
     """
 
     def __init__(self, path: Path, end_of_document_token: str | int | None = None):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"data.tokenizer={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
+            ) from error
         try:
             import tokenizers
         except ImportError as error:
@@ -97,12 +103,7 @@ class HuggingFaceTokenizer:
                 'run `pip install "flax-longcontext[data]"`, or use data.tokenizer=byte'
             ) from error
         try:
-            content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except OSError as error:
-            raise DataError(
-                f"data.tokenizer={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
-            ) from error
         except Exception as error:  # The binding raises bare Exception for a malformed file.
             raise DataError(f"{path}: not a Hugging Face tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()

@@ -88,6 +88,8 @@ def test_the_missing_library_is_named_with_its_extra(tokenizer_file, monkeypatch
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r'needs tokenizers.*pip install "flax-longcontext\[data\]"'):
         load_tokenizer(str(tokenizer_file))
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        load_tokenizer("missing.json")  # which no installation would help
 
 
 def test_end_of_document_of_bytes_is_fixed():
