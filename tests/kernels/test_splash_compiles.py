@@ -27,7 +27,7 @@ COMPILE = textwrap.dedent("""
     device = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices[0]
     sharding = NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec())
 
-    def compile_case(mask, length=2048, heads=(4, 2), head_dims=(128, 128), dtype="bfloat16", backward="split",
+    def compile_case(mask, length=1024, heads=(4, 2), head_dims=(32, 32), dtype="bfloat16", backward="split", block=256,
                      segments=False, positions=False, sinks=False, cap=None, tuning=True):
         def shape(*dims, dtype=dtype):
             return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
@@ -37,7 +37,7 @@ COMPILE = textwrap.dedent("""
                 query, key, value, eval(mask), device=device, return_lse=True, logits_soft_cap=cap,
                 query_segment_ids=ids if segments else None, key_value_segment_ids=ids if segments else None,
                 query_positions=places if positions else None, sinks=sink_logits if sinks else None,
-                implementation=SplashTuning.square(512, backward=backward) if tuning else None)
+                implementation=SplashTuning.square(block, backward=backward) if tuning else None)
             return output.astype(jnp.float32).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
         tokens = shape(2, length, dtype="int32")
@@ -49,15 +49,16 @@ COMPILE = textwrap.dedent("""
     print(json.dumps({name: compile_case(**CASES[name]) for name in sys.argv[2:]}))
 """)
 
+# Narrow heads and small tiles, where nothing else is said: they compile in a third of the time.
 CASES = {
-    "causal": {"mask": "CausalMask()"},
+    "heads of 128, tiles of 512": {"mask": "CausalMask()", "head_dims": (128, 128), "block": 512},
     "fused": {"mask": "CausalMask()", "backward": "fused"},
     "window, documents": {"mask": "CausalMask() & LocalMask(700, 0)", "segments": True},
     "prefix, soft cap, sinks": {"mask": "CausalMask() | PrefixMask(600)", "cap": 30.0, "sinks": True},
     "complement of chunks": {"mask": "~ChunkedCausalMask(500) | PrefixMask(3)"},
     "no mask, ragged, float32": {"mask": "FullMask()", "length": 1500, "dtype": "float32"},
     "function": {"mask": "MaskFn(lambda q, kv: (kv <= q) & ((q - kv) % 5 == 0))"},
-    "array": {"mask": "NumpyMask(np.tri(2048, dtype=bool))"},
+    "array": {"mask": "NumpyMask(np.tri(1024, dtype=bool))"},
     "two masks": {"mask": "MultiHeadMask([CausalMask(), LocalMask(300, 0)] * 2)"},
     "context shard": {"mask": "CausalMask() & LocalMask(700, 0)", "positions": True},
     "narrow heads": {"mask": "CausalMask()", "head_dims": (20, 24)},
