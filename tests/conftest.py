@@ -12,6 +12,9 @@ os.environ.setdefault("PJRT_NPROC", "16")
 # Where no accelerator is to be seen, JAX need not look for one: libtpu, which is here to compile, would complain.
 if expected_platform() == "cpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # XLA's own passes are those that users get; LLVM's would take half of all the time, and small inputs don't repay
+    # it. A test that is about speed or the last bit starts a process with `XLA_FLAGS=`.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     # Triton reads this when it is imported: its kernels then run on the host.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 NUM_STEPS = 60  # of the tiny config
 # Saves every third step, so that kills fall into saves often; logs off that beat.
 ARGUMENTS = ("--checkpoint.every-num-steps", 3, "--log-every-num-steps", 4, "--evaluation.every-num-steps", 20)
+OPTIMISED = {"XLA_FLAGS": ""}  # as users run it: the last bit is theirs
 
 
 def final_state(workdir: Path):
@@ -62,14 +63,14 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run):
     print(f"kills drawn from seed {seed}")
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finished = trainer_command.run("--workdir", whole, *ARGUMENTS)
+    finished = trainer_command.run("--workdir", whole, *ARGUMENTS, **OPTIMISED)
     assert finished.status == 0, finished.errors
     expected_record, expected_steps, expected_evaluations = read_run(whole)
     training_s = sum(expected_record["time"][f"{name}_s"] for name in ("data_wait", "step", "evaluation", "checkpoint"))
 
     num_kills, num_amid_a_save = 0, 0
     for kind in ("save", "step", "save", "start", "save"):
-        process = trainer_command.start("--workdir", killed, *ARGUMENTS)
+        process = trainer_command.start("--workdir", killed, *ARGUMENTS, **OPTIMISED)
         match kind:
             case "start":
                 time.sleep(draw.uniform(0, 5))
@@ -86,7 +87,7 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run):
     assert num_kills >= 4
     assert num_amid_a_save >= 1
 
-    resumed = trainer_command.run("--workdir", killed, *ARGUMENTS)
+    resumed = trainer_command.run("--workdir", killed, *ARGUMENTS, **OPTIMISED)
     assert resumed.status == 0, resumed.errors
     record, steps, evaluations = read_run(killed)
     assert record["status"] == "completed"

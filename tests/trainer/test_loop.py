@@ -267,8 +267,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(trainer_command, tmp_path, read
         "--checkpoint.every-num-steps",
         1,
     )
-    # Compiled without optimisations, which this test has no use for and would wait for.
-    stopped = trainer_command.run("--workdir", tmp_path, *arguments, XLA_FLAGS="--xla_backend_optimization_level=0")
+    stopped = trainer_command.run("--workdir", tmp_path, *arguments)
     assert stopped.status == 1, stopped.errors
     assert "Traceback" not in stopped.errors
     record, steps, _ = read_run(tmp_path)

@@ -237,7 +237,10 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told_of_shardings():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+    }
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", RESHARD], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
