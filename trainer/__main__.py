@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from trainer.errors import TrainingFailed, UserMistake
+from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import PREEMPTED, StopRequest
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
             return run(command.train, workdir, command=["python", "-m", "trainer", *arguments], started=started)
         except UserMistake as mistake:
-            print(f"error: {mistake}", file=sys.stderr)
+            print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return 2
         except TrainingFailed as failure:
             print(f"error: {failure}", file=sys.stderr)

@@ -42,9 +42,13 @@ MASKS = {
     "sink_tokens": CAUSAL & (LocalMask(11, 0) | PrefixMask(4)),
     "complement": CAUSAL & ~LocalMask(20, -5),
     "function": MaskFn(strided),
-    "array": NumpyMask(np.tril(np.random.default_rng().random((LONGEST, LONGEST)) < 0.5)),
     "per_head": MultiHeadMask([CAUSAL, WINDOW, ChunkedCausalMask(20), WINDOW]),
 }
+
+
+def random_mask(rng):
+    """Half of the pairs that a causal mask allows."""
+    return NumpyMask(np.tril(rng.random((LONGEST, LONGEST)) < 0.5))
 
 
 # Compiled once for all masks. A row may hold fewer tokens than there's room for.

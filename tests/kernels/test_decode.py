@@ -24,14 +24,15 @@ from tests.kernels.decode_session import (
     Session,
     decode,
     empty_cache,
+    random_mask,
     run_session,
 )
 
 
 @pytest.mark.parametrize("form", ["slab", "unified"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*MASKS, "array"])
 def test_decoding_equals_attention_over_the_whole_sequence(name, form, rng):
-    session = Session(rng, empty_cache(form), MASKS[name])
+    session = Session(rng, empty_cache(form), random_mask(rng) if name == "array" else MASKS[name])
     run_session(session)
     assert session.compare(2e-5) == NUM_COMPARED
 

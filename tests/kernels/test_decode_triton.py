@@ -28,7 +28,7 @@ from tests.kernels.decode_session import (
 )
 
 A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
-KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "complement", "function", "array")]
+KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "complement", "function")]
 
 
 def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100):

@@ -15,7 +15,7 @@ from kernels import CausalMask, LocalMask, PrefixMask
 from trainer.command_line import parse_command_line
 from trainer.config import TrainConfig
 from trainer.config_file import config_to_json, flag_types, load_config
-from trainer.errors import UserMistake
+from trainer.errors import UserMistake, name_flags
 from trainer.hardware import expected_platform
 from trainer.workdir import FREE_TO_CHANGE, claim_workdir
 
@@ -60,8 +60,11 @@ def run_python(script: str, **environment: str) -> str:
             "unknown option --optimizer.learning-rat; did you mean --optimizer.learning-rate?",
         ),
         (["--config", "experiments/no_such_file.py"], "config experiments/no_such_file.py does not exist"),
-        (["--mesh.context", "3"], "sequence_length=256 is not a multiple of mesh.context=3"),
-        (["--model.num-heads", "3", "--model.num-kv-heads", "2"], "num_heads=3 is not a multiple of num_kv_heads=2"),
+        (["--mesh.context", "3"], "sequence_length=256 is not a multiple of --mesh.context=3"),
+        (
+            ["--model.num-heads", "3", "--model.num-kv-heads", "2"],
+            "--model.num-heads=3 is not a multiple of --model.num-kv-heads=2",
+        ),
     ],
 )
 def test_the_command_stops_with_one_message_and_status_2(trainer_command, tmp_path, arguments, message):
@@ -188,6 +191,21 @@ def test_a_bad_value_is_told_in_one_sentence_without_a_box(trainer_command, argu
     told = refusal("--config", trainer_command.config, *arguments)
     assert told.startswith(message)
     assert not set("╭│╰─\n") & set(told)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments", "told"),
+    [
+        ("seed=-1 must not be negative", ["--seed=-1"], "--seed=-1 must not be negative"),
+        ("samples.seed=-1 must not be", ["--seed", "2"], "samples.seed=-1 must not be"),
+        ("seed=-1 must not be", ["--samples.seed", "2"], "seed=-1 must not be"),
+        ("model.width=3 and width=3", ["--model.width", "3"], "--model.width=3 and --model.width=3"),
+        ("num_steps=0; lower num_steps", ["--num_steps", "0"], "--num-steps=0; lower num_steps"),
+        ("config x.py: seed=1.5 is of type float", ["--seed", "1"], "config x.py: seed=1.5 is of type float"),
+    ],
+)
+def test_what_was_typed_is_named_by_its_flag(message, arguments, told):
+    assert name_flags(message, arguments) == told
 
 
 def test_a_config_path_nearly_right_gets_a_suggestion(trainer_command):

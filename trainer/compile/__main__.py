@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.errors import TrainingFailed, UserMistake
+from trainer.errors import TrainingFailed, UserMistake, name_flags
 
 DOES_NOT_FIT = 3
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0
     except UserMistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
         return 2
     except TrainingFailed as failure:
         print(f"error: {failure}", file=sys.stderr)

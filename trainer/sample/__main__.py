@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.errors import TrainingFailed, UserMistake
+from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import INTERRUPTED
 
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         run(command)
         return 0
     except UserMistake as mistake:
-        print(f"error: {mistake}", file=sys.stderr)
+        print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
         return 2
     except TrainingFailed as failure:
         print(f"error: {failure}", file=sys.stderr)

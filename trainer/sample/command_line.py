@@ -49,8 +49,11 @@ class SampleCommand:
                 raise ValueError(f"prompt {prompt!r} is not UTF-8; see the terminal's encoding, or use --prompt-file")
         if self.num_tokens is not None and self.num_tokens < 1:
             raise ValueError(f"num_tokens={self.num_tokens} must be at least 1")
-        if not self.seed or min(self.seed) < 0 or max(self.seed) >= 2**32:
-            raise ValueError(f"seed={self.seed} must be one or more integers from 0 to 2^32 - 1")
+        if not self.seed:
+            raise ValueError("seed needs one or more integers from 0 to 2^32 - 1; got none")
+        for seed in self.seed:
+            if not 0 <= seed < 2**32:
+                raise ValueError(f"seed={seed} must be an integer from 0 to 2^32 - 1")
 
 
 def parse_command_line(arguments: Sequence[str]) -> SampleCommand:

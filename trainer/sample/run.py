@@ -60,7 +60,8 @@ def run(command: SampleCommand) -> None:
         longest = max(len(request.tokens) + request.num_new_tokens for request in requests)
         raise UserMistake(
             f"the memory of {device.device_kind} is too small for the caches of {len(requests)} text(s) of up to "
-            f"{longest:,} tokens; give fewer prompts or seeds at a time, or a smaller --num-tokens"
+            f"{longest:,} tokens, the one that begins a document included; give fewer prompts or seeds at a time, or a "
+            "smaller --num-tokens"
         ) from error
     console.note(
         f"tokens added: {num_added:,} in {format_seconds(time.perf_counter() - begun)}, compiling included; "
@@ -97,7 +98,7 @@ def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[
     prompts, requests = [], []
     for number, prompt in enumerate(_read_prompts(command), 1):
         tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
-        num_new_tokens = _num_new_tokens(number, len(tokens), command, trained)
+        num_new_tokens = _num_new_tokens(number, tokens, command, trained)
         for seed in command.seed:
             prompts.append(prompt)
             requests.append(Request(tokens, num_new_tokens, seed, stop_token))
@@ -115,8 +116,10 @@ def _read_prompts(command: SampleCommand) -> Iterator[str]:
             raise UserMistake(f"--prompt-file {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
 
 
-def _num_new_tokens(number: int, length: int, command: SampleCommand, trained: TrainedRun) -> int:
-    """Tokens to add to a prompt of some length. What lies past the context was never trained, so that is refused."""
+def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, trained: TrainedRun) -> int:
+    """How many to add to a prompt's tokens. What lies past the context was never trained, so that is refused."""
+    length = len(tokens)
+    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.end_of_document_id else ""
     context, scaling = trained.context_length, trained.model.rope_scaling
     limit = f"the {context:,} tokens that the model was trained on"
     if scaling.kind != "none":
@@ -134,8 +137,8 @@ def _num_new_tokens(number: int, length: int, command: SampleCommand, trained: T
         return min(_DEFAULT_NUM_TOKENS, room)
     if command.num_tokens > room:
         raise UserMistake(
-            f"prompt {number} has {length:,} tokens, and --num-tokens {command.num_tokens} more would overfill the "
-            f"cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
+            f"prompt {number} has {length - bool(begun):,} tokens{begun}; --num-tokens {command.num_tokens} more would "
+            f"overfill the cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
         )
     return command.num_tokens
 

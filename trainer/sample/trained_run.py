@@ -91,13 +91,19 @@ def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) ->
 
 
 def _load_tokenizer(name: str | None, data: DataConfig) -> Tokenizer:
+    is_given = name is not None
     name = name or data.tokenizer or (None if data.source == "bin" else "byte")
     if name is None:
         raise UserMistake(
             "the run was trained on .bin files, which don't say which tokenizer made them; "
             "give its tokenizer.json with --tokenizer"
         )
-    return load_tokenizer(name, data.end_of_document_token)
+    try:
+        return load_tokenizer(name, data.end_of_document_token)
+    except UserMistake as mistake:
+        if not is_given:
+            raise
+        raise UserMistake(str(mistake).replace("data.tokenizer=", "--tokenizer=")) from mistake
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:
