@@ -6,7 +6,7 @@ import pytest
 
 from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.streams import make_streams
+from trainer.sample.streams import make_streams, show_whole
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
 
 
@@ -74,17 +74,32 @@ def test_one_text_is_shown_as_it_comes():
     assert shown == ["ab", "c\nd", "\x1b", "\n"]
 
 
-def test_several_texts_are_shown_by_lines_that_say_whose_they_are():
+def test_several_texts_are_shown_by_rows_that_say_whose_they_are_and_where_lines_end():
     shown = []
-    streams = make_streams(10, shown.append, width=None)
+    streams = make_streams(10, shown.append, width=80)
     streams[0].add("one ")
     streams[9].add("ten\n\nten")
-    assert shown == ["[10] ten\n", "[10] \n"]
+    assert shown == ["[10] ten⏎\n", "[10] ⏎\n"]
     streams[0].add("one\nmore")
     streams[0].end()
     streams[9].end()
     streams[9].end()
-    assert "".join(shown) == "[10] ten\n[10] \n[1]  one one\n[1]  more\n[10] ten\n"
+    assert "".join(shown) == "[10] ten⏎\n[10] ⏎\n[1]  one one⏎\n[1]  more\n[10] ten\n"
+
+
+def test_several_texts_are_whole_at_last_and_whole_alone_without_a_terminal():
+    shown = []
+    show_whole(["one\nmore", "two\x1b"], shown.append)
+    assert "".join(shown) == "\n[1]\none\nmore\n\n[2]\ntwo␛\n\n"
+    shown.clear()
+    streams = make_streams(2, shown.append, width=None)
+    streams[0].add("one\n")
+    streams[1].add("two\x1b")
+    streams[1].end()
+    assert shown == ["[2]\ntwo\x1b\n\n"]
+    streams[0].add("more")
+    streams[0].end()
+    assert shown[1:] == ["[1]\none\nmore\n\n"]
 
 
 def test_a_terminal_gets_rows_that_fit_and_no_control_characters():

@@ -22,7 +22,9 @@ PROGRAM = "python -m trainer.sample"
 class SampleCommand:
     """Continues prompts with a trained model, from the newest checkpoint of a run, and prints the texts as they grow.
 
-    Several texts grow side by side, each line marked with the number of its text. Prompts from files come last.
+    On a terminal several texts grow side by side, each row marked with the number of its text and ⏎ where a line of it
+    ends, and are shown whole when all have ended; elsewhere each is written once it is whole. Prompts from files come
+    last.
     """
 
     workdir: Path

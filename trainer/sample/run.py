@@ -18,7 +18,7 @@ from trainer.data import Tokenizer
 from trainer.errors import UserMistake
 from trainer.sample.command_line import SampleCommand
 from trainer.sample.generate import Generator, NewToken, Request
-from trainer.sample.streams import make_streams
+from trainer.sample.streams import make_streams, show_whole
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
 from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.sharding import make_mesh
@@ -75,20 +75,27 @@ def _show(
     """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     streams = make_streams(len(prompts), _write, width)
-    texts = [GrowingText(tokenizer, request.tokens) for request in requests]
-    for stream, prompt in zip(streams, prompts, strict=True):
-        stream.add(prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
+    texts = [""] * len(prompts)
+
+    def show(index: int, text: str) -> None:
+        texts[index] += text
+        streams[index].add(text)
+
+    growing = [GrowingText(tokenizer, request.tokens) for request in requests]
+    for index, prompt in enumerate(prompts):
+        show(index, prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
     num_added = num_ended = 0
     for new in tokens:
-        stream, text = streams[new.request], texts[new.request]
         num_added += 1
         if new.token == requests[new.request].stop_token:
             num_ended += 1
         else:
-            stream.add(text.add(new.token))
+            show(new.request, growing[new.request].add(new.token))
         if new.is_last:
-            stream.add(text.end())
-            stream.end()
+            show(new.request, growing[new.request].end())
+            streams[new.request].end()
+    if width is not None and len(texts) > 1:
+        show_whole(texts, _write)
     return num_added, num_ended
 
 

@@ -1,4 +1,4 @@
-"""Texts on their way to the terminal: one as it is, several side by side line by line."""
+"""Texts on their way out: one as it comes; several side by side on a terminal, and whole, one after the other."""
 
 from __future__ import annotations
 
@@ -26,18 +26,26 @@ def make_streams(count: int, write: Write, width: int | None) -> Sequence[Stream
     Args:
       count: texts.
       write: shows text at once.
-      width: of the terminal, in characters; None: not a terminal, where text is written as it is.
+      width: of the terminal, in characters, on which several texts grow side by side and `show_whole` shows them again;
+        None: not a terminal, where text is written as it is, and each of several once it is whole.
     """
-    if width is not None:
-        show = write
-        write = lambda text: show(visible(text))  # noqa: E731
+    if width is None:
+        return (_AsItComes(write),) if count == 1 else [_OnceWhole(write, number) for number in range(1, count + 1)]
+    to_terminal = lambda text: write(visible(text))  # noqa: E731
     if count == 1:
-        return (_Whole(write),)
+        return (_AsItComes(to_terminal),)
     labels = [f"[{number}] ".ljust(len(f"[{count}] ")) for number in range(1, count + 1)]
-    return [_Lines(write, label, None if width is None else max(width - len(label), 1)) for label in labels]
+    return [_Rows(to_terminal, label, max(width - len(label), 1)) for label in labels]
 
 
-class _Whole:
+def show_whole(texts: Sequence[str], write: Write) -> None:
+    """Shows texts that grew side by side on a terminal, each in one piece."""
+    write("\n")
+    for number, text in enumerate(texts, 1):
+        _OnceWhole(lambda text: write(visible(text)), number, text).end()
+
+
+class _AsItComes:
     """Shows text as it comes."""
 
     def __init__(self, write: Write):
@@ -50,18 +58,31 @@ class _Whole:
         self._write("\n")
 
 
-class _Lines:
-    """Shows each line once it is whole, or as wide as the terminal, behind a label."""
+class _OnceWhole:
+    """Shows text under its number, once it is whole."""
 
-    def __init__(self, write: Write, label: str, width: int | None):
+    def __init__(self, write: Write, number: int, text: str = ""):
+        self._write, self._number, self._text = write, number, text
+
+    def add(self, text: str) -> None:
+        self._text += text
+
+    def end(self) -> None:
+        self._write(f"[{self._number}]\n{self._text}\n\n")
+
+
+class _Rows:
+    """Shows each line once it is whole, or as wide as the terminal, behind a label. ⏎ tells its end from the row's."""
+
+    def __init__(self, write: Write, label: str, width: int):
         self._write, self._label, self._width = write, label, width
         self._line = ""
 
     def add(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._show(line)
-        if self._width is not None and len(self._line) > self._width:
+            self._show(f"{line}⏎")
+        if len(self._line) > self._width:
             *rows, self._line = self._rows(self._line)
             self._write("".join(f"{self._label}{row}\n" for row in rows))
 
@@ -76,7 +97,7 @@ class _Lines:
     def _rows(self, line: str) -> list[str]:
         """The line, cut at spaces where there are any, into rows that fit the terminal."""
         rows = []
-        while self._width is not None and len(line) > self._width:
+        while len(line) > self._width:
             space = line.rfind(" ", 1, self._width + 1)
             cut = space if space > 0 else self._width
             rows.append(line[:cut])
