@@ -21,7 +21,7 @@ LIMITS = Limits(seconds=120, resident_bytes=10**12)
 
 
 def cell_of(**changes):
-    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "num_repeats": 2}
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_repeats": 2}
     cell = {"subject": "attention", "source": "ours", "mask": "causal", "length": 2048, "target": "v5e:1x1"}
     return Cell(**(cell | {"config": "experiments/smoke.py"} | sizes | changes))
 
@@ -54,7 +54,7 @@ ROWS = [
 
 @needs_libtpu
 def test_a_sweep_from_the_command_line_to_the_plot(tmp_path, capsys):
-    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "num_repeats": 2}
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_repeats": 2}
     output, plot = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     sources, lengths = ("ours", "dense"), (1024, 2048)
     arguments = Arguments(
