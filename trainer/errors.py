@@ -27,8 +27,8 @@ def name_flags(message: str, arguments: Sequence[str]) -> str:
     if message.startswith("config "):
         return message
     for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag.startswith("--"):
-            field = re.escape(flag[2:].replace("-", "_").removeprefix("model."))
-            message = re.sub(rf"(?<![\w.-])(?:model\.)?{field}(?==)", flag.replace("_", "-"), message)
+        typed = re.match(r"--([\w.-]+)", argument)
+        if typed:
+            field = re.escape(typed[1].replace("-", "_").removeprefix("model."))
+            message = re.sub(rf"(?<![\w.-])(?:model\.)?{field}(?==)", typed[0].replace("_", "-"), message)
     return message
