@@ -12,16 +12,22 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(32, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
+        num_stages=2,
+        take_turns=True,
         persistent=True,
     ),
     Key(32, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
-        persistent=False,
+        num_stages=2,
+        take_turns=True,
+        persistent=True,
     ),
     Key(64, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=128,
+        num_stages=2,
+        take_turns=True,
         persistent=True,
     ),
     Key(64, "causal", 32768): MosaicForwardTuning(
@@ -41,6 +47,8 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(128, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
+        num_stages=2,
+        take_turns=True,
         persistent=True,
     ),
     Key(128, "causal", 32768): MosaicForwardTuning(
@@ -85,7 +93,12 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
 
 FUSED: dict[Key, MosaicBackwardTuning] = {
     Key(32, "causal", 4096): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=128,
+        num_stages=2,
+        one_gradient_each=False,
+        block_kv_dq=64,
+        num_stages_dq=2,
     ),
     Key(32, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -136,7 +149,12 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         num_stages_dq=2,
     ),
     Key(128, "full", 32768): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=64,
+        num_stages=2,
+        one_gradient_each=False,
+        block_kv_dq=64,
+        num_stages_dq=2,
     ),
     Key(128, "packed", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -158,7 +176,12 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
 
 SPLIT: dict[Key, MosaicBackwardTuning] = {
     Key(32, "causal", 4096): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=128,
+        num_stages=2,
+        one_gradient_each=False,
+        block_kv_dq=128,
+        num_stages_dq=2,
     ),
     Key(32, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=3,
@@ -209,7 +232,12 @@ SPLIT: dict[Key, MosaicBackwardTuning] = {
         num_stages_dq=2,
     ),
     Key(128, "full", 32768): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=64,
+        num_stages=2,
+        one_gradient_each=False,
+        block_kv_dq=128,
+        num_stages_dq=2,
     ),
     Key(128, "packed", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
