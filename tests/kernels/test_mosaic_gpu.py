@@ -146,11 +146,22 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
-def test_wide_heads_need_their_own_tiles():
-    tuning = MosaicGpuTuning(backward_tiles=MosaicBackwardTuning())
-    with pytest.raises(
-        ValueError, match="needs backward_tiles with one_gradient_each above a head dim of 128, got 192"
-    ):
+@pytest.mark.parametrize(
+    ("tuning", "reason"),
+    [
+        (
+            MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
+            "needs backward_tiles with one_gradient_each above a head dim of 128, got 192",
+        ),
+        (
+            MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True)),
+            "takes persistent forward_tiles for head dims up to 128, not 192",
+        ),
+    ],
+    ids=["backward", "forward"],
+)
+def test_wide_heads_need_their_own_tiles(tuning, reason):
+    with pytest.raises(ValueError, match=reason):
         select_backend(call_of(head_dim=192)[1], tuning)
 
 

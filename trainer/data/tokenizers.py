@@ -83,24 +83,25 @@ class HuggingFaceTokenizer:
     Args:
         path: the `tokenizer.json`.
         end_of_document_token: text or id of the token that ends a document; None: the file's own.
+        setting: what named the file, for messages.
 
     Raises:
         DataError: the file can't be read or is not a tokenizer, `tokenizers` is not installed, or it has no such token.
     """
 
-    def __init__(self, path: Path, end_of_document_token: str | int | None = None):
+    def __init__(self, path: Path, end_of_document_token: str | int | None, setting: str):
         try:
             content = path.read_bytes()
         except OSError as error:
             raise DataError(
-                f"data.tokenizer={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
+                f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
             ) from error
         try:
             import tokenizers
         except ImportError as error:
             raise DataError(
-                f"data.tokenizer={str(path)!r} needs tokenizers, which is not installed; "
-                'run `pip install "flax-longcontext[data]"`, or use data.tokenizer=byte'
+                f"{setting}={str(path)!r} needs tokenizers, which is not installed; "
+                f'run `pip install "flax-longcontext[data]"`, or use {setting}=byte'
             ) from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -188,17 +189,23 @@ class PretokenizedIds:
         )
 
 
-def load_tokenizer(name: str, end_of_document_token: str | int | None = None) -> ByteTokenizer | HuggingFaceTokenizer:
-    """The tokenizer that `data.tokenizer` names: `byte`, or the path of a `tokenizer.json`.
+def load_tokenizer(
+    name: str, end_of_document_token: str | int | None = None, *, setting: str = "data.tokenizer"
+) -> ByteTokenizer | HuggingFaceTokenizer:
+    """The tokenizer of a name: `byte`, or the path of a `tokenizer.json`.
+
+    Args:
+        end_of_document_token: text or id of the token that ends a document; None: the tokenizer's own.
+        setting: the field or flag that gave the name, for messages.
 
     Raises:
         DataError: there is no such tokenizer, or it has no such end-of-document token.
     """
     if name != "byte":
-        return HuggingFaceTokenizer(Path(name).expanduser(), end_of_document_token)
+        return HuggingFaceTokenizer(Path(name).expanduser(), end_of_document_token, setting)
     if end_of_document_token not in (None, ByteTokenizer.end_of_document_id):
         raise DataError(
-            f"data.end_of_document_token={end_of_document_token!r} has no effect with data.tokenizer=byte, "
+            f"data.end_of_document_token={end_of_document_token!r} has no effect with {setting}=byte, "
             f"whose documents end with {ByteTokenizer.end_of_document_id}; leave it unset"
         )
     return ByteTokenizer()

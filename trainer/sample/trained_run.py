@@ -91,19 +91,14 @@ def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) ->
 
 
 def _load_tokenizer(name: str | None, data: DataConfig) -> Tokenizer:
-    is_given = name is not None
+    setting = "data.tokenizer" if name is None else "--tokenizer"
     name = name or data.tokenizer or (None if data.source == "bin" else "byte")
     if name is None:
         raise UserMistake(
             "the run was trained on .bin files, which don't say which tokenizer made them; "
             "give its tokenizer.json with --tokenizer"
         )
-    try:
-        return load_tokenizer(name, data.end_of_document_token)
-    except UserMistake as mistake:
-        if not is_given:
-            raise
-        raise UserMistake(str(mistake).replace("data.tokenizer=", "--tokenizer=")) from mistake
+    return load_tokenizer(name, data.end_of_document_token, setting=setting)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from kernels.backends.mosaic_gpu.memory import spread
 from kernels.backends.mosaic_gpu.pairs import keep_allowed
 from kernels.call import AttentionCall
 
@@ -46,11 +47,6 @@ def weigh_pairs(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: 
         slope = 1 - logits * logits
     logits = keep_allowed(logits, is_partial, allowed)
     return jnp.exp2(logits * to_log2 - spread(lse, logits.shape, rows=rows)), slope
-
-
-def spread(vector, shape, *, rows: bool):
-    """A vector as a matrix: one number for each row, or for each column."""
-    return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
 
 
 def see_last(free, num_steps, num_stages: int) -> None:

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, matrix, multiply, spread, vector
 from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
     allowed_pairs,
@@ -41,6 +41,7 @@ from kernels.tuning import MosaicForwardTuning
 _LOG2_E = math.log2(math.e)
 # Less than any logit, but finite: exp2(−inf − it) = 0 where a row has seen no allowed pair.
 _INITIAL_MAX = -1e30
+# Few, so that programs have several blocks to make.
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
@@ -167,8 +168,9 @@ def forward(
                 for free in (k_free, v_free):
                     plgpu.barrier_wait(free.at[jax.lax.rem(step, num_stages)])
 
-            for w in range(num_warpgroups if tuning.persistent else 0):
-                pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, q_free.at[w]))
+            if tuning.persistent:
+                for w in range(num_warpgroups):
+                    pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, q_free.at[w]))
 
         @pl.when(warpgroup < num_warpgroups)
         def _compute():
@@ -218,7 +220,7 @@ def forward(
                     )
                     logits = keep_allowed(logits, is_partial, allowed)
                     new_peak = jnp.maximum(peak, logits.max(axis=1) * to_log2)
-                    weights = jnp.exp2(logits * to_log2 - jax.lax.broadcast_in_dim(new_peak, logits.shape, [0]))
+                    weights = jnp.exp2(logits * to_log2 - spread(new_peak, logits.shape, rows=True))
                     shrink = jnp.exp2(peak - new_peak)
                     return weights, new_peak, total * shrink + weights.sum(axis=1), shrink
 
@@ -272,7 +274,7 @@ def forward(
                                 plgpu.barrier_arrive(k_free.at[slot])
                             new_output = total_output(acc, product, output)
                             plgpu.barrier_arrive(v_free.at[last_slot])
-                            new_output = new_output * jax.lax.broadcast_in_dim(shrink, new_output.shape, [0])
+                            new_output = new_output * spread(shrink, new_output.shape, rows=True)
                             if interpret is None:
                                 acc[...], new_output = new_output, None
                             return new_weights.astype(query.dtype), new_peak, new_total, new_output
@@ -306,7 +308,7 @@ def forward(
                         peak, total = new_peak, total * shrink + jnp.exp2(sink - new_peak)
                     total = jnp.where(attends, total, 1.0)
                     lse = jnp.where(attends, peak * (1 / _LOG2_E) + jnp.log(total), -jnp.inf)
-                    output = output * jax.lax.broadcast_in_dim(shrink / total, output.shape, [0])
+                    output = output * spread(shrink / total, output.shape, rows=True)
                     send(output.astype(query.dtype), lse)
 
                 def send(output, lse):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import load_vector
+from kernels.backends.mosaic_gpu.memory import load_vector, spread
 from kernels.call import AttentionCall, AttentionInputs
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -106,7 +106,7 @@ def resident_tokens(tokens: Tokens, streamed: Side, where) -> dict[str, jax.Arra
 
 
 def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, jax.Array], past, slot) -> Tokens:
-    """Of one tile, rows and columns: a function (shape, dim) of each that is given, which spreads it over the tile.
+    """Of one tile, rows and columns: a function (shape) of each that is given, which spreads it over the tile.
 
     Args:
       tokens: references to the arrays.
@@ -117,14 +117,11 @@ def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, j
       slot: the columns' slot.
     """
 
-    def spread(vector, shape, dim):
-        return jax.lax.broadcast_in_dim(vector, shape, [dim])
-
-    def spread_columns(i: int, ref, shape, dim):
+    def spread_columns(i: int, ref, shape):
         where = ref.at[past] if memory is None else memory.at[i, slot]
-        return spread(load_vector(where, rows=False, shared=memory is not None), shape, dim)
+        return spread(load_vector(where, rows=False, shared=memory is not None), shape, rows=False)
 
-    rows = {name: functools.partial(spread, vector) for name, vector in resident.items()}
+    rows = {name: functools.partial(spread, vector, rows=True) for name, vector in resident.items()}
     columns = enumerate(tokens.given(streamed).items())
     return Tokens(**rows, **{name: functools.partial(spread_columns, i, ref) for i, (name, ref) in columns})
 
@@ -159,13 +156,13 @@ def allowed_pairs(
 
     kv_index = index(kv_first, kv_dim)
     if call.has_positions:
-        q_pos = tokens.query_positions(shape, q_dim)
-        kv_pos = tokens.key_value_positions(shape, kv_dim)
+        q_pos = tokens.query_positions(shape)
+        kv_pos = tokens.key_value_positions(shape)
     else:
         q_pos, kv_pos = index(q_first, q_dim), kv_index
     allowed = call.mask(q_pos, kv_pos)
     if call.has_segment_ids:
-        allowed &= tokens.query_segment_ids(shape, q_dim) == tokens.key_value_segment_ids(shape, kv_dim)
+        allowed &= tokens.query_segment_ids(shape) == tokens.key_value_segment_ids(shape)
     if kv_padded:
         allowed &= kv_index < call.kv_len
     return allowed

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, spread, weigh_pairs
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, weigh_pairs
+from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, spread, vector
 from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
     allowed_pairs,

@@ -56,10 +56,8 @@ class Schedule:
         """Calls `body(block, carried)` for one block of a program after another, and returns what the last one did."""
 
         def block(index):
-            rank, pair = (
-                jax.lax.div(index, self.batch * self.num_heads),
-                jax.lax.rem(index, self.batch * self.num_heads),
-            )
+            num_pairs = self.batch * self.num_heads
+            rank, pair = jax.lax.div(index, num_pairs), jax.lax.rem(index, num_pairs)
             batch, head = jax.lax.div(pair, self.num_heads), jax.lax.rem(pair, self.num_heads)
             return Block(batch, head, self.num_rows - 1 - rank)
 
