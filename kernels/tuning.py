@@ -108,8 +108,7 @@ class MosaicForwardTuning:
             raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
         if self.block_kv not in (64, 128, 192, 256):
             raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        _require_positive(num_stages=self.num_stages)
 
     @property
     def block_q(self) -> int:
@@ -140,6 +139,9 @@ class MosaicBackwardTuning:
         warpgroup's registers don't hold both. Not for a fused backward.
       block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (with
         one_gradient_each, of values one fewer).
+      heads_at_once: heads, of all elements of the batch, whose blocks are made before any other's: so few that several
+        blocks of each run at a time, and read its queries, and add to its dQ, in the L2 cache. The pass for dK and dV
+        counts key/value heads, that for dQ alone query heads.
 
     Raises:
       ValueError: a value out of range.
@@ -151,6 +153,7 @@ class MosaicBackwardTuning:
     one_gradient_each: bool = False
     block_kv_dq: int = 64
     num_stages_dq: int = 2
+    heads_at_once: int = 24
 
     def __post_init__(self):
         if self.num_warpgroups not in (1, 2, 3):
@@ -163,14 +166,19 @@ class MosaicBackwardTuning:
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
-        for name in ("num_stages", "num_stages_dq"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        _require_positive(
+            num_stages=self.num_stages, num_stages_dq=self.num_stages_dq, heads_at_once=self.heads_at_once
+        )
 
     @property
     def block_kv(self) -> int:
         """Keys of a block of the pass for dK and dV."""
         return 64 if self.one_gradient_each else 64 * self.num_warpgroups
+
+    @property
+    def divides_dq_by_columns(self) -> bool:
+        """Whether the warpgroups of a fused backward share a tile of dQ by columns: it has too few rows."""
+        return self.block_q < 64 * self.num_warpgroups
 
     @property
     def block_q_dq(self) -> int:
@@ -251,8 +259,7 @@ class TritonTiles:
             size = getattr(self, name)
             if size < smallest or size & (size - 1):
                 raise ValueError(f"{name}={size} must be a power of two, at least {smallest}")
-        if self.num_stages < 1:
-            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+        _require_positive(num_stages=self.num_stages)
 
 
 @dataclass(frozen=True)
@@ -284,3 +291,9 @@ class TritonTuning:
 
 
 Tuning = BlockwiseTuning | SplashTuning | MosaicGpuTuning | TritonTuning
+
+
+def _require_positive(**settings: int) -> None:
+    for name, setting in settings.items():
+        if setting < 1:
+            raise ValueError(f"{name}={setting} must be at least 1")

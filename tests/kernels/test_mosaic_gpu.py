@@ -108,21 +108,34 @@ def test_positions_are_classified_on_the_device(rng):
     assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
 
 
+def visits(schedule: Schedule, program):
+    """How often a program makes each block `[batch, head, row]`."""
+    sizes = schedule.batch, schedule.num_heads, schedule.num_rows
+    return schedule.for_each_block(
+        program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
+    )
+
+
+@pytest.mark.parametrize("last_rows_first", [True, False])
+@pytest.mark.parametrize("heads_at_once", [None, 1, 3, 100])
 @pytest.mark.parametrize("num_multiprocessors", [None, 7, 1000])
-def test_programs_make_each_block_once(num_multiprocessors, rng):
+def test_programs_make_each_block_once(num_multiprocessors, heads_at_once, last_rows_first, rng):
     sizes = tuple(map(int, rng.integers(1, 6, 3)))
-    schedule = Schedule(*sizes, num_multiprocessors)
-
-    def blocks_of(program):
-        return schedule.for_each_block(
-            program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
-        )
-
-    by_program = jax.vmap(blocks_of)(jnp.arange(schedule.num_programs))
+    schedule = Schedule(*sizes, heads_at_once, last_rows_first, num_multiprocessors)
+    by_program = jax.vmap(lambda program: visits(schedule, program))(jnp.arange(schedule.num_programs))
     np.testing.assert_array_equal(by_program.sum(0), np.ones(sizes))
     num_made = by_program.sum((1, 2, 3))
     assert num_made.max() - num_made.min() <= 1
     assert schedule.num_programs <= (num_multiprocessors or np.prod(sizes))
+
+
+@pytest.mark.parametrize("last_rows_first", [True, False])
+def test_some_heads_come_before_the_others_and_their_rows_side_by_side(last_rows_first):
+    schedule = Schedule(2, 4, 5, heads_at_once=3, last_rows_first=last_rows_first)
+    blocks = [tuple(map(int, schedule.block(jnp.int32(index)))) for index in range(schedule.num_blocks)]
+    rows = list(range(5))[:: -1 if last_rows_first else 1]
+    heads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert blocks == [(*head, row) for at in (0, 3, 6) for row in rows for head in heads[at : at + 3]]
 
 
 REFUSED = {
@@ -147,22 +160,43 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 @pytest.mark.parametrize(
-    ("tuning", "reason"),
+    ("tuning", "head_dim", "reason"),
     [
         (
             MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
+            192,
             "needs backward_tiles with one_gradient_each above a head dim of 128, got 192",
         ),
         (
             MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True)),
+            192,
             "takes persistent forward_tiles for head dims up to 128, not 192",
         ),
+        (
+            MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
+            64,
+            "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to 64",
+        ),
     ],
-    ids=["backward", "forward"],
+    ids=["backward", "forward", "narrow"],
 )
-def test_wide_heads_need_their_own_tiles(tuning, reason):
+def test_tiles_that_are_not_for_the_head_dim_are_refused(tuning, head_dim, reason):
     with pytest.raises(ValueError, match=reason):
-        select_backend(call_of(head_dim=192)[1], tuning)
+        select_backend(call_of(head_dim=head_dim)[1], tuning)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning()),
+        MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1)),
+        MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(block_q=128)),
+    ],
+    ids=["split", "one warpgroup", "tall tiles"],
+)
+def test_tiles_for_narrow_heads_are_taken(tuning):
+    assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
@@ -183,6 +217,7 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
         (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
+        (lambda: MosaicBackwardTuning(heads_at_once=0), "heads_at_once=0 must be at least 1"),
         (
             lambda: MosaicBackwardTuning(3, one_gradient_each=True),
             "takes num_warpgroups=2 and num_stages of at least 2",

@@ -43,7 +43,10 @@ SEARCHES = {
     "fused": Search(
         "forward_backward",
         MosaicBackwardTuning(),
-        ({"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},),
+        (
+            {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},
+            {"heads_at_once": (12, 24, 48)},
+        ),
     ),
     "split": Search(
         "forward_backward",

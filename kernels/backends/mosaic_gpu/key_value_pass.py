@@ -26,6 +26,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
+from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -68,9 +69,9 @@ def key_value_pass(
         tuning.block_kv,
         tuning.num_stages,
     )
-    num_rows = pl.cdiv(kv_len, block_kv)
+    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, block_kv), tuning.heads_at_once, last_rows_first=False)
     # Warpgroups share dK and dV by keys, and a tile of dQ by rows, or where there are too few rows, by columns.
-    dq_by_rows = block_q == ROWS * num_warpgroups
+    dq_by_rows = not tuning.divides_dq_by_columns
     dq_cols = head_dim if dq_by_rows else head_dim // num_warpgroups
 
     # Blocks that begin with the same query tile would all add to the same part of dQ at once.
@@ -90,7 +91,7 @@ def key_value_pass(
         optional = dict(zip(given, refs, strict=False))
         *dq_ref, dk_ref, dv_ref = refs[len(given) :]
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, kv_head, j = (jax.lax.axis_index(name) for name in ("batch", "head", "row"))
+        b, kv_head, j = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
         row = read_row(bounds_ref, optional.get("tiles"), b, j, shift=j * _SHIFT if same_start else None)
 
@@ -269,8 +270,8 @@ def key_value_pass(
             jax.ShapeDtypeStruct(operands.value.shape, dtype),
         ),
         scratch_types=scratch,
-        grid=(num_rows, num_kv_heads, batch),
-        grid_names=("row", "head", "batch"),
+        grid=(schedule.num_programs,),
+        grid_names=("program",),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),

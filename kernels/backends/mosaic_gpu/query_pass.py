@@ -19,6 +19,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
+from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -44,7 +45,7 @@ def query_pass(
     # Wide heads leave no room for as many value tiles; those are read early in a step, and free the sooner.
     num_value_stages = max(1, num_stages - 1) if tuning.one_gradient_each else num_stages
     block_q = ROWS * num_warpgroups
-    num_rows = pl.cdiv(q_len, block_q)
+    schedule = Schedule(batch, num_heads, pl.cdiv(q_len, block_q), tuning.heads_at_once)
 
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
 
@@ -56,8 +57,7 @@ def query_pass(
         optional = dict(zip(given, refs, strict=False))
         (dq_ref,) = refs[len(given) :]
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-        i = num_rows - 1 - jax.lax.axis_index("row")
+        b, head, i = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
         row = read_row(bounds_ref, optional.get("tiles"), b, i)
 
@@ -159,8 +159,8 @@ def query_pass(
             k_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
             v_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_value_stages),
         ),
-        grid=(num_rows, num_heads, batch),
-        grid_names=("row", "head", "batch"),
+        grid=(schedule.num_programs,),
+        grid_names=("program",),
         num_threads=num_warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),

@@ -1,4 +1,4 @@
-"""Which blocks of query rows a program of the forward kernel makes, and in which order."""
+"""Which blocks of rows a program makes, and in which order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 _T = TypeVar("_T")
 
 
 class Block(NamedTuple):
-    """A block of query rows, within a kernel.
+    """A block of query rows or of keys, within a kernel.
 
     Attributes:
-      batch, head: element of the batch, and query head.
+      batch, head: element of the batch, and head: of the queries, or of the keys.
       row: number of the block among its head's.
     """
 
@@ -26,13 +27,15 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Divides blocks among programs: those of all heads before any head's next, the last rows first.
+    """Divides blocks among programs: those of some heads before all others, of these heads row by row.
 
-    Under a causal mask the last rows have most to do. A head's blocks of neighbouring rows, made at about the same
-    time, share its keys and values in the L2 cache.
+    A head's blocks of neighbouring rows, made at about the same time, share what streams past them in the L2 cache. The
+    more heads at once, the fewer blocks share; the fewer, the more uneven is what blocks have to do in the end.
 
     Attributes:
-      batch, num_heads, num_rows: elements of the batch, query heads, and blocks of each.
+      batch, num_heads, num_rows: elements of the batch, heads, and blocks of each.
+      heads_at_once: of the heads of all elements of the batch; None for all.
+      last_rows_first: under a causal mask the last queries have most to do, and the first keys.
       num_multiprocessors: None for a program per block. Else at most so many programs take the blocks turn by turn; the
         last program of one turn is the first of the next, which evens out what they have to do.
     """
@@ -40,7 +43,9 @@ class Schedule:
     batch: int
     num_heads: int
     num_rows: int
-    num_multiprocessors: int | None
+    heads_at_once: int | None = None
+    last_rows_first: bool = True
+    num_multiprocessors: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -52,17 +57,21 @@ class Schedule:
         """Programs to start."""
         return self.num_blocks if self.num_multiprocessors is None else min(self.num_blocks, self.num_multiprocessors)
 
+    def block(self, index) -> Block:
+        """The index-th block."""
+        num_pairs = self.batch * self.num_heads
+        at_once = min(self.heads_at_once or num_pairs, num_pairs)
+        group, place = (0, index) if at_once == num_pairs else _div_rem(index, at_once * self.num_rows)
+        # The last group may have fewer heads.
+        size = at_once if num_pairs % at_once == 0 else jnp.minimum(at_once, num_pairs - group * at_once)
+        rank, member = _div_rem(place, size)
+        batch, head = _div_rem(group * at_once + member, self.num_heads)
+        return Block(batch, head, self.num_rows - 1 - rank if self.last_rows_first else rank)
+
     def for_each_block(self, program, body: Callable[[Block, _T], _T], start: _T) -> _T:
         """Calls `body(block, carried)` for one block of a program after another, and returns what the last one did."""
-
-        def block(index):
-            num_pairs = self.batch * self.num_heads
-            rank, pair = jax.lax.div(index, num_pairs), jax.lax.rem(index, num_pairs)
-            batch, head = jax.lax.div(pair, self.num_heads), jax.lax.rem(pair, self.num_heads)
-            return Block(batch, head, self.num_rows - 1 - rank)
-
         if self.num_programs == self.num_blocks:
-            return body(block(program), start)
+            return body(self.block(program), start)
 
         def index(turn):
             place = jax.lax.select(jax.lax.rem(turn, 2) == 0, program, self.num_programs - 1 - program)
@@ -70,4 +79,8 @@ class Schedule:
 
         num_whole_turns = self.num_blocks // self.num_programs
         num_turns = num_whole_turns + (index(num_whole_turns) < self.num_blocks).astype("int32")
-        return jax.lax.fori_loop(0, num_turns, lambda turn, carried: body(block(index(turn)), carried), start)
+        return jax.lax.fori_loop(0, num_turns, lambda turn, carried: body(self.block(index(turn)), carried), start)
+
+
+def _div_rem(a, b):
+    return jax.lax.div(a, b), jax.lax.rem(a, b)

@@ -14,6 +14,8 @@ _OLDEST_JAX = (0, 11)
 _MAX_HEAD_DIM = 256
 _MAX_FUSED_HEAD_DIM = 128
 _MAX_PERSISTENT_HEAD_DIM = 128
+# A warpgroup's part of dQ is at least 64 columns wide.
+_MAX_UNDIVIDED_HEAD_DIM = 64
 
 
 def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = None) -> str | None:
@@ -29,16 +31,29 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"takes bfloat16 and float16, not {call.dtype}"
     if widest > _MAX_HEAD_DIM:
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
-    if tuning is not None and tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
-        return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
-    tiles = None if tuning is None else tuning.backward_tiles
-    if tiles is not None and widest > _MAX_FUSED_HEAD_DIM and not tiles.one_gradient_each:
-        return f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
-    forward_tiles = None if tuning is None else tuning.forward_tiles
-    if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
-        return f"takes persistent forward_tiles for head dims up to {_MAX_PERSISTENT_HEAD_DIM}, not {widest}"
+    if tuning is not None and (reason := _unsuited(tuning, widest)) is not None:
+        return reason
     if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
         return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
+    return None
+
+
+def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
+    """Why a tuning isn't one for heads so wide, or None if it is."""
+    if tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
+        return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
+    tiles = tuning.backward_tiles
+    if tiles is not None and widest > _MAX_FUSED_HEAD_DIM and not tiles.one_gradient_each:
+        return f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
+    may_fuse = tuning.backward != "split" and not tuning.interpret
+    if tiles is not None and may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
+        return (
+            f"needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "
+            f"{_MAX_UNDIVIDED_HEAD_DIM}, got {widest}: two warpgroups can't share so few columns of dQ"
+        )
+    forward_tiles = tuning.forward_tiles
+    if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
+        return f"takes persistent forward_tiles for head dims up to {_MAX_PERSISTENT_HEAD_DIM}, not {widest}"
     return None

@@ -1,6 +1,6 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
-NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-21, chosen by hand
+NVIDIA H200, JAX 0.11.2, 2026-11-21
 """
 
 from typing import Literal
@@ -61,6 +61,8 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(128, "full", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
+        num_stages=2,
+        take_turns=False,
         persistent=False,
     ),
     Key(128, "packed", 32768): MosaicForwardTuning(
@@ -80,6 +82,8 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(256, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=64,
+        num_stages=2,
+        take_turns=False,
         persistent=False,
     ),
     Key(256, "causal", 32768): MosaicForwardTuning(
@@ -99,6 +103,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=24,
     ),
     Key(32, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -115,6 +120,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=24,
     ),
     Key(64, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -139,6 +145,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=48,
     ),
     Key(128, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -256,8 +263,13 @@ SPLIT: dict[Key, MosaicBackwardTuning] = {
         num_stages_dq=2,
     ),
     Key(256, "causal", 4096): MosaicBackwardTuning(
+        num_warpgroups=2,
         block_q=64,
+        num_stages=2,
         one_gradient_each=True,
+        block_kv_dq=64,
+        num_stages_dq=2,
+        heads_at_once=24,
     ),
     Key(256, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -275,7 +287,7 @@ FASTEST_BACKWARD: dict[Key, Literal["fused", "split"]] = {
     Key(64, "causal", 4096): "fused",
     Key(64, "causal", 32768): "fused",
     Key(64, "packed", 32768): "fused",
-    Key(128, "causal", 4096): "split",
+    Key(128, "causal", 4096): "fused",
     Key(128, "causal", 32768): "fused",
     Key(128, "full", 32768): "fused",
     Key(128, "packed", 32768): "fused",

@@ -37,6 +37,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
+from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -63,6 +64,7 @@ def wide_key_value_pass(
     _, kv_len, num_kv_heads, value_dim = operands.value.shape
     dtype = operands.query.dtype
     block_q, num_stages = tuning.block_q, tuning.num_stages
+    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, ROWS), tuning.heads_at_once, last_rows_first=False)
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
 
     def kernel(
@@ -74,7 +76,7 @@ def wide_key_value_pass(
         optional = dict(zip(given, refs, strict=False))
         dk_ref, dv_ref = refs[len(given) :]
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, kv_head, j = (jax.lax.axis_index(name) for name in ("batch", "head", "row"))
+        b, kv_head, j = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
         row = read_row(bounds_ref, optional.get("tiles"), b, j)
         keys = pl.ds(j * ROWS, ROWS)
@@ -265,8 +267,8 @@ def wide_key_value_pass(
             jax.ShapeDtypeStruct(operands.value.shape, dtype),
         ),
         scratch_types=scratch,
-        grid=(pl.cdiv(kv_len, ROWS), num_kv_heads, batch),
-        grid_names=("row", "head", "batch"),
+        grid=(schedule.num_programs,),
+        grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
