@@ -192,8 +192,9 @@ def test_tiles_that_are_not_for_the_head_dim_are_refused(tuning, head_dim, reaso
         MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning()),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1)),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(block_q=128)),
+        MosaicGpuTuning(backward_tiles=ONE_GRADIENT_EACH),
     ],
-    ids=["split", "one warpgroup", "tall tiles"],
+    ids=["split", "one warpgroup", "tall tiles", "one gradient each"],
 )
 def test_tiles_for_narrow_heads_are_taken(tuning):
     assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"

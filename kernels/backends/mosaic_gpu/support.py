@@ -45,14 +45,17 @@ def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
     if tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
         return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
     tiles = tuning.backward_tiles
-    if tiles is not None and widest > _MAX_FUSED_HEAD_DIM and not tiles.one_gradient_each:
-        return f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
-    may_fuse = tuning.backward != "split" and not tuning.interpret
-    if tiles is not None and may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
-        return (
-            f"needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "
-            f"{_MAX_UNDIVIDED_HEAD_DIM}, got {widest}: two warpgroups can't share so few columns of dQ"
-        )
+    if tiles is not None and not tiles.one_gradient_each:
+        if widest > _MAX_FUSED_HEAD_DIM:
+            return (
+                f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
+            )
+        may_fuse = tuning.backward != "split" and not tuning.interpret
+        if may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
+            return (
+                "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "
+                f"{_MAX_UNDIVIDED_HEAD_DIM}, got {widest}: two warpgroups can't share so few columns of dQ"
+            )
     forward_tiles = tuning.forward_tiles
     if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
         return f"takes persistent forward_tiles for head dims up to {_MAX_PERSISTENT_HEAD_DIM}, not {widest}"
