@@ -80,8 +80,28 @@ class SplashTuning:
         return SplashTuning(*(block,) * 8, backward=backward, interpret=interpret)
 
 
+class _Warpgroups:
+    """Warpgroups of a `mosaic_gpu` kernel: some compute, one more loads, and gives them most of its registers."""
+
+    num_warpgroups: int
+
+    def _check_warpgroups(self) -> None:
+        if self.num_warpgroups not in (1, 2, 3):
+            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+
+    @property
+    def compute_registers(self) -> int:
+        """Registers of a computing thread, of the multiprocessor's 65,536."""
+        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
+
+    @property
+    def load_registers(self) -> int:
+        """Registers of a loading thread."""
+        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
+
+
 @dataclass(frozen=True)
-class MosaicForwardTuning:
+class MosaicForwardTuning(_Warpgroups):
     """How the `mosaic_gpu` forward kernel runs.
 
     Attributes:
@@ -104,8 +124,7 @@ class MosaicForwardTuning:
     persistent: bool = False
 
     def __post_init__(self):
-        if self.num_warpgroups not in (1, 2, 3):
-            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        self._check_warpgroups()
         if self.block_kv not in (64, 128, 192, 256):
             raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
         _require_positive(num_stages=self.num_stages)
@@ -115,19 +134,9 @@ class MosaicForwardTuning:
         """Query rows of a block."""
         return 64 * self.num_warpgroups
 
-    @property
-    def compute_registers(self) -> int:
-        """Registers of a computing thread, of the multiprocessor's 65,536."""
-        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
-
-    @property
-    def load_registers(self) -> int:
-        """Registers of a loading thread."""
-        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
-
 
 @dataclass(frozen=True)
-class MosaicBackwardTuning:
+class MosaicBackwardTuning(_Warpgroups):
     """How the `mosaic_gpu` backward kernels cut their work up.
 
     Attributes:
@@ -156,8 +165,7 @@ class MosaicBackwardTuning:
     heads_at_once: int = 24
 
     def __post_init__(self):
-        if self.num_warpgroups not in (1, 2, 3):
-            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        self._check_warpgroups()
         if self.one_gradient_each and (self.num_warpgroups != 2 or self.num_stages < 2):
             raise ValueError(
                 "one_gradient_each takes num_warpgroups=2 and num_stages of at least 2, not "
@@ -184,16 +192,6 @@ class MosaicBackwardTuning:
     def block_q_dq(self) -> int:
         """Query rows of a block of the pass for dQ alone."""
         return 64 * self.num_warpgroups
-
-    @property
-    def compute_registers(self) -> int:
-        """Registers of a computing thread, of the multiprocessor's 65,536."""
-        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
-
-    @property
-    def load_registers(self) -> int:
-        """Registers of a loading thread."""
-        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
 
 
 @dataclass(frozen=True)
