@@ -88,13 +88,16 @@ def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
         np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
 
 
-def test_unsorted_documents_lose_no_pair(rng):
-    ids = jnp.asarray(rng.integers(0, 3, (2, 512)) * (np.arange(512) % 96 > 60))
-    inputs, call = call_of(CausalMask(), query_segment_ids=ids, key_value_segment_ids=ids)
+@pytest.mark.parametrize("mask", [CausalMask(), FullMask()], ids=repr)
+@pytest.mark.parametrize("returns", [False, True], ids=["scattered", "a document that comes back"])
+def test_unsorted_documents_lose_no_pair(mask, returns, rng):
+    scattered = rng.integers(0, 3, (2, 512)) * (np.arange(512) % 96 > 60)
+    ids = jnp.asarray(np.repeat([[0, 1, 0, 2], [3, 3, 0, 3]], 128, axis=1) if returns else scattered)
+    inputs, call = call_of(mask, query_segment_ids=ids, key_value_segment_ids=ids)
     rows = make_rows(inputs, call, 64, 32)
     position = np.arange(512)
     for batch in range(2):
-        allowed = np.asarray(ids[batch][:, None] == ids[batch][None]) & (position[:, None] >= position)
+        allowed = np.asarray((ids[batch][:, None] == ids[batch][None]) & mask(position[:, None], position[None]))
         kinds, exact = visited(rows, batch, 16), dense_kinds(allowed, 64, 32)
         assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
         assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
