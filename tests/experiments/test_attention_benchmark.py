@@ -58,6 +58,17 @@ def test_contenders_take_turns_and_a_ratio_is_one_round_over_the_same_round():
     assert speed_ratio([1, 10, 1], [1, 1, 1]) == 1
 
 
+def test_rounds_differ_in_their_order():
+    device, order = Device(), []
+    contenders = [device.contender(1) for _ in range(4)]
+    for number, contender in enumerate(contenders):
+        contender.wait = lambda result, number=number: order.append(number)
+    time_in_rounds(contenders, 20)
+    rounds = [tuple(order[i : i + 4]) for i in range(0, 80, 4)]
+    assert all(sorted(r) == [0, 1, 2, 3] for r in rounds)
+    assert len(set(rounds)) > 1
+
+
 def test_a_sample_is_as_long_with_several_calls_in_a_program():
     contender = Device().contender(4.0, 2**-8)
     contender.calls_per_program = 4

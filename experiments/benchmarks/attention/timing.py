@@ -8,6 +8,7 @@ after the other, each on inputs of its own. The number is the same for all conte
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -63,10 +64,14 @@ def how_many_last(milliseconds: float, seconds: float) -> int:
 
 
 def time_in_rounds(contenders: Iterable[Contender], num_rounds: int) -> None:
-    """Adds one time per round to each contender."""
+    """Adds one time per round to each contender, in an order of its own for each round.
+
+    A device at its power limit slows down for some time after a program that took much of it: in a fixed order, always
+    for the same contender.
+    """
     contenders = list(contenders)
     for _ in range(num_rounds):
-        for contender in contenders:
+        for contender in random.sample(contenders, len(contenders)):
             contender.seconds.append(contender.time(contender.num_runs))
 
 
