@@ -21,7 +21,9 @@ from kernels import (
     Target,
     select_backend,
 )
+from kernels.backends.mosaic_gpu.offsets import offset_columns
 from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import make_call
@@ -243,3 +245,34 @@ def test_tunings_refuse_what_cannot_run(make, message):
 def test_tunings_are_values():
     assert dataclasses.replace(MosaicForwardTuning(), num_stages=3) == MosaicForwardTuning(num_stages=3)
     assert hash(MosaicGpuTuning()) == hash(MosaicGpuTuning())
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype):
+    rng = np.random.default_rng()
+    exponents = rng.uniform(-6, 8, (2, 3, 64))
+    offset = (rng.choice([-1.0, 1.0], exponents.shape) * 10**exponents).astype(np.float32)
+    columns = np.asarray(jax.jit(lambda x: offset_columns(x, -x, dtype=dtype))(offset), np.float64)
+    weights = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
+    # Float16's least normal number, times the least weight, is where it ends.
+    np.testing.assert_allclose(columns[..., :4] @ weights, offset, rtol=2**-20, atol=2**-28)
+    np.testing.assert_array_equal(columns[..., 4:8], -columns[..., :4])
+    assert not columns[..., 8:].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_an_endless_offset_is_a_large_one(dtype):
+    columns = np.asarray(offset_columns(jnp.array([[[-jnp.inf, -1e30]]]), dtype=dtype), np.float64)
+    assert np.isfinite(columns).all()
+    assert (columns[..., 0] * 2.0**15 <= -(2.0**30)).all()
+
+
+def test_tiles_leave_room_for_positions_as_they_do_for_segment_ids():
+    numbers = jnp.zeros((2, 512), jnp.int32)
+    _, with_positions = call_of(FullMask(), head_dim=128, query_positions=numbers, key_value_positions=numbers)
+    _, packed = call_of(FullMask(), head_dim=128, query_segment_ids=numbers, key_value_segment_ids=numbers)
+    tiles = forward_tiles(with_positions)
+    assert tiles == forward_tiles(packed)
+    # Queries, keys and values, beside two numbers of each key.
+    rows = 64 * tiles.num_warpgroups + 2 * tiles.num_stages * tiles.block_kv
+    assert rows * 128 * 2 + 2 * tiles.num_stages * tiles.block_kv * 4 < 227 * 1024

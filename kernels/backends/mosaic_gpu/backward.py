@@ -38,15 +38,23 @@ class Operands(NamedTuple):
     pull: Float[Array, "B N T"]
 
 
+def log2_scale(call: AttentionCall) -> float:
+    """What brings the tensor cores' product (with a soft cap: what the cap leaves of it) to units of log₂."""
+    return _LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
+
+
 def weigh_pairs(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: bool):
-    """Weights of a tile, and by what the soft cap shrinks the gradient of its logits (None without one)."""
-    cap = call.logits_soft_cap
-    to_log2, slope = _LOG2_E * (call.scale if cap is None else cap), None
+    """Weights of a tile, and by what the soft cap shrinks the gradient of its logits (None without one).
+
+    Args:
+      lse: of the rows or columns, in units of log₂; None if the logits had it subtracted already.
+    """
+    cap, slope = call.logits_soft_cap, None
     if cap is not None:
         logits = jnp.tanh(logits * (call.scale / cap))
         slope = 1 - logits * logits
-    logits = keep_allowed(logits, is_partial, allowed)
-    return jnp.exp2(logits * to_log2 - spread(lse, logits.shape, rows=rows)), slope
+    exponent = keep_allowed(logits, is_partial, allowed) * log2_scale(call)
+    return jnp.exp2(exponent if lse is None else exponent - spread(lse, logits.shape, rows=rows)), slope
 
 
 def see_last(free, num_steps, num_stages: int) -> None:

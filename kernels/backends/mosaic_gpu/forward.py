@@ -210,7 +210,6 @@ def forward(
                             token_smem,
                             "key_value",
                             resident=resident,
-                            past=(block.batch, pl.ds(row.tile(step) * block_kv, block_kv)),
                             slot=ring(step),
                         ),
                         q_first,
@@ -225,8 +224,6 @@ def forward(
                     return weights, new_peak, total * shrink + weights.sum(axis=1), shrink
 
                 def first_tile(logits_acc):
-                    plgpu.barrier_wait(k_ready.at[ring(0)])
-                    my_turn()
                     plgpu.wgmma(logits_acc, q, k_smem.at[ring(0)].transpose((1, 0)))
                     next_turn()
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=0)
@@ -259,9 +256,12 @@ def forward(
                         weights, peak, total, output = carry
                         slot, last_slot = ring(step), ring(step - 1)
 
+                        # Before there is an accumulator: the assembler leaves out its zeros if a product follows them
+                        # at once.
+                        plgpu.barrier_wait(k_ready.at[slot])
+                        my_turn()
+
                         def tile(logits_acc):
-                            plgpu.barrier_wait(k_ready.at[slot])
-                            my_turn()
                             plgpu.wgmma(logits_acc, q, k_smem.at[slot].transpose((1, 0)))
                             plgpu.barrier_wait(v_ready.at[last_slot])
                             product = add_product(acc, weights, v_smem.at[last_slot])
@@ -281,6 +281,8 @@ def forward(
 
                         return pl.run_scoped(tile, logits_type)
 
+                    plgpu.barrier_wait(k_ready.at[ring(0)])
+                    my_turn()
                     carry = pl.run_scoped(first_tile, logits_type)
                     # A loop for each kind of tile: a branch within one loop costs up to 6 % of the speed here.
                     num_partial = jnp.maximum(row.num_partial, 1)

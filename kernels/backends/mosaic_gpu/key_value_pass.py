@@ -16,12 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, weigh_pairs
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, spread, vector
+from kernels.backends.mosaic_gpu.backward import Operands, log2_scale, see_last, weigh_pairs
+from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, offset_weights
 from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
     allowed_pairs,
     copy_tokens,
+    counts,
     resident_tokens,
     tile_tokens,
     token_memory,
@@ -33,9 +35,12 @@ from kernels.call import AttentionCall
 from kernels.masks import FullMask, PrefixMask
 from kernels.tuning import MosaicBackwardTuning
 
-# A step's gradients of the logits are read in the next step. A warpgroup that writes a third knows that the other has
-# read the first: it has written the second since.
-_DS_BUFFERS = 3
+# Indices of a query's offsets.
+_PULL, _LSE = 0, 1
+# Below it, lse over the scale leaves float16's range; then lse is subtracted after the scale.
+_LEAST_SCALE = 2.0**-16
+# What the loading warpgroup tells the others of a step.
+_TILE, _IS_PARTIAL, _HEAD = range(3)
 # Query tiles from one block's first to the next one's, where they would all have the same.
 _SHIFT = 4
 
@@ -77,16 +82,26 @@ def key_value_pass(
     # Blocks that begin with the same query tile would all add to the same part of dQ at once.
     same_start = isinstance(call.mask, (FullMask, PrefixMask)) and all(x is None for x in tokens)
 
-    given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
+    # A soft cap comes between the product and lse.
+    lse_is_offset = call.logits_soft_cap is None and abs(call.scale) >= _LEAST_SCALE
+    offsets = [-operands.pull, *([operands.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
 
-    # With the largest tiles nothing is left of shared memory, and tokens are read from where they are.
-    token_scratch = {} if fused and block_q > ROWS else token_memory(tokens, "query", num_stages, block_q)
+    given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
+    if not lse_is_offset:
+        given["lse"] = operands.lse
+
+    # A step's gradients of the logits are read in the next step. A warpgroup that writes a third knows that the other
+    # has read the first: it has written the second since. Tall tiles leave room for two, and a barrier tells it.
+    num_ds_buffers = 3 if block_q == ROWS else 2
+
+    # Measured: tall tiles are faster if dV's product is started before dP is awaited, others if not.
+    dv_before_dp = block_q > ROWS
 
     def kernel(
-        query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        k_smem, v_smem, q_smem, do_smem, row_smem,
-        k_ready, v_ready, q_ready, do_ready, free, done, ds_smem=None, dq_smem=None, ds_ready=None, spare=None,
-        token_smem=None,
+        query_ref, key_ref, value_ref, d_output_ref, offset_ref, bounds_ref, counts_ref, *refs,
+        k_smem, v_smem, q_smem, do_smem, offset_smem, step_smem,
+        k_ready, v_ready, q_ready, do_ready, free, done,
+        lse_smem=None, token_smem=None, ds_smem=None, dq_smem=None, ds_ready=None, ds_read=None, spare=None,
     ):  # fmt: skip
         optional = dict(zip(given, refs, strict=False))
         *dq_ref, dk_ref, dv_ref = refs[len(given) :]
@@ -94,6 +109,7 @@ def key_value_pass(
         b, kv_head, j = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
         row = read_row(bounds_ref, optional.get("tiles"), b, j, shift=j * _SHIFT if same_start else None)
+        num_steps = call.group_size * row.num_tiles
 
         @pl.when(warpgroup == num_warpgroups)
         def _load():
@@ -102,23 +118,27 @@ def key_value_pass(
             plgpu.copy_gmem_to_smem(key_ref.at[b, keys, kv_head], k_smem, k_ready)
             plgpu.copy_gmem_to_smem(value_ref.at[b, keys, kv_head], v_smem, v_ready)
 
-            @pl.loop(0, call.group_size)
-            def _(member):
-                head = kv_head * call.group_size + member
+            @pl.loop(0, num_steps)
+            def _(step):
+                # The first tile of each of a group's heads, then the second.
+                rank = step if call.group_size == 1 else jax.lax.div(step, call.group_size)
+                head = kv_head * call.group_size + (step - rank * call.group_size)
+                slot, tile = jax.lax.rem(step, num_stages), row.tile(rank)
+                queries, ready = pl.ds(tile * block_q, block_q), q_ready.at[slot]
+                pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+                # Without this the others would each keep what it takes to know, and have no registers left for it.
+                step_smem[slot, _TILE] = tile
+                step_smem[slot, _IS_PARTIAL] = (rank < row.num_partial).astype(jnp.int32)
+                step_smem[slot, _HEAD] = head
+                plgpu.barrier_arrive(ready)
+                plgpu.copy_gmem_to_smem(query_ref.at[b, queries, head], q_smem.at[slot], ready)
+                plgpu.copy_gmem_to_smem(offset_ref.at[b, head, queries], offset_smem.at[slot], ready)
+                if not lse_is_offset:
+                    plgpu.copy_gmem_to_smem(optional["lse"].at[b, head, queries], lse_smem.at[slot], ready)
+                copy_tokens(token_refs, token_smem, "query", (b, queries), slot, ready)
+                plgpu.copy_gmem_to_smem(d_output_ref.at[b, queries, head], do_smem.at[slot], do_ready.at[slot])
 
-                @pl.loop(0, row.num_tiles)
-                def _(rank):
-                    step = member * row.num_tiles + rank
-                    slot = jax.lax.rem(step, num_stages)
-                    tile = pl.ds(row.tile(rank) * block_q, block_q)
-                    pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-                    plgpu.copy_gmem_to_smem(query_ref.at[b, tile, head], q_smem.at[slot], q_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(lse_ref.at[b, head, tile], row_smem.at[LSE, slot], q_ready.at[slot])
-                    copy_tokens(token_refs, token_smem, "query", (b, tile), slot, q_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(d_output_ref.at[b, tile, head], do_smem.at[slot], do_ready.at[slot])
-                    plgpu.copy_gmem_to_smem(pull_ref.at[b, head, tile], row_smem.at[PULL, slot], do_ready.at[slot])
-
-            see_last(free, call.group_size * row.num_tiles, num_stages)
+            see_last(free, num_steps, num_stages)
 
         @pl.when(warpgroup < num_warpgroups)
         def _compute():
@@ -126,47 +146,57 @@ def key_value_pass(
             my_keys = my_rows = pl.ds(warpgroup * ROWS, ROWS)
             my_first = j * block_kv + warpgroup * ROWS
             k, v = k_smem.at[my_keys], v_smem.at[my_keys]
-            my_spare = None if spare is None else spare.at[warpgroup]
+            my_spare, spare_weights = (None, None) if spare is None else (x.at[warpgroup] for x in spare)
             my_dq_cols = pl.ds(0 if dq_by_rows else warpgroup * dq_cols, dq_cols)
             resident = resident_tokens(token_refs, "query", (b, pl.ds(my_first, ROWS)))
+            offset_keys = [offset_weights(index, dtype) for index in range(len(offsets))]
             plgpu.barrier_wait(k_ready)
             plgpu.barrier_wait(v_ready)
 
             def accumulate(dk_acc, dv_acc):
-                def visit(rank, last, *, member):
-                    head = kv_head * call.group_size + member
-                    step = member * row.num_tiles + rank
+                def visit(step, last):
                     slot = jax.lax.rem(step, num_stages)
-                    q, do, tile = q_smem.at[slot], do_smem.at[slot], row.tile(rank)
+                    plgpu.barrier_wait(q_ready.at[slot])
+                    tile, is_partial = step_smem[slot, _TILE], step_smem[slot, _IS_PARTIAL] > 0
+                    head = step_smem[slot, _HEAD] if call.group_size > 1 else kv_head
+                    q, do = q_smem.at[slot], do_smem.at[slot]
+
+                    def start_at(index, acc):
+                        multiply(acc, offset_keys[index], offset_smem.at[slot].transpose((1, 0)), spare_weights)
 
                     def weigh(logits_acc, dp_acc):
-                        plgpu.barrier_wait(q_ready.at[slot])
+                        if lse_is_offset:
+                            start_at(_LSE, logits_acc)
                         plgpu.wgmma(logits_acc, k, q.transpose((1, 0)))
+                        start_at(_PULL, dp_acc)
                         plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+                        # Of four products, only dP's own may still be on its way.
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                        lse = load_vector(row_smem.at[LSE, slot], rows=False)
+                        lse = None if lse_is_offset else load_vector(lse_smem.at[slot], rows=False)
                         q_first = tile * block_q
-                        its_tokens = tile_tokens(
-                            token_refs, token_smem, "query",
-                            resident=resident, past=(b, pl.ds(q_first, block_q)), slot=slot,
-                        )  # fmt: skip
+                        its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, slot=slot)
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, my_first,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=True,
+                            kv_padded=call.kv_len % block_kv != 0, transposed=True, counts_ref=counts_ref,
                         )  # fmt: skip
-                        weights, slope = weigh_pairs(logits, lse, call, rank < row.num_partial, allowed, rows=False)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        pull = load_vector(row_smem.at[PULL, slot], rows=False)
-                        d_logits = weights * (dp - spread(pull, dp.shape, rows=False))
+                        weights, slope = weigh_pairs(logits, lse, call, is_partial, allowed, rows=False)
+                        operand = weights.astype(dtype)
+                        if dv_before_dp:
+                            multiply(dv_acc, operand, do, my_spare)
+                        d_logits = weights * plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(dv_before_dp))
                         d_logits = d_logits if slope is None else d_logits * slope
-                        return weights.astype(dtype), d_logits.astype(dtype)
+                        return operand, d_logits.astype(dtype)
 
                     logits_type = accumulator(block_q)
                     weights, d_logits = pl.run_scoped(weigh, logits_type, logits_type)
 
+                    def add_dv():
+                        if not dv_before_dp:
+                            multiply(dv_acc, weights, do, my_spare)
+
                     if not fused:
-                        multiply(dv_acc, weights, do, my_spare)
+                        add_dv()
                         multiply(dk_acc, d_logits, q, my_spare)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(free.at[slot])
@@ -175,15 +205,20 @@ def key_value_pass(
                     # The last step's dQ is made in this one, so that warpgroups may run half a step apart and one
                     # weighs while the other multiplies.
                     pl.when(step > 0)(lambda: plgpu.barrier_wait(ds_ready))
-                    ds_smem.at[jax.lax.rem(step, _DS_BUFFERS), my_keys][...] = d_logits
+                    if num_ds_buffers == 2:
+                        pl.when(step > 1)(lambda: plgpu.barrier_wait(ds_read))
+                    ds_smem.at[jax.lax.rem(step, num_ds_buffers), my_keys][...] = d_logits
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(ds_ready)
 
                     def multiply_all(dq_acc):
                         start_dq(dq_acc, step - 1)
-                        multiply(dv_acc, weights, do, my_spare)
+                        add_dv()
                         multiply(dk_acc, d_logits, q, my_spare)
-                        send_dq(dq_acc, last, wait_n=2, predicate=step > 0)
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if dv_before_dp else 2)
+                        if num_ds_buffers == 2:
+                            pl.when(step > 0)(lambda: plgpu.barrier_arrive(ds_read))
+                        send_dq(dq, last, predicate=step > 0)
                         plgpu.wgmma_wait(0)
 
                     pl.run_scoped(multiply_all, dq_type)
@@ -193,36 +228,37 @@ def key_value_pass(
                 dq_type = accumulator(dq_cols)
 
                 def start_dq(dq_acc, step):
-                    ds = ds_smem.at[jax.lax.rem(step + _DS_BUFFERS, _DS_BUFFERS)]
+                    ds = ds_smem.at[jax.lax.rem(step + num_ds_buffers, num_ds_buffers)]
                     ds = ds.at[:, my_rows] if dq_by_rows else ds
                     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), k_smem.at[:, my_dq_cols])
 
-                def send_dq(dq_acc, where, *, wait_n: int, predicate=None):
+                def send_dq(dq, where, predicate=None):
                     tile, head = where
                     # The copy engine has read what dQ's buffer held.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    dq_smem.at[warpgroup][...] = plgpu.wgmma_accumulator_load(dq_acc, wait_n=wait_n)
+                    dq_smem.at[warpgroup][...] = dq
                     plgpu.commit_smem()
                     rows = pl.ds(tile * block_q + (warpgroup * ROWS if dq_by_rows else 0), ROWS)
                     dq_part = dq_ref[0].at[b, rows, head, my_dq_cols]
                     plgpu.copy_smem_to_gmem(dq_smem.at[warpgroup], dq_part, predicate, reduction_op="add")
 
-                # One loop for all kinds of tiles: with one for each, registers spill.
-                def visit_all(member, last):
-                    return jax.lax.fori_loop(0, row.num_tiles, functools.partial(visit, member=member), last)
-
-                last = jax.lax.fori_loop(0, call.group_size, visit_all, (jnp.int32(0), jnp.int32(0)))
+                # One loop for all kinds of tiles and all heads: with one for each, registers spill.
+                last = jax.lax.fori_loop(0, num_steps, visit, (jnp.int32(0), jnp.int32(0)))
                 if fused:
 
-                    @pl.when(row.num_tiles > 0)
+                    @pl.when(num_steps > 0)
                     def _():
                         plgpu.barrier_wait(ds_ready)
 
                         def last_dq(dq_acc):
-                            start_dq(dq_acc, call.group_size * row.num_tiles - 1)
-                            send_dq(dq_acc, last, wait_n=0)
+                            start_dq(dq_acc, num_steps - 1)
+                            send_dq(plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), last)
 
                         pl.run_scoped(last_dq, dq_type)
+
+                    if num_ds_buffers == 2:
+                        # Whoever waits at a barrier must see each of its completions.
+                        pl.when(num_steps > 1)(lambda: plgpu.barrier_wait(ds_read))
 
                 dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
                 dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
@@ -244,25 +280,30 @@ def key_value_pass(
         "v_smem": matrix(block_kv, value_dim, dtype=dtype),
         "q_smem": matrix(num_stages, block_q, head_dim, dtype=dtype),
         "do_smem": matrix(num_stages, block_q, value_dim, dtype=dtype),
-        "row_smem": vector(2, num_stages, block_q),
+        "offset_smem": matrix(num_stages, block_q, NUM_COLUMNS, dtype=dtype),
+        "step_smem": plgpu.SMEM((num_stages, 3), jnp.int32),
         "k_ready": plgpu.Barrier(),
         "v_ready": plgpu.Barrier(),
         "q_ready": plgpu.Barrier(
-            num_arrivals=2 + (len(tokens.given("query")) if token_scratch else 0), num_barriers=num_stages
+            num_arrivals=3 + (not lse_is_offset) + len(tokens.given("query")), num_barriers=num_stages
         ),
-        "do_ready": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        "do_ready": plgpu.Barrier(num_barriers=num_stages),
         "free": plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
         "done": plgpu.Barrier(num_arrivals=num_warpgroups),
-        **token_scratch,
+        **token_memory(tokens, "query", num_stages, block_q),
     }
+    if not lse_is_offset:
+        scratch["lse_smem"] = vector(num_stages, block_q)
     if interpret is not None:
-        scratch["spare"] = matrix(num_warpgroups, ROWS, block_q, dtype=dtype)
+        scratch["spare"] = [matrix(num_warpgroups, ROWS, columns, dtype=dtype) for columns in (block_q, NUM_COLUMNS)]
     if fused:
         scratch |= {
-            "ds_smem": matrix(_DS_BUFFERS, block_kv, block_q, dtype=dtype),
+            "ds_smem": matrix(num_ds_buffers, block_kv, block_q, dtype=dtype),
             "dq_smem": matrix(num_warpgroups, ROWS, dq_cols, dtype=jnp.float32),
             "ds_ready": plgpu.Barrier(num_arrivals=num_warpgroups),
         }
+        if num_ds_buffers == 2:
+            scratch["ds_read"] = plgpu.Barrier(num_arrivals=num_warpgroups)
     run = plgpu.kernel(
         kernel,
         out_type=(
@@ -277,7 +318,16 @@ def key_value_pass(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    inputs = (*operands, rows.bounds, *given.values())
+    inputs = (
+        operands.query,
+        operands.key,
+        operands.value,
+        operands.d_output,
+        offset_columns(*offsets, dtype=dtype),
+        rows.bounds,
+        counts(block_q),
+        *given.values(),
+    )
     if not fused:
         return (*run(*inputs), None)
     d_query = jax.new_ref(jnp.zeros(operands.query.shape, jnp.float32))

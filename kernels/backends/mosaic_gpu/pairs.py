@@ -8,10 +8,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import load_vector, spread
+from kernels.backends.mosaic_gpu.memory import ROWS, load_vector, spread
 from kernels.call import AttentionCall, AttentionInputs
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -86,10 +87,10 @@ def copy_tokens(tokens: Tokens, memory, streamed: Side, where, slot, ready) -> N
 
     Args:
       tokens: references to the arrays.
-      memory: `token_smem`, or None to leave them where they are.
+      memory: `token_smem`; None if nothing is given.
       where: (element of the batch, tokens).
     """
-    for i, ref in enumerate(tokens.given(streamed).values() if memory is not None else ()):
+    for i, ref in enumerate(tokens.given(streamed).values()):
         plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], ready)
 
 
@@ -105,25 +106,29 @@ def resident_tokens(tokens: Tokens, streamed: Side, where) -> dict[str, jax.Arra
     return {name: load_vector(ref.at[where], rows=True, shared=False) for name, ref in tokens.given(side).items()}
 
 
-def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, jax.Array], past, slot) -> Tokens:
+def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, jax.Array], slot) -> Tokens:
     """Of one tile, rows and columns: a function (shape) of each that is given, which spreads it over the tile.
 
     Args:
       tokens: references to the arrays.
-      memory: `token_smem`, or None if they were left where they are.
+      memory: `token_smem`; None if nothing is given.
       streamed: the side whose tiles stream past: the tile's columns.
       resident: the rows' (`resident_tokens`).
-      past: (element of the batch, tokens) of the columns.
       slot: the columns' slot.
     """
 
-    def spread_columns(i: int, ref, shape):
-        where = ref.at[past] if memory is None else memory.at[i, slot]
-        return spread(load_vector(where, rows=False, shared=memory is not None), shape, rows=False)
+    def spread_columns(i: int, shape):
+        return spread(load_vector(memory.at[i, slot], rows=False), shape, rows=False)
 
     rows = {name: functools.partial(spread, vector, rows=True) for name, vector in resident.items()}
-    columns = enumerate(tokens.given(streamed).items())
-    return Tokens(**rows, **{name: functools.partial(spread_columns, i, ref) for i, (name, ref) in columns})
+    columns = {name: functools.partial(spread_columns, i) for i, name in enumerate(tokens.given(streamed))}
+    return Tokens(**rows, **columns)
+
+
+def counts(block_q: int) -> Int[Array, "2 n"]:
+    """0, 1, … for the rows of a tile, and for its columns: an operand for `allowed_pairs`."""
+    # Two rows, since the compiler makes one load of two of the same numbers, for which it then finds no layout.
+    return jnp.tile(jnp.arange(max(block_q, ROWS), dtype=jnp.int32), (2, 1))
 
 
 def allowed_pairs(
@@ -135,6 +140,7 @@ def allowed_pairs(
     *,
     kv_padded: bool,
     transposed: bool,
+    counts_ref=None,
 ) -> jax.Array:
     """Which pairs of a tile may attend.
 
@@ -145,6 +151,8 @@ def allowed_pairs(
       shape: (queries, keys) of the tile, or (keys, queries) if transposed.
       kv_padded: whether keys past the call's last one may be in the tile.
       transposed: whether keys are the rows.
+      counts_ref: reference to `counts`, from which a PARTIAL tile loads its indices; None to make them in registers,
+        where the compiler keeps them for all tiles, even if accumulators then have to be spilled.
 
     Returns:
       bool of `shape`, in the layout of an accumulator.
@@ -152,7 +160,10 @@ def allowed_pairs(
     q_dim, kv_dim = (1, 0) if transposed else (0, 1)
 
     def index(first, dim):
-        return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=_LAYOUT)
+        if counts_ref is None:
+            return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=_LAYOUT)
+        count = load_vector(counts_ref.at[dim, pl.ds(0, shape[dim])], rows=dim == 0, shared=False)
+        return spread(first + count, shape, rows=dim == 0)
 
     kv_index = index(kv_first, kv_dim)
     if call.has_positions:

@@ -108,17 +108,16 @@ def query_pass(
                     mine = jax.lax.optimization_barrier(warpgroup)
                     q, do = q_smem.at[mine], do_smem.at[mine]
 
-                    def weigh(logits_acc, dp_acc):
-                        plgpu.barrier_wait(k_ready.at[slot])
+                    def start(logits_acc):
                         plgpu.wgmma(logits_acc, q, k.transpose((1, 0)))
                         plgpu.barrier_wait(v_ready.at[v_slot])
+                        return pl.run_scoped(functools.partial(weigh, logits_acc), logits_type)
+
+                    def weigh(logits_acc, dp_acc):
                         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                         kv_first = row.tile(step) * block_kv
-                        its_tokens = tile_tokens(
-                            token_refs, token_smem, "key_value",
-                            resident=resident, past=(b, pl.ds(kv_first, block_kv)), slot=slot,
-                        )  # fmt: skip
+                        its_tokens = tile_tokens(token_refs, token_smem, "key_value", resident=resident, slot=slot)
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, kv_first,
                             kv_padded=call.kv_len % block_kv != 0, transposed=False,
@@ -130,7 +129,8 @@ def query_pass(
                         return (d_logits if slope is None else d_logits * slope).astype(dtype)
 
                     logits_type = accumulator(block_kv)
-                    d_logits = pl.run_scoped(weigh, logits_type, logits_type)
+                    plgpu.barrier_wait(k_ready.at[slot])
+                    d_logits = pl.run_scoped(start, logits_type)
                     multiply(dq_acc, d_logits, k, my_spare)
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(k_free.at[slot])

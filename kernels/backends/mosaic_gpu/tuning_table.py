@@ -33,7 +33,8 @@ def backward_tiles(call: AttentionCall, backward: Literal["fused", "split"] | No
 def _likest(table: Mapping[Key, _T], call: AttentionCall) -> _T:
     """The row of the next head dim, if possible with the same kind of mask, and then of the nearest length."""
     widest = max(call.head_dim, call.value_dim)
-    family = mask_family(call.mask, packed=call.has_segment_ids)
+    # Positions come beside the keys as segment ids do: in what packed documents leave of shared memory.
+    family = mask_family(call.mask, packed=call.has_segment_ids or call.has_positions)
 
     def unlikeness(key: Key):
         return key.head_dim, key.family != family, key.family != "causal", abs(math.log(key.length / call.q_len))

@@ -134,8 +134,7 @@ def wide_key_value_pass(
             def weigh(logits, step, rank, tile):
                 slot, buffer = ring(step), jax.lax.rem(step, _WEIGHT_BUFFERS)
                 lse = load_vector(row_smem.at[LSE, slot], rows=False)
-                queries = (b, pl.ds(tile * block_q, block_q))
-                its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, past=queries, slot=slot)
+                its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, slot=slot)
                 allowed = functools.partial(
                     allowed_pairs, call, its_tokens, tile * block_q, j * ROWS,
                     kv_padded=call.kv_len % ROWS != 0, transposed=True,
@@ -150,7 +149,6 @@ def wide_key_value_pass(
             def accumulate(dv_acc):
                 def first(logits_acc):
                     _, tile, rank = where(0)
-                    plgpu.barrier_wait(q_ready.at[0])
                     plgpu.wgmma(logits_acc, k_smem, q_smem.at[0].transpose((1, 0)))
                     return weigh(plgpu.wgmma_accumulator_load(logits_acc, wait_n=0), 0, rank, tile)
 
@@ -158,8 +156,9 @@ def wide_key_value_pass(
                     slot, last = ring(step), ring(step - 1)
                     _, tile, rank = where(step)
 
+                    plgpu.barrier_wait(q_ready.at[slot])
+
                     def products(logits_acc):
-                        plgpu.barrier_wait(q_ready.at[slot])
                         plgpu.wgmma(logits_acc, k_smem, q_smem.at[slot].transpose((1, 0)))
                         plgpu.barrier_wait(do_ready.at[last])
                         add_product(dv_acc, weights, do_smem.at[last])
@@ -173,6 +172,7 @@ def wide_key_value_pass(
 
                 @pl.when(num_steps > 0)
                 def _():
+                    plgpu.barrier_wait(q_ready.at[0])
                     weights = pl.run_scoped(first, accumulator(block_q))
                     weights = jax.lax.fori_loop(1, num_steps, visit, weights)
                     last = ring(num_steps - 1)
@@ -206,15 +206,15 @@ def wide_key_value_pass(
 
             def accumulate(dk_acc):
                 def first(dp_acc):
-                    plgpu.barrier_wait(do_ready.at[0])
                     plgpu.wgmma(dp_acc, v_smem, do_smem.at[0].transpose((1, 0)))
                     return differentiate(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), 0)
 
                 def visit(step, d_logits):
                     slot, last = ring(step), ring(step - 1)
 
+                    plgpu.barrier_wait(do_ready.at[slot])
+
                     def products(dp_acc):
-                        plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(dp_acc, v_smem, do_smem.at[slot].transpose((1, 0)))
                         plgpu.barrier_wait(q_ready.at[last])
                         add_product(dk_acc, d_logits, q_smem.at[last])
@@ -228,6 +228,7 @@ def wide_key_value_pass(
 
                 @pl.when(num_steps > 0)
                 def _():
+                    plgpu.barrier_wait(do_ready.at[0])
                     d_logits = pl.run_scoped(first, accumulator(block_q))
                     d_logits = jax.lax.fori_loop(1, num_steps, visit, d_logits)
                     last = ring(num_steps - 1)

@@ -1,0 +1,54 @@
+"""Numbers of the queries that the tensor cores subtract: lse from their logits, the softmax's pull from dP.
+
+Where queries are a tile's columns, each thread would have to load both numbers of every column that it holds. At a head
+dim of 64 that is nearly a fifth of what passes through shared memory, whose bandwidth bounds the pass. So the numbers
+are further columns of the queries, and the keys have constants there: a product of 16 more columns, from which the
+accumulators start.
+
+A 16-bit number holds 8 or 11 bits of a float32. An offset is a sum of four, each with a weight of its own, so that
+float16 has range enough for it; the weights are what the keys have in these columns.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.memory import ROWS
+
+NUM_COLUMNS = 16
+"""Columns of one product of 16-bit numbers: room for up to four offsets."""
+_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
+
+
+def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N T 16"]:
+    """The offsets of each query, in columns for the tensor cores.
+
+    Args:
+      offsets: float32. Of float16's, what is beyond ±2³¹ is taken for ±2³¹.
+      dtype: of the columns.
+    """
+    info = jnp.finfo(dtype)
+    # Below float32's largest number by as much as rounding up the first part may add.
+    largest = min(float(info.max) * _WEIGHTS[0], 1e38)
+    columns = []
+    for offset in offsets:
+        rest = jnp.clip(offset, -largest, largest)
+        for weight in _WEIGHTS:
+            # XLA takes a conversion to 16 bits and back for none at all, but not this.
+            part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
+            rest = rest - part * weight
+            columns.append(part)
+    columns += [jnp.zeros_like(columns[0])] * (NUM_COLUMNS - len(columns))
+    return jnp.stack(columns, axis=-1).astype(dtype)
+
+
+def offset_weights(index: int, dtype) -> jax.Array:
+    """Within a kernel: the 64 rows `[64, 16]` that bring in the offset of an index, laid out as an accumulator."""
+    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
+    weights = jnp.float32(0)
+    for i, weight in enumerate(_WEIGHTS):
+        weights = weights + jnp.where(column == len(_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))
+    return weights.astype(dtype)
