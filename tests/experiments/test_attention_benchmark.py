@@ -52,20 +52,20 @@ def test_contenders_take_turns_and_a_ratio_is_one_round_over_the_same_round():
     device = Device()
     # From round to round the device slows down; in each of them ours takes half of the time.
     ours, theirs = device.contender(1, 2, 8), device.contender(2, 4, 16)
-    time_in_rounds([ours, theirs], 3)
+    time_in_rounds([[ours], [theirs]], 3)
     assert (ours.seconds, theirs.seconds) == ([1, 2, 8], [2, 4, 16])
     assert speed_ratio(theirs.seconds, ours.seconds) == 2
     assert speed_ratio([1, 10, 1], [1, 1, 1]) == 1
 
 
-def test_rounds_differ_in_their_order():
+def test_rounds_differ_in_their_order_but_a_group_stays_together():
     device, order = Device(), []
     contenders = [device.contender(1) for _ in range(4)]
     for number, contender in enumerate(contenders):
         contender.wait = lambda result, number=number: order.append(number)
-    time_in_rounds(contenders, 20)
+    time_in_rounds([contenders[:2], contenders[2:3], contenders[3:]], 20)
     rounds = [tuple(order[i : i + 4]) for i in range(0, 80, 4)]
-    assert all(sorted(r) == [0, 1, 2, 3] for r in rounds)
+    assert all(sorted(r) == [0, 1, 2, 3] and r.index(1) == r.index(0) + 1 for r in rounds)
     assert len(set(rounds)) > 1
 
 
@@ -114,7 +114,7 @@ def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_
     flops = 4 * 16 * 2 * 2 * count_allowed_pairs(CausalMask(), 256, 256)
     assert ours["tflops_per_s"] == pytest.approx(flops / ours["seconds"] / 1e12)
     assert ours["fastest_s"] <= ours["seconds"] <= ours["slowest_s"]
-    assert {"jax", "date", "device", "runs_per_sample"} <= ours.keys()
+    assert {"jax", "date", "device", "runs_per_sample", "num_rounds"} <= ours.keys()
     assert ours["calls_per_program"] == 1
 
 

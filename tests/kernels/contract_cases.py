@@ -96,6 +96,7 @@ CASES = [
     Case("odd_head", CAUSAL, head_dim=20),
     Case("value_dim", CAUSAL, value_dim=24),
     Case("scale", CAUSAL, scale=0.4),
+    Case("tiny_scale", CAUSAL, scale=2**-17),
     Case("soft_cap", CAUSAL, logits_soft_cap=2.0),
     Case("sinks", WINDOW, sinks=True, num_kv_heads=2),
     Case("ragged", CAUSAL, q_len=83, kv_len=83),

@@ -248,8 +248,7 @@ def test_tunings_are_values():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype):
-    rng = np.random.default_rng()
+def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype, rng):
     exponents = rng.uniform(-6, 8, (2, 3, 64))
     offset = (rng.choice([-1.0, 1.0], exponents.shape) * 10**exponents).astype(np.float32)
     columns = np.asarray(jax.jit(lambda x: offset_columns(x, -x, dtype=dtype))(offset), np.float64)

@@ -60,7 +60,7 @@ def measure_speed(
             for direction, single in served.items():
                 served[direction] = compile_calls(single, problem, backend, direction, num_calls)
                 served[direction].prepare(sample_ms)
-    time_in_rounds((c for served in contenders.values() for c in served.values()), num_rounds)
+    time_in_rounds([list(served.values()) for served in contenders.values()], num_rounds)
 
     for measured in ("forward", "backward", "forward_backward"):
         compiled: Direction = "forward" if measured == "forward" else "forward_backward"
@@ -74,6 +74,7 @@ def measure_speed(
                 "seconds": statistics.median(times),
                 "fastest_s": min(times),
                 "slowest_s": max(times),
+                "num_rounds": num_rounds,
                 "runs_per_sample": contender.num_runs,
                 "calls_per_program": contender.calls_per_program,
                 "measured_at_length": contender.length,

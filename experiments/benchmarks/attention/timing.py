@@ -63,16 +63,17 @@ def how_many_last(milliseconds: float, seconds: float) -> int:
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 
-def time_in_rounds(contenders: Iterable[Contender], num_rounds: int) -> None:
-    """Adds one time per round to each contender, in an order of its own for each round.
+def time_in_rounds(groups: Iterable[Sequence[Contender]], num_rounds: int) -> None:
+    """Adds one time per round to each contender, the groups in an order of its own for each round.
 
     A device at its power limit slows down for some time after a program that took much of it: in a fixed order, always
-    for the same contender.
+    for the same contender. What is subtracted from each other belongs in one group, whose members follow one another.
     """
-    contenders = list(contenders)
+    groups, order = list(groups), random.Random()
     for _ in range(num_rounds):
-        for contender in random.sample(contenders, len(contenders)):
-            contender.seconds.append(contender.time(contender.num_runs))
+        for group in order.sample(groups, len(groups)):
+            for contender in group:
+                contender.seconds.append(contender.time(contender.num_runs))
 
 
 def speed_ratio(theirs: Sequence[float], ours: Sequence[float]) -> float:

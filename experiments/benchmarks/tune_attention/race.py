@@ -80,7 +80,7 @@ def race(
         if (slower := seconds / min(first.values())) > hopeless:
             refused[tuning] = f"takes {slower:.1f} times as long as the fastest"
             del contenders[tuning]
-    time_in_rounds(contenders.values(), num_rounds)
+    time_in_rounds([[contender] for contender in contenders.values()], num_rounds)
     return [
         Trial(tuning, refused=refused[tuning])
         if tuning in refused
@@ -90,7 +90,7 @@ def race(
 
 
 def best_of(trials: Sequence[Trial], incumbent: Any, least_gain: float = 0.01) -> Any | None:
-    """The fastest tuning, or the incumbent if none is faster than it by `least_gain`, so that noise changes nothing.
+    """The fastest tuning, or the incumbent if none is faster than it by `least_gain`, so that a tie changes nothing.
 
     None if nothing ran.
     """

@@ -37,8 +37,9 @@ from kernels.tuning import MosaicBackwardTuning
 
 # Indices of a query's offsets.
 _PULL, _LSE = 0, 1
-# Below it, lse over the scale leaves float16's range; then lse is subtracted after the scale.
-_LEAST_SCALE = 2.0**-16
+# With other scales, lse over the scale may be out of float16's range, or too small for it; then lse is subtracted after
+# the scale.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 # What the loading warpgroup tells the others of a step.
 _TILE, _IS_PARTIAL, _HEAD = range(3)
 # Query tiles from one block's first to the next one's, where they would all have the same.
@@ -83,15 +84,15 @@ def key_value_pass(
     same_start = isinstance(call.mask, (FullMask, PrefixMask)) and all(x is None for x in tokens)
 
     # A soft cap comes between the product and lse.
-    lse_is_offset = call.logits_soft_cap is None and abs(call.scale) >= _LEAST_SCALE
+    lse_is_offset = call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
     offsets = [-operands.pull, *([operands.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
 
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
     if not lse_is_offset:
         given["lse"] = operands.lse
 
-    # A step's gradients of the logits are read in the next step. A warpgroup that writes a third knows that the other
-    # has read the first: it has written the second since. Tall tiles leave room for two, and a barrier tells it.
+    # A step's gradients of the logits are read in the next step. A warpgroup that writes a fourth knows that the other
+    # has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
     num_ds_buffers = 3 if block_q == ROWS else 2
 
     # Measured: tall tiles are faster if dV's product is started before dP is awaited, others if not.
@@ -171,7 +172,7 @@ def key_value_pass(
                         start_at(_PULL, dp_acc)
                         plgpu.barrier_wait(do_ready.at[slot])
                         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-                        # Of four products, only dP's own may still be on its way.
+                        # Of these products, only the last may still be on its way.
                         logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                         lse = None if lse_is_offset else load_vector(lse_smem.at[slot], rows=False)
                         q_first = tile * block_q
