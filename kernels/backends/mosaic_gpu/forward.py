@@ -256,8 +256,6 @@ def forward(
                         weights, peak, total, output = carry
                         slot, last_slot = ring(step), ring(step - 1)
 
-                        # Before there is an accumulator: the assembler leaves out its zeros if a product follows them
-                        # at once.
                         plgpu.barrier_wait(k_ready.at[slot])
                         my_turn()
 

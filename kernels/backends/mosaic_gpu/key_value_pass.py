@@ -95,7 +95,8 @@ def key_value_pass(
     # has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
     num_ds_buffers = 3 if block_q == ROWS else 2
 
-    # Measured: tall tiles are faster if dV's product is started before dP is awaited, others if not.
+    # Tall tiles are faster if dV's product is started before dP is awaited, others if not (one H200, JAX 0.11.2,
+    # 2026-11-21: 1x12x32768x64 7.9 and 8.7 ms, 1x16x32768x128 20.2 and 18.9 ms).
     dv_before_dp = block_q > ROWS
 
     def kernel(

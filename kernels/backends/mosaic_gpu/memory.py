@@ -24,7 +24,11 @@ def vector(*shape: int):
 
 
 def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
-    """A warpgroup's float32 accumulator `[64, num_columns]`."""
+    """A warpgroup's float32 accumulator `[64, num_columns]`.
+
+    Where one begins, everything is there that its first product reads: the assembler leaves out its zeros only if the
+    product follows at once, with no wait in between.
+    """
     return plgpu.WGMMAAccumulatorRef((ROWS, num_columns), jnp.float32)
 
 

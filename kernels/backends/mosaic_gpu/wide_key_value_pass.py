@@ -155,7 +155,6 @@ def wide_key_value_pass(
                 def visit(step, weights):
                     slot, last = ring(step), ring(step - 1)
                     _, tile, rank = where(step)
-
                     plgpu.barrier_wait(q_ready.at[slot])
 
                     def products(logits_acc):
@@ -211,7 +210,6 @@ def wide_key_value_pass(
 
                 def visit(step, d_logits):
                     slot, last = ring(step), ring(step - 1)
-
                     plgpu.barrier_wait(do_ready.at[slot])
 
                     def products(dp_acc):
