@@ -112,6 +112,9 @@ class MosaicForwardTuning(_Warpgroups):
       persistent: whether as many programs as the GPU has multiprocessors take the blocks turn by turn, and load a
         block's first tiles while the one before ends: for short rows; for head dims up to 128. Else each block has a
         program of its own.
+      heads_at_once: key/value heads, of all elements of the batch, whose queries' blocks are made before any other's:
+        so few that many blocks read the same keys and values at a time, from the L2 cache. Persistent programs even
+        their work out over the blocks of that many.
 
     Raises:
       ValueError: a value out of range.
@@ -122,12 +125,13 @@ class MosaicForwardTuning(_Warpgroups):
     num_stages: int = 2
     take_turns: bool = True
     persistent: bool = False
+    heads_at_once: int = 24
 
     def __post_init__(self):
         self._check_warpgroups()
         if self.block_kv not in (64, 128, 192, 256):
             raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
-        _require_positive(num_stages=self.num_stages)
+        _require_positive(num_stages=self.num_stages, heads_at_once=self.heads_at_once)
 
     @property
     def block_q(self) -> int:
@@ -148,9 +152,8 @@ class MosaicBackwardTuning(_Warpgroups):
         warpgroup's registers don't hold both. Not for a fused backward.
       block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (with
         one_gradient_each, of values one fewer).
-      heads_at_once: heads, of all elements of the batch, whose blocks are made before any other's: so few that several
-        blocks of each run at a time, and read its queries, and add to its dQ, in the L2 cache. The pass for dK and dV
-        counts key/value heads, that for dQ alone query heads.
+      heads_at_once: key/value heads, of all elements of the batch, whose blocks are made before any other's: so few
+        that many blocks of each run at a time, and read its queries, and add to their dQ, in the L2 cache.
 
     Raises:
       ValueError: a value out of range.

@@ -232,7 +232,9 @@ def test_mosaic_gpu_in_persistent_programs(case, rng):
     "case", [case for case in LONG if case.name != "numpy_mask"], ids=lambda case: f"{case.name}-{case.q_len}"
 )
 def test_mosaic_gpu_with_three_heads_at_once(case, backward, rng):
-    tuning = MosaicGpuTuning(backward, backward_tiles=MosaicBackwardTuning(1, heads_at_once=3))
+    tuning = MosaicGpuTuning(
+        backward, MosaicForwardTuning(1, heads_at_once=3), MosaicBackwardTuning(1, heads_at_once=3)
+    )
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
@@ -254,7 +256,7 @@ def test_mosaic_gpu_interpreted(case, rng):
 def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     otherwise = dataclasses.replace(
         INTERPRETED,
-        forward_tiles=MosaicForwardTuning(1, 64, persistent=True),
+        forward_tiles=MosaicForwardTuning(1, 64, persistent=True, heads_at_once=1),
         backward_tiles=MosaicBackwardTuning(one_gradient_each=True, heads_at_once=1),
     )
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)

@@ -123,7 +123,7 @@ def visits(schedule: Schedule, program):
 
 @pytest.mark.parametrize(
     ("heads_at_once", "last_rows_first", "num_multiprocessors"),
-    [(None, True, None), (None, True, 7), (None, True, 1000), (1, False, None), (3, True, 7), (100, False, 7)],
+    [(100, True, None), (100, True, 7), (100, True, 1000), (1, False, None), (3, True, 7), (100, False, 7)],
 )
 def test_programs_make_each_block_once(heads_at_once, last_rows_first, num_multiprocessors, rng):
     sizes = tuple(map(int, rng.integers(1, 6, 3)))
@@ -224,6 +224,7 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
         (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
+        (lambda: MosaicForwardTuning(heads_at_once=0), "heads_at_once=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(heads_at_once=0), "heads_at_once=0 must be at least 1"),
         (
             lambda: MosaicBackwardTuning(3, one_gradient_each=True),

@@ -26,7 +26,7 @@ from experiments.benchmarks.attention.cases import Case, Direction, describe, kn
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
-from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
+from experiments.benchmarks.tune_attention.candidates import SEARCHES, SETTINGS, implementation, variations
 from experiments.benchmarks.tune_attention.race import best_of, race
 from kernels.backends.mosaic_gpu import tuned
 
@@ -54,6 +54,8 @@ class Arguments:
     """Names from the attention benchmark's CASES: each stands for its head dim, kind of mask and length."""
     searches: tuple[str, ...] = tuple(table.SECTIONS)
     """Tables to search for; the others keep what they have."""
+    settings: tuple[str, ...] | None = None
+    """Settings to try, the others staying as the table has them; None: all."""
     num_rounds: int = 7
     """Rounds of a race; the medians count."""
     sample_ms: float = 20.0
@@ -69,6 +71,8 @@ class Arguments:
         known_cases(self.cases)
         if unknown := set(self.searches) - set(table.SECTIONS):
             raise ValueError(f"unknown searches {sorted(unknown)}; expected some of {', '.join(table.SECTIONS)}")
+        if unknown := set(self.settings or ()) - set(SETTINGS):
+            raise ValueError(f"unknown settings {sorted(unknown)}; expected some of {', '.join(SETTINGS)}")
 
 
 def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[dict[str, Any]]]:
@@ -108,6 +112,10 @@ def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[di
     for search, plan in SEARCHES.items():
         best[search] = TABLES[search].get(key, plan.start)
         for stage, settings in enumerate(plan.stages if search in arguments.searches else ()):
+            if arguments.settings is not None:
+                settings = {name: values for name, values in settings.items() if name in arguments.settings}
+                if not settings:
+                    continue
             candidates = variations(search, best[search], settings, best["forward"])
             rows = run(search, stage, candidates, plan.timed, best[search])
             yield rows

@@ -37,7 +37,7 @@ SEARCHES = {
         MosaicForwardTuning(),
         (
             {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3)},
-            {"take_turns": (False, True), "persistent": (False, True)},
+            {"take_turns": (False, True), "persistent": (False, True), "heads_at_once": (1, 4, 24)},
         ),
     ),
     "fused": Search(
@@ -45,7 +45,7 @@ SEARCHES = {
         MosaicBackwardTuning(),
         (
             {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},
-            {"heads_at_once": (12, 24, 48)},
+            {"heads_at_once": (1, 2, 4, 12, 24, 48)},
         ),
     ),
     "split": Search(
@@ -54,10 +54,15 @@ SEARCHES = {
         (
             {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2), "one_gradient_each": (False, True)},
             {"block_kv_dq": (64, 128), "num_stages_dq": (1, 2)},
+            {"heads_at_once": (1, 4, 24)},
         ),
     ),
 }
 """By the table that a search makes. What a GPU can't hold, or a kernel refuses, has a row that says so."""
+
+
+SETTINGS = tuple(dict.fromkeys(name for search in SEARCHES.values() for stage in search.stages for name in stage))
+"""Settings that any search tries."""
 
 
 def implementation(search: str, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:

@@ -79,7 +79,13 @@ def forward(
     if tuning.persistent:
         num_multiprocessors = call.target.num_multiprocessors if interpret is None else _INTERPRETED_MULTIPROCESSORS
         assert num_multiprocessors is not None, f"{call.target} is a GPU"
-    schedule = Schedule(batch, num_heads, pl.cdiv(q_len, block_q), num_multiprocessors=num_multiprocessors)
+    schedule = Schedule(
+        batch,
+        num_heads,
+        pl.cdiv(q_len, block_q),
+        tuning.heads_at_once * call.group_size,
+        num_multiprocessors=num_multiprocessors,
+    )
     # The next block's query comes while this one's output goes. Else the output may take the query's place.
     output_apart = tuning.persistent or value_dim != head_dim
     soft_cap = call.logits_soft_cap

@@ -45,7 +45,7 @@ def query_pass(
     # Wide heads leave no room for as many value tiles; those are read early in a step, and free the sooner.
     num_value_stages = max(1, num_stages - 1) if tuning.one_gradient_each else num_stages
     block_q = ROWS * num_warpgroups
-    schedule = Schedule(batch, num_heads, pl.cdiv(q_len, block_q), tuning.heads_at_once)
+    schedule = Schedule(batch, num_heads, pl.cdiv(q_len, block_q), tuning.heads_at_once * call.group_size)
 
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
 

@@ -34,7 +34,7 @@ class Schedule:
 
     Attributes:
       batch, num_heads, num_rows: elements of the batch, heads, and blocks of each.
-      heads_at_once: of the heads of all elements of the batch; None for all.
+      heads_at_once: of the heads of all elements of the batch.
       last_rows_first: under a causal mask the last queries have most to do, and the first keys.
       num_multiprocessors: None for a program per block. Else at most so many programs take the blocks turn by turn; the
         last program of one turn is the first of the next, which evens out what they have to do.
@@ -43,7 +43,7 @@ class Schedule:
     batch: int
     num_heads: int
     num_rows: int
-    heads_at_once: int | None = None
+    heads_at_once: int
     last_rows_first: bool = True
     num_multiprocessors: int | None = None
 
@@ -60,7 +60,7 @@ class Schedule:
     def block(self, index) -> Block:
         """The index-th block."""
         num_pairs = self.batch * self.num_heads
-        at_once = min(self.heads_at_once or num_pairs, num_pairs)
+        at_once = min(self.heads_at_once, num_pairs)
         group, place = (0, index) if at_once == num_pairs else _div_rem(index, at_once * self.num_rows)
         # The last group may have fewer heads.
         size = at_once if num_pairs % at_once == 0 else jnp.minimum(at_once, num_pairs - group * at_once)
