@@ -123,9 +123,6 @@ class LossConfig:
     """Tokens whose logits exist at one time."""
     z_loss: float = 1e-4
     """Weight of the squared log-partition penalty (PaLM, arXiv:2204.02311); 0 turns it off."""
-    logits_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the logits in memory. bfloat16 halves what a chunk of them takes, and rounds the sums, taken in float32,
-    to 8 bits."""
 
     def __post_init__(self):
         if self.chunk_size < 1:

@@ -47,7 +47,6 @@ def chunked_cross_entropy(
     *,
     chunk_size: int,
     z_loss: float,
-    logits_dtype: jnp.dtype | str = "float32",
     mesh: Mesh | None = None,
 ) -> CrossEntropy:
     """Masked cross-entropy and z-loss, summed over tokens.
@@ -62,7 +61,6 @@ def chunked_cross_entropy(
       target_mask: False where there is nothing to predict (padding).
       chunk_size: most tokens per device whose logits exist at one time.
       z_loss: weight of the squared log-partition.
-      logits_dtype: what the logits' float32 sums are rounded to on their way through memory.
       mesh: from `trainer.sharding.make_mesh`. Splits B over data and fsdp, T over context, V over tensor
         and, at rest, D over fsdp. None: one device.
 
@@ -74,7 +72,7 @@ def chunked_cross_entropy(
     >>> round(float(loss.nats), 4), int(loss.num_targets)  # 2 log 4
     (2.7726, 2)
     """
-    options = _Options(chunk_size, z_loss, jnp.dtype(logits_dtype), mesh)
+    options = _Options(chunk_size, z_loss, mesh)
     loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
@@ -82,7 +80,6 @@ def chunked_cross_entropy(
 class _Options(NamedTuple):
     chunk_size: int
     z_loss: float
-    logits_dtype: jnp.dtype
     mesh: Mesh | None
 
 
@@ -132,8 +129,7 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
-        rounded = jnp.dot(hidden, head, preferred_element_type=options.logits_dtype)
-        logits = rounded.astype(jnp.float32)
+        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
         own_highest, exp_sum = _highest_and_exp_sum(logits)
         highest = lax.pmax(own_highest, vocab_axis)
         exp_sum = lax.psum(exp_sum * jnp.exp(own_highest - highest), vocab_axis)

@@ -127,7 +127,6 @@ def make_trainer(config: TrainConfig, mesh: Mesh) -> Trainer:
                 batch["target_mask"],
                 chunk_size=config.loss.chunk_size,
                 z_loss=config.loss.z_loss,
-                logits_dtype=config.loss.logits_dtype,
                 mesh=mesh,
             )
 

@@ -76,8 +76,9 @@ class Arguments:
     """Instead of the speed, measure the first compile of forward and backward at these lengths."""
     num_rounds: int = 5
     """Rounds in which each backend is timed once; the median counts."""
-    sample_ms: float = 20.0
-    """Least length of one timing, in ms: as many runs in a row as that takes, for programs that are over in no time."""
+    sample_ms: float = 200.0
+    """Least length of one timing, in ms: as many runs in a row as that takes. A GPU comes to its power limit as in
+    training; in 20 ms a program still runs at the clock that the one before has left."""
     program_ms: float = 1.0
     """Least length of one program, in ms: it makes as many calls, up to 16, each on inputs of its own, since a call
     that is over before the host has started the next one would be timed as the host."""

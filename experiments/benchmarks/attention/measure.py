@@ -28,7 +28,7 @@ def measure_speed(
     backends: Sequence[str],
     *,
     num_rounds: int = 5,
-    sample_ms: float = 20.0,
+    sample_ms: float = 200.0,
     program_ms: float = 1.0,
     dense_gigabytes: float = 6.0,
 ) -> list[dict[str, Any]]:

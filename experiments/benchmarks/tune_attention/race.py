@@ -39,7 +39,7 @@ def race(
     expected: Any,
     *,
     num_rounds: int = 5,
-    sample_ms: float = 20.0,
+    sample_ms: float = 200.0,
     num_compilers: int = 8,
     largest_difference: float = 0.02,
     hopeless: float = 1.25,

@@ -15,6 +15,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=True,
         persistent=True,
+        heads_at_once=24,
     ),
     Key(32, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
@@ -22,6 +23,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=True,
         persistent=True,
+        heads_at_once=24,
     ),
     Key(64, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
@@ -29,6 +31,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=3,
         take_turns=True,
         persistent=True,
+        heads_at_once=4,
     ),
     Key(64, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
@@ -36,13 +39,15 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=True,
         persistent=False,
+        heads_at_once=24,
     ),
     Key(64, "packed", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=64,
         num_stages=2,
         take_turns=True,
-        persistent=False,
+        persistent=True,
+        heads_at_once=24,
     ),
     Key(128, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
@@ -50,6 +55,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=True,
         persistent=True,
+        heads_at_once=1,
     ),
     Key(128, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=2,
@@ -57,6 +63,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=False,
         persistent=False,
+        heads_at_once=1,
     ),
     Key(128, "full", 32768): MosaicForwardTuning(
         num_warpgroups=2,
@@ -64,13 +71,15 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=3,
         take_turns=False,
         persistent=False,
+        heads_at_once=4,
     ),
     Key(128, "packed", 32768): MosaicForwardTuning(
         num_warpgroups=2,
         block_kv=128,
         num_stages=2,
-        take_turns=True,
+        take_turns=False,
         persistent=False,
+        heads_at_once=24,
     ),
     Key(128, "window", 32768): MosaicForwardTuning(
         num_warpgroups=2,
@@ -78,6 +87,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=False,
         persistent=True,
+        heads_at_once=24,
     ),
     Key(256, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=2,
@@ -85,6 +95,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=False,
         persistent=False,
+        heads_at_once=24,
     ),
     Key(256, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=2,
@@ -92,6 +103,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=False,
         persistent=False,
+        heads_at_once=24,
     ),
 }
 
@@ -103,7 +115,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
-        heads_at_once=24,
+        heads_at_once=12,
     ),
     Key(32, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -112,6 +124,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=24,
     ),
     Key(64, "causal", 4096): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -129,6 +142,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=2,
     ),
     Key(64, "packed", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -137,6 +151,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=48,
     ),
     Key(128, "causal", 4096): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -145,7 +160,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
-        heads_at_once=48,
+        heads_at_once=12,
     ),
     Key(128, "causal", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -154,6 +169,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=2,
     ),
     Key(128, "full", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -162,6 +178,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=2,
     ),
     Key(128, "packed", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -170,6 +187,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=4,
     ),
     Key(128, "window", 32768): MosaicBackwardTuning(
         num_warpgroups=2,
@@ -178,6 +196,7 @@ FUSED: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=False,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=2,
     ),
 }
 
@@ -278,6 +297,7 @@ SPLIT: dict[Key, MosaicBackwardTuning] = {
         one_gradient_each=True,
         block_kv_dq=64,
         num_stages_dq=2,
+        heads_at_once=24,
     ),
 }
 
