@@ -122,8 +122,8 @@ def key_value_pass(
 
             @pl.loop(0, num_steps)
             def _(step):
-                # All tiles of one of a group's heads, then the next one's: programs that run at the same time are at the
-                # same head, and what they share of it stays in the L2 cache.
+                # All tiles of one of a group's heads, then the next one's: programs that run at a time are at the same
+                # head, and what they share of it stays in the L2 cache.
                 member = 0 if call.group_size == 1 else jax.lax.div(step, row.num_tiles)
                 head, rank = kv_head * call.group_size + member, step - member * row.num_tiles
                 slot, tile = jax.lax.rem(step, num_stages), row.tile(rank)
