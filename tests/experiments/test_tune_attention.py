@@ -126,12 +126,15 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert command.main(dataclasses.replace(arguments, searches=("split",))) == 0
     assert {row["search"] for row in read_rows(output)[len(rows) :]} == {"split"}
 
-    monkeypatch.setattr(command, "SETTINGS", ("block_q", "block_kv"))
     num_rows = len(read_rows(output))
     assert command.main(dataclasses.replace(arguments, searches=("forward", "fused"), settings=("block_kv",))) == 0
     assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {("forward", 1)}
-    with pytest.raises(ValueError, match=r"unknown settings \['block'\]; expected some of block_q, block_kv"):
-        dataclasses.replace(arguments, settings=("block",))
+    with pytest.raises(
+        ValueError, match=r"\['block'\] are tried by none of .* forward; expected some of block_q, block_kv$"
+    ):
+        dataclasses.replace(arguments, searches=("forward",), settings=("block",))
+    with pytest.raises(ValueError, match=r"\['block_q'\] are tried by none of the searches split; expected some of"):
+        dataclasses.replace(arguments, searches=("split",), settings=("block_q",))
 
     monkeypatch.undo()
     monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))

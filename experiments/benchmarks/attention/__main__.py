@@ -77,8 +77,8 @@ class Arguments:
     num_rounds: int = 5
     """Rounds in which each backend is timed once; the median counts."""
     sample_ms: float = 200.0
-    """Least length of one timing, in ms: as many runs in a row as that takes. A GPU comes to its power limit as in
-    training; in 20 ms a program still runs at the clock that the one before has left."""
+    """Least length of one timing, in ms: as many runs in a row as that takes. Long, so that a GPU comes to its
+    power limit, as in training: a short one depends on what ran before it."""
     program_ms: float = 1.0
     """Least length of one program, in ms: it makes as many calls, up to 16, each on inputs of its own, since a call
     that is over before the host has started the next one would be timed as the host."""

@@ -26,7 +26,7 @@ from experiments.benchmarks.attention.cases import Case, Direction, describe, kn
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
-from experiments.benchmarks.tune_attention.candidates import SEARCHES, SETTINGS, implementation, variations
+from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
 from experiments.benchmarks.tune_attention.race import best_of, race
 from kernels.backends.mosaic_gpu import tuned
 
@@ -71,8 +71,13 @@ class Arguments:
         known_cases(self.cases)
         if unknown := set(self.searches) - set(table.SECTIONS):
             raise ValueError(f"unknown searches {sorted(unknown)}; expected some of {', '.join(table.SECTIONS)}")
-        if unknown := set(self.settings or ()) - set(SETTINGS):
-            raise ValueError(f"unknown settings {sorted(unknown)}; expected some of {', '.join(SETTINGS)}")
+        stages = [stage for search in self.searches if search in SEARCHES for stage in SEARCHES[search].stages]
+        tried = dict.fromkeys(name for stage in stages for name in stage)
+        if unknown := set(self.settings or ()) - set(tried):
+            raise ValueError(
+                f"settings {sorted(unknown)} are tried by none of the searches {', '.join(self.searches)}; "
+                f"expected some of {', '.join(tried)}"
+            )
 
 
 def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[dict[str, Any]]]:

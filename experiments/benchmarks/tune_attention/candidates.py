@@ -61,10 +61,6 @@ SEARCHES = {
 """By the table that a search makes. What a GPU can't hold, or a kernel refuses, has a row that says so."""
 
 
-SETTINGS = tuple(dict.fromkeys(name for search in SEARCHES.values() for stage in search.stages for name in stage))
-"""Settings that any search tries."""
-
-
 def implementation(search: str, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:
     """A candidate as the kernels take it.
 
