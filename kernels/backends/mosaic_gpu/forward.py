@@ -6,9 +6,7 @@ last one ends. Two things overlap with the tensor cores' work: a warpgroup issue
 PV, so that its softmax runs under a matmul; and warpgroups take turns in issuing, so that one's softmax runs under the
 other's matmuls.
 
-The running maximum is kept in units of log₂, of which exp2 makes the weights with one multiply-add.
-
-Sources: FlashAttention-3 (arXiv:2407.08608); online softmax (arXiv:1805.02867).
+Source: FlashAttention-3 (arXiv:2407.08608).
 """
 
 from __future__ import annotations
@@ -33,14 +31,13 @@ from kernels.backends.mosaic_gpu.pairs import (
     token_memory,
 )
 from kernels.backends.mosaic_gpu.schedule import Block, Schedule
+from kernels.backends.mosaic_gpu.softmax import no_sums, row_sums, weigh
 from kernels.backends.mosaic_gpu.walk import RowWalk, read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicForwardTuning
 
 _LOG2_E = math.log2(math.e)
-# Less than any logit, but finite: exp2(−inf − it) = 0 where a row has seen no allowed pair.
-_INITIAL_MAX = -1e30
 # Few, so that programs have several blocks to make.
 _INTERPRETED_MULTIPROCESSORS = 2
 
@@ -204,8 +201,7 @@ def forward(
                 def ring(step):
                     return jax.lax.rem(num_before + step, num_stages)
 
-                def softmax(logits, step, peak, total, is_partial):
-                    """Weights of a tile, and the running maximum and sum with it; by what all before it shrinks."""
+                def softmax(logits, step, sums, is_partial, *, is_first: bool = False):
                     if soft_cap is not None:
                         logits = jnp.tanh(logits * (call.scale / soft_cap))
                     allowed = functools.partial(
@@ -224,21 +220,18 @@ def forward(
                         transposed=False,
                     )
                     logits = keep_allowed(logits, is_partial, allowed)
-                    new_peak = jnp.maximum(peak, logits.max(axis=1) * to_log2)
-                    weights = jnp.exp2(logits * to_log2 - spread(new_peak, logits.shape, rows=True))
-                    shrink = jnp.exp2(peak - new_peak)
-                    return weights, new_peak, total * shrink + weights.sum(axis=1), shrink
+                    # A row's first allowed pair is in its first tile or in a PARTIAL one: they come first.
+                    looks = is_first or is_partial
+                    return weigh(logits, sums, to_log2, query.dtype, looks=looks, interpreted=interpret is not None)
 
                 def first_tile(logits_acc):
                     plgpu.wgmma(logits_acc, q, k_smem.at[ring(0)].transpose((1, 0)))
                     next_turn()
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=0)
-                    peak = plgpu.layout_cast(jnp.full((ROWS,), _INITIAL_MAX, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-                    total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-                    weights, peak, total, _ = softmax(logits, 0, peak, total, row.num_partial > 0)
+                    weights, sums, *_ = softmax(logits, 0, no_sums(), row.num_partial > 0, is_first=True)
                     plgpu.barrier_arrive(k_free.at[ring(0)])
                     output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
-                    return weights.astype(query.dtype), peak, total, output
+                    return weights, sums, output
 
                 # Pallas's interpreter has no store to an accumulator: there the output is a value that a loop carries.
                 def add_product(acc, weights, v):
@@ -259,7 +252,7 @@ def forward(
                     plgpu.barrier_wait(q_ready.at[warpgroup])
 
                     def visit(step, carry, *, is_partial: bool):
-                        weights, peak, total, output = carry
+                        weights, sums, output = carry
                         slot, last_slot = ring(step), ring(step - 1)
 
                         plgpu.barrier_wait(k_ready.at[slot])
@@ -271,17 +264,26 @@ def forward(
                             product = add_product(acc, weights, v_smem.at[last_slot])
                             next_turn()
                             logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                            if not has_tokens:
+                            # A PARTIAL tile reads its keys' tokens, whose room is free with the keys'.
+                            reads_tokens = has_tokens and is_partial
+                            if not reads_tokens:
                                 plgpu.barrier_arrive(k_free.at[slot])
-                            new_weights, new_peak, new_total, shrink = softmax(logits, step, peak, total, is_partial)
-                            if has_tokens:
+                            new_weights, new_sums, shrink, shrinks = softmax(logits, step, sums, is_partial)
+                            if reads_tokens:
                                 plgpu.barrier_arrive(k_free.at[slot])
                             new_output = total_output(acc, product, output)
                             plgpu.barrier_arrive(v_free.at[last_slot])
-                            new_output = new_output * spread(shrink, new_output.shape, rows=True)
+
+                            def shrunk(output):
+                                return output * spread(shrink, output.shape, rows=True)
+
+                            if shrinks is True:
+                                new_output = shrunk(new_output)
+                            else:
+                                new_output = jax.lax.cond(shrinks, shrunk, lambda output: output, new_output)
                             if interpret is None:
                                 acc[...], new_output = new_output, None
-                            return new_weights.astype(query.dtype), new_peak, new_total, new_output
+                            return new_weights, new_sums, new_output
 
                         return pl.run_scoped(tile, logits_type)
 
@@ -296,24 +298,24 @@ def forward(
                     )
                     if tuning.persistent:
                         plgpu.barrier_arrive(q_free.at[warpgroup])
-                    weights, peak, total, output = carry
+                    weights, sums, output = carry
                     slot = ring(row.num_tiles - 1)
                     plgpu.barrier_wait(v_ready.at[slot])
                     product = add_product(acc, weights, v_smem.at[slot])
                     result = total_output(acc, product, output)
                     plgpu.barrier_arrive(v_free.at[slot])
-                    write(result, peak, total)
+                    write(result, sums.reference, row_sums(sums.shares, interpreted=interpret is not None))
 
-                def write(output, peak, total):
+                def write(output, reference, total):
                     attends = total > 0
                     shrink = jnp.ones_like(total)
                     if sinks is not None:
                         sink = optional["sinks"][block.head] * _LOG2_E
-                        new_peak = jnp.maximum(peak, sink)
-                        shrink = jnp.exp2(peak - new_peak)
-                        peak, total = new_peak, total * shrink + jnp.exp2(sink - new_peak)
+                        higher = jnp.maximum(reference, sink)
+                        shrink = jnp.exp2(reference - higher)
+                        reference, total = higher, total * shrink + jnp.exp2(sink - higher)
                     total = jnp.where(attends, total, 1.0)
-                    lse = jnp.where(attends, peak * (1 / _LOG2_E) + jnp.log(total), -jnp.inf)
+                    lse = jnp.where(attends, reference * (1 / _LOG2_E) + jnp.log(total), -jnp.inf)
                     output = output * spread(shrink / total, output.shape, rows=True)
                     send(output.astype(query.dtype), lse)
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
@@ -128,7 +129,7 @@ def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, j
 def counts(block_q: int) -> Int[Array, "2 n"]:
     """0, 1, … for the rows of a tile, and for its columns: an operand for `allowed_pairs`."""
     # Two rows, since the compiler makes one load of two of the same numbers, for which it then finds no layout.
-    return jnp.tile(jnp.arange(max(block_q, ROWS), dtype=jnp.int32), (2, 1))
+    return jnp.asarray(np.tile(np.arange(max(block_q, ROWS), dtype=np.int32), (2, 1)))
 
 
 def allowed_pairs(
