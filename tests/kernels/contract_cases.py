@@ -40,6 +40,7 @@ class Case:
     scale: float | None = None
     logits_soft_cap: float | None = None
     sinks: bool = False
+    uneven_logits: bool = False  # by runs of keys, tens higher or lower than others, and otherwise for each query
     segments: str | None = None  # "packed" (sorted, one run per document) or "scattered"
     positions: str | None = None  # "offset" (one shard of a longer sequence) or "permuted"
 
@@ -50,6 +51,14 @@ class Case:
         query = normal(self.batch, self.q_len, self.num_heads, self.head_dim)
         key = normal(self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
         value = normal(self.batch, self.kv_len, self.num_kv_heads, value_dim)
+        if self.uneven_logits:
+            # Products with the vector of ones, which for a run of 16 keys scatter by 16 once they are scaled.
+            query += 2 * rng.choice([-1, 1], (self.batch, self.q_len, self.num_heads, 1))
+            runs = (
+                8 / self.head_dim**0.5 * rng.standard_normal((self.batch, -(-self.kv_len // 16), self.num_kv_heads, 1))
+            )
+            key += np.repeat(runs, 16, axis=1)[:, : self.kv_len]
+            query, key = query.astype(dtype), key.astype(dtype)
         sinks = jnp.asarray(rng.standard_normal(self.num_heads), jnp.float32) if self.sinks else None
         keywords = {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}
         if self.segments is not None:
@@ -97,6 +106,7 @@ CASES = [
     Case("value_dim", CAUSAL, value_dim=24),
     Case("scale", CAUSAL, scale=0.4),
     Case("tiny_scale", CAUSAL, scale=2**-17),
+    Case("uneven_logits", batch=1, num_heads=2, num_kv_heads=1, kv_len=320, uneven_logits=True),
     Case("soft_cap", CAUSAL, logits_soft_cap=2.0),
     Case("sinks", WINDOW, sinks=True, num_kv_heads=2),
     Case("ragged", CAUSAL, q_len=83, kv_len=83),

@@ -192,6 +192,7 @@ WIDE = [
     Case("wide_packed", CAUSAL, q_len=1000, kv_len=1000, head_dim=128, num_kv_heads=1, segments="packed"),
     Case("wide_values", CAUSAL, q_len=300, kv_len=500, head_dim=64, value_dim=128),
     Case("narrow_values", CAUSAL, q_len=500, kv_len=300, head_dim=96, value_dim=40, sinks=True),
+    Case("wide_uneven_logits", CAUSAL, q_len=1500, kv_len=1500, head_dim=64, num_kv_heads=2, uneven_logits=True),
     Case("widest", CAUSAL, q_len=520, kv_len=520, head_dim=256, num_heads=4, num_kv_heads=2),
     Case("widest_packed", CAUSAL, q_len=330, kv_len=330, head_dim=256, num_kv_heads=2, segments="packed"),
     Case("widest_shard", CAUSAL, q_len=200, kv_len=330, head_dim=192, segments="packed", positions="offset"),
@@ -244,7 +245,7 @@ INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwar
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
 @pytest.mark.parametrize(
     "case",
-    named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "value_dim"),
+    named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "uneven_logits", "value_dim"),
     ids=lambda case: case.name,
 )
 def test_mosaic_gpu_interpreted(case, rng):

@@ -36,7 +36,7 @@ SEARCHES = {
         "forward",
         MosaicForwardTuning(),
         (
-            {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3)},
+            {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3, 4)},
             {"take_turns": (False, True), "persistent": (False, True), "heads_at_once": (1, 4, 24)},
         ),
     ),
