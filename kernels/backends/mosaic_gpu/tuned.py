@@ -1,6 +1,6 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
-NVIDIA H200, JAX 0.11.2, 2026-11-21
+NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
 """
 
 from typing import Literal
@@ -27,16 +27,16 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     ),
     Key(64, "causal", 4096): MosaicForwardTuning(
         num_warpgroups=3,
-        block_kv=128,
-        num_stages=3,
+        block_kv=64,
+        num_stages=4,
         take_turns=True,
         persistent=True,
         heads_at_once=4,
     ),
     Key(64, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
-        block_kv=128,
-        num_stages=2,
+        block_kv=64,
+        num_stages=4,
         take_turns=True,
         persistent=False,
         heads_at_once=24,
@@ -63,7 +63,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_stages=2,
         take_turns=False,
         persistent=False,
-        heads_at_once=1,
+        heads_at_once=4,
     ),
     Key(128, "full", 32768): MosaicForwardTuning(
         num_warpgroups=2,
@@ -74,9 +74,9 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         heads_at_once=4,
     ),
     Key(128, "packed", 32768): MosaicForwardTuning(
-        num_warpgroups=2,
-        block_kv=128,
-        num_stages=2,
+        num_warpgroups=3,
+        block_kv=64,
+        num_stages=4,
         take_turns=False,
         persistent=False,
         heads_at_once=24,
@@ -101,7 +101,7 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
         num_warpgroups=2,
         block_kv=64,
         num_stages=2,
-        take_turns=False,
+        take_turns=True,
         persistent=False,
         heads_at_once=24,
     ),
