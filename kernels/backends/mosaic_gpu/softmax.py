@@ -99,10 +99,13 @@ def weigh(
         return weights, Sums(reference, sums.shares * shrink + shares), shrink
 
     if looks:
-        return Weights(*look(), True)
+        weights, new_sums, shrink = look()
+        return Weights(weights, new_sums, shrink, True)
     weights, shares, is_high = make(sums.reference)
+    # A warp branches by itself, so that nothing in there may wait for another.
     same = (weights, Sums(sums.reference, sums.shares + shares), _column(1.0))
-    return Weights(*jax.lax.cond(is_high, look, lambda: same), is_high)
+    weights, new_sums, shrink = jax.lax.cond(is_high, look, lambda: same)
+    return Weights(weights, new_sums, shrink, is_high)
 
 
 def row_sums(shares: Float[Array, " rows"], *, interpreted: bool) -> Float[Array, " rows"]:
@@ -112,7 +115,7 @@ def row_sums(shares: Float[Array, " rows"], *, interpreted: bool) -> Float[Array
 
     @plgpu.inline_mgpu(arg_types=(_COLUMN,), return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _COLUMN))
     def join(_, shares: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        registers = shares.registers.flatten()
+        registers = list(shares.registers.flat)
         for distance in (1, 2):  # Four threads in a row share a row.
             registers = [arith.addf(register, utils.shfl_bfly(register, distance)) for register in registers]
         return _fragments(registers)
