@@ -52,11 +52,9 @@ class Case:
         key = normal(self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
         value = normal(self.batch, self.kv_len, self.num_kv_heads, value_dim)
         if self.uneven_logits:
-            # Products with the vector of ones, which for a run of 16 keys scatter by 16 once they are scaled.
+            # Products with the vector of ones: of a run of 16 keys up to 12 either way, once they are scaled.
             query += 2 * rng.choice([-1, 1], (self.batch, self.q_len, self.num_heads, 1))
-            runs = (
-                8 / self.head_dim**0.5 * rng.standard_normal((self.batch, -(-self.kv_len // 16), self.num_kv_heads, 1))
-            )
+            runs = rng.uniform(-6, 6, (self.batch, -(-self.kv_len // 16), self.num_kv_heads, 1)) / self.head_dim**0.5
             key += np.repeat(runs, 16, axis=1)[:, : self.kv_len]
             query, key = query.astype(dtype), key.astype(dtype)
         sinks = jnp.asarray(rng.standard_normal(self.num_heads), jnp.float32) if self.sinks else None
