@@ -105,7 +105,8 @@ class MosaicForwardTuning(_Warpgroups):
     """How the `mosaic_gpu` forward kernel runs.
 
     Attributes:
-      num_warpgroups: warpgroups that compute, each on 64 query rows; one more loads.
+      num_warpgroups: warpgroups that compute, each on 64 query rows; one more loads. Three have registers for tiles of
+        64 keys: with more they work on in slow memory.
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
       take_turns: whether warpgroups issue their matmuls by turns.
