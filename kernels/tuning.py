@@ -106,7 +106,7 @@ class MosaicForwardTuning(_Warpgroups):
 
     Attributes:
       num_warpgroups: warpgroups that compute, each on 64 query rows; one more loads. Three have registers for tiles of
-        64 keys: with more they work on in slow memory.
+        64 keys; with larger ones they spill, to several times the time.
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
       take_turns: whether warpgroups issue their matmuls by turns.

@@ -40,7 +40,7 @@ class Case:
     scale: float | None = None
     logits_soft_cap: float | None = None
     sinks: bool = False
-    uneven_logits: bool = False  # by runs of keys, tens higher or lower than others, and otherwise for each query
+    uneven_logits: bool = False  # along the keys they rise by 24 for some queries, and fall for the others
     segments: str | None = None  # "packed" (sorted, one run per document) or "scattered"
     positions: str | None = None  # "offset" (one shard of a longer sequence) or "permuted"
 
@@ -52,10 +52,9 @@ class Case:
         key = normal(self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
         value = normal(self.batch, self.kv_len, self.num_kv_heads, value_dim)
         if self.uneven_logits:
-            # Products with the vector of ones: of a run of 16 keys up to 12 either way, once they are scaled.
+            # Products with the vector of ones.
             query += 2 * rng.choice([-1, 1], (self.batch, self.q_len, self.num_heads, 1))
-            runs = rng.uniform(-6, 6, (self.batch, -(-self.kv_len // 16), self.num_kv_heads, 1)) / self.head_dim**0.5
-            key += np.repeat(runs, 16, axis=1)[:, : self.kv_len]
+            key += np.linspace(-6, 6, self.kv_len)[:, None, None] / self.head_dim**0.5
             query, key = query.astype(dtype), key.astype(dtype)
         sinks = jnp.asarray(rng.standard_normal(self.num_heads), jnp.float32) if self.sinks else None
         keywords = {"scale": self.scale, "logits_soft_cap": self.logits_soft_cap}

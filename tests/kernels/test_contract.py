@@ -11,6 +11,7 @@ import pytest
 
 from kernels import (
     BlockwiseTuning,
+    CausalMask,
     LocalMask,
     MosaicBackwardTuning,
     MosaicForwardTuning,
@@ -193,6 +194,8 @@ WIDE = [
     Case("wide_values", CAUSAL, q_len=300, kv_len=500, head_dim=64, value_dim=128),
     Case("narrow_values", CAUSAL, q_len=500, kv_len=300, head_dim=96, value_dim=40, sinks=True),
     Case("wide_uneven_logits", CAUSAL, q_len=1500, kv_len=1500, head_dim=64, num_kv_heads=2, uneven_logits=True),
+    # At a tile's edge: a block's first rows have no pair in its PARTIAL tiles, and their first one in a FULL tile.
+    Case("full_tile_first", CausalMask(-129), batch=1, q_len=600, kv_len=600, num_heads=2, num_kv_heads=1),
     Case("widest", CAUSAL, q_len=520, kv_len=520, head_dim=256, num_heads=4, num_kv_heads=2),
     Case("widest_packed", CAUSAL, q_len=330, kv_len=330, head_dim=256, num_kv_heads=2, segments="packed"),
     Case("widest_shard", CAUSAL, q_len=200, kv_len=330, head_dim=192, segments="packed", positions="offset"),
@@ -245,7 +248,8 @@ INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwar
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
 @pytest.mark.parametrize(
     "case",
-    named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "uneven_logits", "value_dim"),
+    named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "uneven_logits", "value_dim")
+    + [dataclasses.replace(case, q_len=260, kv_len=260) for case in WIDE if case.name == "full_tile_first"],
     ids=lambda case: case.name,
 )
 def test_mosaic_gpu_interpreted(case, rng):

@@ -220,7 +220,7 @@ def forward(
                         transposed=False,
                     )
                     logits = keep_allowed(logits, is_partial, allowed)
-                    # A row's first allowed pair is in its first tile or in a PARTIAL one: they come first.
+                    # PARTIAL tiles come first, when the highest logit is likely to be new.
                     looks = is_first or is_partial
                     return weigh(logits, sums, to_log2, query.dtype, looks=looks, interpreted=interpret is not None)
 

@@ -31,7 +31,8 @@ from kernels.backends.mosaic_gpu.memory import ROWS, spread
 
 # Of a thread's weights in a tile: no weight is higher, and float16 ends at 2¹⁶.
 _HIGHEST_SUM = 2.0**10
-# Less than any logit, but finite: exp2(−inf − it) = 0 where a row has seen no allowed pair.
+# Less than any logit, but finite. Where a row has seen no allowed pair, exp2(−inf − it) = 0, and its first allowed one
+# has an infinite weight, so that it is looked for.
 _INITIAL_REFERENCE = -1e30
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
@@ -82,7 +83,7 @@ def weigh(
       logits: −inf where a pair may not attend.
       to_log2: the factor that brings them to units of log₂.
       dtype: of the weights.
-      looks: whether the tile's maximum becomes the reference anyway: for tiles that may be a row's first.
+      looks: whether to look for the tile's maximum anyway, where one higher than before is likely.
       interpreted: whether Pallas's interpreter runs this, which knows no threads: a row has one share.
     """
 
