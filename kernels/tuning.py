@@ -110,12 +110,11 @@ class MosaicForwardTuning(_Warpgroups):
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
       take_turns: whether warpgroups issue their matmuls by turns.
-      persistent: whether as many programs as the GPU has multiprocessors take the blocks turn by turn, and load a
-        block's first tiles while the one before ends: for short rows; for head dims up to 128. Else each block has a
-        program of its own.
+      persistent: whether as many programs as the GPU has multiprocessors take one block after another, whichever is
+        next when they are done with one, and load its first tiles while the one before ends: for short rows; for head
+        dims up to 128. Else each block has a program of its own.
       heads_at_once: key/value heads, of all elements of the batch, whose queries' blocks are made before any other's:
-        so few that many blocks read the same keys and values at a time, from the L2 cache. Persistent programs even
-        their work out over the blocks of that many.
+        so few that many blocks read the same keys and values at a time, from the L2 cache.
 
     Raises:
       ValueError: a value out of range.

@@ -230,6 +230,37 @@ def test_mosaic_gpu_in_persistent_programs(case, rng):
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
+# Far more blocks than a GPU has multiprocessors.
+MANY_BLOCKS = Case(
+    "many_blocks", CAUSAL, q_len=1100, kv_len=1100, num_heads=32, num_kv_heads=8, head_dim=64, segments="packed"
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
+def test_mosaic_gpu_in_persistent_programs_of_many_blocks(num_warpgroups, rng):
+    tuning = MosaicGpuTuning(
+        forward_tiles=MosaicForwardTuning(num_warpgroups, 64, num_stages=3, persistent=True, heads_at_once=3)
+    )
+    run_case(MANY_BLOCKS, rng, through_implementation(MANY_BLOCKS, tuning), dtype=jnp.bfloat16)
+
+
+@pytest.mark.gpu
+def test_mosaic_gpu_in_persistent_programs_under_vmap(rng):
+    case = dataclasses.replace(MANY_BLOCKS, segments=None)
+    attend = through_implementation(
+        case, MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True, heads_at_once=3))
+    )
+
+    def one_by_one(query, key, value, sinks, *, keywords):
+        def one(*arrays):
+            return tuple(x[0] for x in attend(*(x[None] for x in arrays), sinks, keywords=keywords))
+
+        return jax.vmap(one)(query, key, value)
+
+    run_case(case, rng, one_by_one, dtype=jnp.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["fused", "split"])
 @pytest.mark.parametrize(
@@ -257,11 +288,11 @@ def test_mosaic_gpu_interpreted(case, rng):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
-@pytest.mark.parametrize("case", named("everything", "value_dim"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", named("everything", "packed", "value_dim"), ids=lambda case: case.name)
 def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     otherwise = dataclasses.replace(
         INTERPRETED,
-        forward_tiles=MosaicForwardTuning(1, 64, persistent=True, heads_at_once=1),
+        forward_tiles=MosaicForwardTuning(2, 64, persistent=True, heads_at_once=1),
         backward_tiles=MosaicBackwardTuning(one_gradient_each=True, heads_at_once=1),
     )
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)

@@ -24,7 +24,7 @@ from kernels import (
 from kernels.backends.mosaic_gpu.offsets import offset_columns
 from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
-from kernels.backends.mosaic_gpu.walk import read_row
+from kernels.backends.mosaic_gpu.walk import read_row, read_shared_row, share_walks
 from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import make_call
 from kernels.intervals import TileKind
@@ -90,6 +90,30 @@ def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
         np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
 
 
+@pytest.mark.parametrize("num_together", [1, 2, 3])
+@pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), CausalMask(-200)], ids=repr)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
+def test_rows_that_share_a_walk_visit_their_own_tiles(mask, num_together, is_packed, rng):
+    ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 512)))) if is_packed else None
+    inputs, call = call_of(mask, query_segment_ids=ids, key_value_segment_ids=ids)
+    rows = make_rows(inputs, call, 64, 32)
+    shared = share_walks(rows, num_together)
+    for batch in range(2):
+        expected, kinds = visited(rows, batch, 16), np.full((shared.bounds.shape[1], 16), TileKind.EMPTY)
+        streamed = set()
+        for i in range(len(kinds)):
+            block, member = divmod(i, num_together)
+            walk = read_shared_row(shared.bounds, None, batch, block, member, num_together)
+            streamed.add((block, *(int(walk.tile(rank)) for rank in range(int(walk.num_tiles)))))
+            assert 0 <= walk.begin <= walk.ends[0] <= walk.ends[1] <= walk.ends[2] <= walk.num_tiles
+            for rank in range(int(walk.begin), int(walk.ends[2])):
+                is_full = walk.ends[0] <= rank < walk.ends[1]
+                kinds[i, int(walk.tile(rank))] = TileKind.FULL if is_full else TileKind.PARTIAL
+        np.testing.assert_array_equal(kinds[: len(expected)], expected)
+        assert (kinds[len(expected) :] == TileKind.EMPTY).all()
+        assert len(streamed) == len(kinds) // num_together, "a block's rows see the same tiles"
+
+
 @pytest.mark.parametrize("mask", [CausalMask(), FullMask()], ids=repr)
 @pytest.mark.parametrize("returns", [False, True], ids=["scattered", "a document that comes back"])
 def test_unsorted_documents_lose_no_pair(mask, returns, rng):
@@ -117,7 +141,10 @@ def visits(schedule: Schedule, program):
     """How often a program makes each block `[batch, head, row]`."""
     sizes = schedule.batch, schedule.num_heads, schedule.num_rows
     return schedule.for_each_block(
-        program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
+        program,
+        lambda block, made: made.at[block.batch, block.head, block.row].add(1),
+        jnp.zeros(sizes, jnp.int32),
+        lambda turn: (turn + 1) * schedule.num_programs + program,
     )
 
 

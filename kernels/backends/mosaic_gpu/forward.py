@@ -2,9 +2,11 @@
 
 A program has `num_warpgroups` warpgroups that compute, 64 query rows of a block each, and one that loads key/value
 tiles ahead of them: in a persistent program, which makes one block after another, those of the next block while the
-last one ends. Two things overlap with the tensor cores' work: a warpgroup issues the next tile's QKᵀ before this tile's
-PV, so that its softmax runs under a matmul; and warpgroups take turns in issuing, so that one's softmax runs under the
-other's matmuls.
+last one ends. A warpgroup lets tiles pass by that its own rows don't visit.
+
+Two things overlap with the tensor cores' work: a warpgroup issues the next tile's QKᵀ before this tile's PV, so that
+its softmax runs under a matmul; and warpgroups take turns in issuing, or drift apart by themselves, so that one's
+softmax runs under the others' matmuls.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -32,7 +34,8 @@ from kernels.backends.mosaic_gpu.pairs import (
 )
 from kernels.backends.mosaic_gpu.schedule import Block, Schedule
 from kernels.backends.mosaic_gpu.softmax import no_sums, row_sums, weigh
-from kernels.backends.mosaic_gpu.walk import RowWalk, read_row
+from kernels.backends.mosaic_gpu.tickets import Tickets
+from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
 from kernels.tuning import MosaicForwardTuning
@@ -59,7 +62,7 @@ def forward(
       query: of a length that is a multiple of 64 (in the interpreter: of the tuning's block).
       key, value, tokens: of lengths that are multiples of the tuning's blocks.
       sinks: float32.
-      rows: the key/value tiles of each block of query rows.
+      rows: the key/value tiles of each 64 query rows, as blocks share them (`share_walks`), or lists of each block's.
       call: the call, with the lengths before padding.
       tuning: how the kernel runs.
       interpret: parameters of Pallas's interpreter, or None.
@@ -83,6 +86,9 @@ def forward(
         tuning.heads_at_once * call.group_size,
         num_multiprocessors=num_multiprocessors,
     )
+    # Programs take blocks as they come: what each has to do differs. The interpreter has no atomic operations: there
+    # they take them turn by turn.
+    draws_tickets = tuning.persistent and interpret is None
     # The next block's query comes while this one's output goes. Else the output may take the query's place.
     output_apart = tuning.persistent or value_dim != head_dim
     soft_cap = call.logits_soft_cap
@@ -110,26 +116,39 @@ def forward(
         v_free,
         turn,
         q_free=None,
+        tickets=None,
         o_smem=None,
         spare=None,
         token_smem=None,
     ):
         optional = dict(zip(given, refs, strict=False))
-        output_ref, lse_ref = refs[len(given) :]
+        *counter_ref, output_ref, lse_ref = refs[len(given) :]
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
 
         o_smem = q_smem if o_smem is None else o_smem
         program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
 
-        def for_each_block(body):
-            """Calls `body(block, row, num_before)`, with the number of tiles of the program's blocks before."""
+        def for_each_block(body, member, *, draws: bool):
+            """Calls `body(block, row, num_before)`, with the number of tiles of the program's blocks before.
+
+            Args:
+              member: which of a block's rows of tiles the caller visits.
+              draws: whether the caller takes the program's next block, or learns which it is.
+            """
 
             def visit(block: Block, num_before):
-                row = read_row(bounds_ref, optional.get("tiles"), block.batch, block.row)
+                tiles_ref = optional.get("tiles")
+                row = read_shared_row(bounds_ref, tiles_ref, block.batch, block.row, member, num_warpgroups)
                 body(block, row, num_before)
                 return num_before + row.num_tiles
 
-            return schedule.for_each_block(program, visit, jnp.int32(0))
+            def next_index(turn):
+                if tickets is None:
+                    return (turn + 1) * schedule.num_programs + program
+                number = tickets.draw(counter_ref[0], turn) if draws else tickets.see(turn)
+                return schedule.num_programs + number
+
+            return schedule.for_each_block(program, visit, jnp.int32(0), next_index)
 
         def load_query(block: Block, warpgroup):
             q_rows = pl.ds(block.row * block_q + warpgroup * ROWS, ROWS)
@@ -140,7 +159,7 @@ def forward(
         def _load():
             plgpu.set_max_registers(tuning.load_registers, action="decrease")
 
-            def load_block(block: Block, row: RowWalk, num_before):
+            def load_block(block: Block, row: SharedWalk, num_before):
                 @pl.loop(0, row.num_tiles)
                 def _(rank):
                     step = num_before + rank
@@ -163,7 +182,7 @@ def forward(
                     pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, q_free.at[w]))
                     load_query(block, w)
 
-            num_steps = for_each_block(load_block)
+            num_steps = for_each_block(load_block, 0, draws=True)
 
             # Whoever waits at a barrier must see each of its completions, the last ones, too.
             @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
@@ -191,7 +210,7 @@ def forward(
             if tuning.take_turns:
                 pl.when(warpgroup == num_warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-            def compute_block(block: Block, row: RowWalk, num_before):
+            def compute_block(block: Block, row: SharedWalk, num_before):
                 q_first = block.row * block_q + warpgroup * ROWS
                 q_rows = pl.ds(q_first, ROWS)
                 if not tuning.persistent:
@@ -201,35 +220,43 @@ def forward(
                 def ring(step):
                     return jax.lax.rem(num_before + step, num_stages)
 
+                def pass_by(begin, end):
+                    """Lets tiles stream past that these rows don't visit."""
+
+                    @pl.loop(begin, end)
+                    def _(step):
+                        slot = ring(step)
+                        plgpu.barrier_wait(k_ready.at[slot])
+                        my_turn()
+                        next_turn()
+                        plgpu.barrier_arrive(k_free.at[slot])
+                        plgpu.barrier_wait(v_ready.at[slot])
+                        plgpu.barrier_arrive(v_free.at[slot])
+
                 def softmax(logits, step, sums, is_partial, *, is_first: bool = False):
                     if soft_cap is not None:
                         logits = jnp.tanh(logits * (call.scale / soft_cap))
                     allowed = functools.partial(
                         allowed_pairs,
                         call,
-                        tile_tokens(
-                            token_refs,
-                            token_smem,
-                            "key_value",
-                            resident=resident,
-                            slot=ring(step),
-                        ),
+                        tile_tokens(token_refs, token_smem, "key_value", resident=resident, slot=ring(step)),
                         q_first,
                         row.tile(step) * block_kv,
                         kv_padded=call.kv_len % block_kv != 0,
                         transposed=False,
+                        interpreted=interpret is not None,
                     )
                     logits = keep_allowed(logits, is_partial, allowed)
-                    # PARTIAL tiles come first, when the highest logit is likely to be new.
-                    looks = is_first or is_partial
-                    return weigh(logits, sums, to_log2, query.dtype, looks=looks, interpreted=interpret is not None)
+                    return weigh(logits, sums, to_log2, query.dtype, looks=is_first, interpreted=interpret is not None)
 
                 def first_tile(logits_acc):
-                    plgpu.wgmma(logits_acc, q, k_smem.at[ring(0)].transpose((1, 0)))
+                    slot = ring(row.begin)
+                    plgpu.wgmma(logits_acc, q, k_smem.at[slot].transpose((1, 0)))
                     next_turn()
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=0)
-                    weights, sums, *_ = softmax(logits, 0, no_sums(), row.num_partial > 0, is_first=True)
-                    plgpu.barrier_arrive(k_free.at[ring(0)])
+                    is_partial = jnp.logical_or(row.begin < row.ends[0], row.begin >= row.ends[1])
+                    weights, sums, *_ = softmax(logits, row.begin, no_sums(), is_partial, is_first=True)
+                    plgpu.barrier_arrive(k_free.at[slot])
                     output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
                     return weights, sums, output
 
@@ -287,19 +314,25 @@ def forward(
 
                         return pl.run_scoped(tile, logits_type)
 
-                    plgpu.barrier_wait(k_ready.at[ring(0)])
+                    plgpu.barrier_wait(k_ready.at[ring(row.begin)])
                     my_turn()
                     carry = pl.run_scoped(first_tile, logits_type)
-                    # A loop for each kind of tile: a branch within one loop costs up to 6 % of the speed here.
-                    num_partial = jnp.maximum(row.num_partial, 1)
-                    carry = jax.lax.fori_loop(1, num_partial, functools.partial(visit, is_partial=True), carry)
-                    carry = jax.lax.fori_loop(
-                        num_partial, row.num_tiles, functools.partial(visit, is_partial=False), carry
-                    )
+                    ranks = [row.begin + 1, *(jnp.maximum(end, row.begin + 1) for end in row.ends)]
+
+                    # PARTIAL tiles come before and after the FULL ones: in two turns, so that each loop is compiled
+                    # once. One loop for each kind, since a branch within a loop costs up to 6 % of the speed here.
+                    def visit_both_kinds(turn, carry):
+                        begin, middle, end = (
+                            jnp.where(turn == 0, *pair) for pair in zip(ranks[:3], (*ranks[2:], ranks[3]), strict=True)
+                        )
+                        carry = jax.lax.fori_loop(begin, middle, functools.partial(visit, is_partial=True), carry)
+                        return jax.lax.fori_loop(middle, end, functools.partial(visit, is_partial=False), carry)
+
+                    carry = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
                     if tuning.persistent:
                         plgpu.barrier_arrive(q_free.at[warpgroup])
                     weights, sums, output = carry
-                    slot = ring(row.num_tiles - 1)
+                    slot = ring(row.ends[2] - 1)
                     plgpu.barrier_wait(v_ready.at[slot])
                     product = add_product(acc, weights, v_smem.at[slot])
                     result = total_output(acc, product, output)
@@ -331,12 +364,20 @@ def forward(
                     plgpu.copy_smem_to_gmem(o_smem.at[warpgroup], its_output, exists)
                     plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[block.batch, block.head, q_rows], exists)
 
+                pass_by(0, row.begin)
                 acc_type = accumulator(value_dim)
-                pl.when(row.num_tiles > 0)(lambda: pl.run_scoped(attend, acc_type))
+                has_tiles = row.begin < row.ends[2]
+                pl.when(has_tiles)(lambda: pl.run_scoped(attend, acc_type))
 
-                @pl.when(row.num_tiles == 0)
+                @pl.when(jnp.logical_not(has_tiles))
                 def _():
-                    if not tuning.persistent:
+                    if tuning.persistent:
+                        # With a block's first tile come the queries of all its rows.
+                        @pl.when(row.num_tiles > 0)
+                        def _():
+                            plgpu.barrier_wait(q_ready.at[warpgroup])
+                            plgpu.barrier_arrive(q_free.at[warpgroup])
+                    else:
                         # Of no use, but on its way to where the output goes.
                         plgpu.barrier_wait(q_ready.at[warpgroup])
                     send(
@@ -344,7 +385,9 @@ def forward(
                         plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
                     )
 
-            for_each_block(compute_block)
+                pass_by(row.ends[2], row.num_tiles)
+
+            for_each_block(compute_block, warpgroup, draws=False)
             plgpu.wait_smem_to_gmem(0)
             if tuning.take_turns:
                 pl.when(warpgroup == 0)(my_turn)
@@ -370,6 +413,7 @@ def forward(
             **token_memory(tokens, "key_value", num_stages, block_kv),
             **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
             **({"q_free": plgpu.Barrier(num_barriers=num_warpgroups)} if tuning.persistent else {}),
+            **({"tickets": Tickets.memory(num_warpgroups)} if draws_tickets else {}),
             **({"o_smem": matrix(num_warpgroups, ROWS, value_dim, dtype=dtype)} if output_apart else {}),
         ),
         grid=(schedule.num_programs,),
@@ -379,4 +423,5 @@ def forward(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    return run(query, key, value, rows.bounds, *given.values())
+    counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if draws_tickets else []
+    return run(query, key, value, rows.bounds, *given.values(), *counter)

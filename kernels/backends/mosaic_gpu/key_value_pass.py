@@ -23,7 +23,6 @@ from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
     allowed_pairs,
     copy_tokens,
-    counts,
     resident_tokens,
     tile_tokens,
     token_memory,
@@ -100,7 +99,7 @@ def key_value_pass(
     dv_before_dp = block_q > ROWS
 
     def kernel(
-        query_ref, key_ref, value_ref, d_output_ref, offset_ref, bounds_ref, counts_ref, *refs,
+        query_ref, key_ref, value_ref, d_output_ref, offset_ref, bounds_ref, *refs,
         k_smem, v_smem, q_smem, do_smem, offset_smem, step_smem,
         k_ready, v_ready, q_ready, do_ready, free, done,
         lse_smem=None, token_smem=None, ds_smem=None, dq_smem=None, ds_ready=None, ds_read=None, spare=None,
@@ -181,7 +180,7 @@ def key_value_pass(
                         its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, slot=slot)
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, my_first,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=True, counts_ref=counts_ref,
+                            kv_padded=call.kv_len % block_kv != 0, transposed=True, interpreted=interpret is not None,
                         )  # fmt: skip
                         weights, slope = weigh_pairs(logits, lse, call, is_partial, allowed, rows=False)
                         operand = weights.astype(dtype)
@@ -328,7 +327,6 @@ def key_value_pass(
         operands.d_output,
         offset_columns(*offsets, dtype=dtype),
         rows.bounds,
-        counts(block_q),
         *given.values(),
     )
     if not fused:

@@ -8,6 +8,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64
 """Rows of a warpgroup's matmul."""
+ROWS_OF_A_THREAD, THREADS_OF_A_ROW, COLUMNS_OF_A_THREAD = 2, 4, 2
+"""Of an accumulator: in registers, one after another, a thread has pairs of neighbouring columns, of two rows in turn;
+four threads share the next eight columns."""
 
 
 def matrix(*shape: int, dtype):

@@ -9,11 +9,20 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import ROWS, load_vector, spread
+from kernels.backends.mosaic_gpu.memory import (
+    COLUMNS_OF_A_THREAD,
+    ROWS_OF_A_THREAD,
+    THREADS_OF_A_ROW,
+    load_vector,
+    spread,
+)
 from kernels.call import AttentionCall, AttentionInputs
 
 _LAYOUT = plgpu.Layout.WGMMA
@@ -126,12 +135,6 @@ def tile_tokens(tokens: Tokens, memory, streamed: Side, *, resident: dict[str, j
     return Tokens(**rows, **columns)
 
 
-def counts(block_q: int) -> Int[Array, "2 n"]:
-    """0, 1, … for the rows of a tile, and for its columns: an operand for `allowed_pairs`."""
-    # Two rows, since the compiler makes one load of two of the same numbers, for which it then finds no layout.
-    return jnp.asarray(np.tile(np.arange(max(block_q, ROWS), dtype=np.int32), (2, 1)))
-
-
 def allowed_pairs(
     call: AttentionCall,
     tokens: Tokens,
@@ -141,7 +144,7 @@ def allowed_pairs(
     *,
     kv_padded: bool,
     transposed: bool,
-    counts_ref=None,
+    interpreted: bool,
 ) -> jax.Array:
     """Which pairs of a tile may attend.
 
@@ -152,29 +155,57 @@ def allowed_pairs(
       shape: (queries, keys) of the tile, or (keys, queries) if transposed.
       kv_padded: whether keys past the call's last one may be in the tile.
       transposed: whether keys are the rows.
-      counts_ref: reference to `counts`, from which a PARTIAL tile loads its indices; None to make them in registers,
-        where the compiler keeps them for all tiles, even if accumulators then have to be spilled.
+      interpreted: whether Pallas's interpreter runs this, which knows no threads.
 
     Returns:
       bool of `shape`, in the layout of an accumulator.
     """
-    q_dim, kv_dim = (1, 0) if transposed else (0, 1)
-
-    def index(first, dim):
-        if counts_ref is None:
-            return first + plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=_LAYOUT)
-        count = load_vector(counts_ref.at[dim, pl.ds(0, shape[dim])], rows=dim == 0, shared=False)
-        return spread(first + count, shape, rows=dim == 0)
-
-    kv_index = index(kv_first, kv_dim)
+    row_first, column_first = (kv_first, q_first) if transposed else (q_first, kv_first)
+    rows = row_first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_LAYOUT)
+    columns = _column_indices(column_first, shape, interpreted=interpreted)
+    q_index, kv_index = (columns, rows) if transposed else (rows, columns)
     if call.has_positions:
         q_pos = tokens.query_positions(shape)
         kv_pos = tokens.key_value_positions(shape)
     else:
-        q_pos, kv_pos = index(q_first, q_dim), kv_index
+        q_pos, kv_pos = q_index, kv_index
     allowed = call.mask(q_pos, kv_pos)
     if call.has_segment_ids:
         allowed &= tokens.query_segment_ids(shape) == tokens.key_value_segment_ids(shape)
     if kv_padded:
         allowed &= kv_index < call.kv_len
     return allowed
+
+
+def _column_indices(first, shape: tuple[int, int], *, interpreted: bool) -> Int[Array, "rows columns"]:
+    """The index of each element's column, from the tile's first: a thread's own first one, and constants after it.
+
+    Of an iota, whose terms but for the tile's first are those of all tiles, the compiler would make a register for each
+    column, to keep, or to spill, for all tiles.
+    """
+    if interpreted:
+        return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+    rows = _LAYOUT.reduce(1)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape[:1], jnp.int32, rows))
+    def own_first(_) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        place = arith.remui(utils.thread_idx(), mgpu.c(THREADS_OF_A_ROW, i32))
+        return mgpu.FragmentedArray.splat(
+            arith.muli(place, mgpu.c(COLUMNS_OF_A_THREAD, i32)), shape[:1], rows.to_mgpu(), is_signed=True
+        )
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, _LAYOUT))
+    def distances(_) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        layout, pair = _LAYOUT.to_mgpu(), ir.VectorType.get((COLUMNS_OF_A_THREAD,), i32)
+        registers = np.empty(layout.registers_shape(shape), object)
+        for i in range(registers.size):
+            distance = i // ROWS_OF_A_THREAD * COLUMNS_OF_A_THREAD * THREADS_OF_A_ROW
+            numbers = [ir.IntegerAttr.get(i32, distance + n) for n in range(COLUMNS_OF_A_THREAD)]
+            value = ir.DenseElementsAttr.get(numbers, type=pair)
+            # jaxlib's stub knows constants that are numbers only.
+            registers.flat[i] = arith.constant(pair, value)  # type: ignore[call-arg,arg-type]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return spread(first + own_first(), shape, rows=True) + distances()

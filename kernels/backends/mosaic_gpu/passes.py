@@ -18,10 +18,11 @@ from kernels.backends.mosaic_gpu.memory import ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
+from kernels.backends.mosaic_gpu.walk import share_walks
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
-from kernels.backends.tile_walk import make_rows
+from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.tuning import MosaicGpuTuning
+from kernels.tuning import MosaicForwardTuning, MosaicGpuTuning
 
 _LOG2_E = math.log2(math.e)
 # exp2(a logit − it) = 0.
@@ -59,7 +60,7 @@ def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: Atte
         value,
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
         tokens=Tokens.of(inputs, how.block_q, how.block_kv),
-        rows=make_rows(inputs, call, how.block_q, how.block_kv),
+        rows=_rows_of_warpgroups(inputs, call, how),
         call=call,
         tuning=how,
         interpret=_interpreter(tuning),
@@ -68,6 +69,17 @@ def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: Atte
     # The names let a remat policy keep these two, all that the backward needs besides the inputs.
     output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
     return (output, lse.swapaxes(1, 2)), (inputs, output, lse)
+
+
+def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicForwardTuning) -> Rows:
+    """Intervals for each warpgroup, or where they aren't all intervals, lists for each block."""
+    blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
+    if blocks.tiles is not None:
+        return blocks
+    own = make_rows(inputs, call, ROWS, tuning.block_kv)
+    if own.tiles is not None:
+        own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
+    return share_walks(own, tuning.num_warpgroups)
 
 
 def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, cotangents):

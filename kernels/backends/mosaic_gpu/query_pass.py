@@ -120,7 +120,7 @@ def query_pass(
                         its_tokens = tile_tokens(token_refs, token_smem, "key_value", resident=resident, slot=slot)
                         allowed = functools.partial(
                             allowed_pairs, call, its_tokens, q_first, kv_first,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=False,
+                            kv_padded=call.kv_len % block_kv != 0, transposed=False, interpreted=interpret is not None,
                         )  # fmt: skip
                         weights, slope = weigh_pairs(logits, lse, call, step < row.num_partial, allowed, rows=True)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)

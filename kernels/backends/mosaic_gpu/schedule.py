@@ -36,8 +36,8 @@ class Schedule:
       batch, num_heads, num_rows: elements of the batch, heads, and blocks of each.
       heads_at_once: of the heads of all elements of the batch.
       last_rows_first: under a causal mask the last queries have most to do, and the first keys.
-      num_multiprocessors: None for a program per block. Else at most so many programs take the blocks turn by turn; the
-        last program of one turn is the first of the next, which evens out what they have to do.
+      num_multiprocessors: None for a program per block. Else at most so many programs, each of which takes one block
+        after another.
     """
 
     batch: int
@@ -68,18 +68,25 @@ class Schedule:
         batch, head = _div_rem(group * at_once + member, self.num_heads)
         return Block(batch, head, self.num_rows - 1 - rank if self.last_rows_first else rank)
 
-    def for_each_block(self, program, body: Callable[[Block, _T], _T], start: _T) -> _T:
-        """Calls `body(block, carried)` for one block of a program after another, and returns what the last one did."""
+    def for_each_block(
+        self, program, body: Callable[[Block, _T], _T], start: _T, next_index: Callable[[jax.Array], jax.Array]
+    ) -> _T:
+        """Calls `body(block, carried)` for one block of a program after another, and returns what the last one did.
+
+        Args:
+          program: which one; its first block is the one of the same index.
+          next_index: (how many blocks it has made before the last one) → the index of its next one, which is beyond
+            the blocks' if there is none.
+        """
         if self.num_programs == self.num_blocks:
             return body(self.block(program), start)
 
-        def index(turn):
-            place = jax.lax.select(jax.lax.rem(turn, 2) == 0, program, self.num_programs - 1 - program)
-            return turn * self.num_programs + place
+        def visit(state):
+            index, turn, carried = state
+            carried = body(self.block(index), carried)
+            return next_index(turn), turn + 1, carried
 
-        num_whole_turns = self.num_blocks // self.num_programs
-        num_turns = num_whole_turns + (index(num_whole_turns) < self.num_blocks).astype("int32")
-        return jax.lax.fori_loop(0, num_turns, lambda turn, carried: body(self.block(index(turn)), carried), start)
+        return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, visit, (program, jnp.int32(0), start))[2]
 
 
 def _div_rem(a, b):

@@ -27,7 +27,7 @@ from jaxlib.mlir.dialects import arith, nvvm
 from jaxlib.mlir.dialects import vector as vectors
 from jaxtyping import Array, Bool, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, spread
+from kernels.backends.mosaic_gpu.memory import COLUMNS_OF_A_THREAD, ROWS, ROWS_OF_A_THREAD, spread
 
 # Of a thread's weights in a tile: no weight is higher, and float16 ends at 2¹⁶.
 _HIGHEST_SUM = 2.0**10
@@ -37,8 +37,6 @@ _INITIAL_REFERENCE = -1e30
 
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 _ALL_LANES = 0xFFFFFFFF
-# A thread's registers of a matrix: of each eighth column two rows, eight apart, and of each row two columns.
-_ROWS_OF_A_THREAD = 2
 
 
 class Sums(NamedTuple):
@@ -83,7 +81,7 @@ def weigh(
       logits: −inf where a pair may not attend.
       to_log2: the factor that brings them to units of log₂.
       dtype: of the weights.
-      looks: whether to look for the tile's maximum anyway, where one higher than before is likely.
+      looks: whether to look for the tile's maximum anyway: in a row's first tile, where there was none before.
       interpreted: whether Pallas's interpreter runs this, which knows no threads: a row has one share.
     """
 
@@ -91,20 +89,20 @@ def weigh(
         # In these units exp2 makes a weight with one multiply-add.
         weights = jnp.exp2(logits * to_log2 - spread(reference, logits.shape, rows=True))
         shares, is_high = _add_up(weights, interpreted=interpreted)
-        return weights.astype(dtype), shares, is_high
+        return weights, shares, is_high
 
     def look():
         reference = jnp.maximum(sums.reference, logits.max(axis=1) * to_log2)
         shrink = jnp.exp2(sums.reference - reference)
         weights, shares, _ = make(reference)
-        return weights, Sums(reference, sums.shares * shrink + shares), shrink
+        return weights.astype(dtype), Sums(reference, sums.shares * shrink + shares), shrink
 
     if looks:
         weights, new_sums, shrink = look()
         return Weights(weights, new_sums, shrink, True)
     weights, shares, is_high = make(sums.reference)
     # A warp branches by itself, so that nothing in there may wait for another.
-    same = (weights, Sums(sums.reference, sums.shares + shares), _column(1.0))
+    same = (weights.astype(dtype), Sums(sums.reference, sums.shares + shares), _column(1.0))
     weights, new_sums, shrink = jax.lax.cond(is_high, look, lambda: same)
     return Weights(weights, new_sums, shrink, is_high)
 
@@ -136,8 +134,10 @@ def _add_up(weights: Float[Array, "rows kv"], *, interpreted: bool) -> tuple[Flo
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def add_up(_, weights: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        rows = weights.registers.reshape(-1, _ROWS_OF_A_THREAD).T
-        shares = [_sum([vectors.extract(pair, [], [i]) for pair in row for i in range(2)]) for row in rows]
+        rows = weights.registers.reshape(-1, ROWS_OF_A_THREAD).T
+        shares = [
+            _sum([vectors.extract(pair, [], [i]) for pair in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
+        ]
         highest = mgpu.c(_HIGHEST_SUM, ir.F32Type.get())
         is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, share, highest) for share in shares))
         is_high = nvvm.vote_sync(mgpu.c(_ALL_LANES, ir.IntegerType.get_signless(32)), is_high, "any")

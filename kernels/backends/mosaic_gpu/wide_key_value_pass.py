@@ -137,7 +137,7 @@ def wide_key_value_pass(
                 its_tokens = tile_tokens(token_refs, token_smem, "query", resident=resident, slot=slot)
                 allowed = functools.partial(
                     allowed_pairs, call, its_tokens, tile * block_q, j * ROWS,
-                    kv_padded=call.kv_len % ROWS != 0, transposed=True,
+                    kv_padded=call.kv_len % ROWS != 0, transposed=True, interpreted=interpret is not None,
                 )  # fmt: skip
                 weights, slope = weigh_pairs(logits, lse, call, rank < row.num_partial, allowed, rows=False)
                 plgpu.barrier_arrive(q_free.at[slot])
