@@ -141,10 +141,7 @@ def visits(schedule: Schedule, program):
     """How often a program makes each block `[batch, head, row]`."""
     sizes = schedule.batch, schedule.num_heads, schedule.num_rows
     return schedule.for_each_block(
-        program,
-        lambda block, made: made.at[block.batch, block.head, block.row].add(1),
-        jnp.zeros(sizes, jnp.int32),
-        lambda turn: (turn + 1) * schedule.num_programs + program,
+        program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
     )
 
 

@@ -33,7 +33,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     token_memory,
 )
 from kernels.backends.mosaic_gpu.schedule import Block, Schedule
-from kernels.backends.mosaic_gpu.softmax import no_sums, row_sums, weigh
+from kernels.backends.mosaic_gpu.softmax import row_sums, weigh, weigh_first
 from kernels.backends.mosaic_gpu.tickets import Tickets
 from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
 from kernels.backends.tile_walk import Rows
@@ -86,9 +86,10 @@ def forward(
         tuning.heads_at_once * call.group_size,
         num_multiprocessors=num_multiprocessors,
     )
+    interpreted = interpret is not None
     # Programs take blocks as they come: what each has to do differs. The interpreter has no atomic operations: there
     # they take them turn by turn.
-    draws_tickets = tuning.persistent and interpret is None
+    draws_tickets = tuning.persistent and not interpreted
     # The next block's query comes while this one's output goes. Else the output may take the query's place.
     output_apart = tuning.persistent or value_dim != head_dim
     soft_cap = call.logits_soft_cap
@@ -143,12 +144,10 @@ def forward(
                 return num_before + row.num_tiles
 
             def next_index(turn):
-                if tickets is None:
-                    return (turn + 1) * schedule.num_programs + program
                 number = tickets.draw(counter_ref[0], turn) if draws else tickets.see(turn)
                 return schedule.num_programs + number
 
-            return schedule.for_each_block(program, visit, jnp.int32(0), next_index)
+            return schedule.for_each_block(program, visit, jnp.int32(0), next_index if draws_tickets else None)
 
         def load_query(block: Block, warpgroup):
             q_rows = pl.ds(block.row * block_q + warpgroup * ROWS, ROWS)
@@ -233,7 +232,7 @@ def forward(
                         plgpu.barrier_wait(v_ready.at[slot])
                         plgpu.barrier_arrive(v_free.at[slot])
 
-                def softmax(logits, step, sums, is_partial, *, is_first: bool = False):
+                def masked(logits, step, is_partial):
                     if soft_cap is not None:
                         logits = jnp.tanh(logits * (call.scale / soft_cap))
                     allowed = functools.partial(
@@ -244,10 +243,9 @@ def forward(
                         row.tile(step) * block_kv,
                         kv_padded=call.kv_len % block_kv != 0,
                         transposed=False,
-                        interpreted=interpret is not None,
+                        interpreted=interpreted,
                     )
-                    logits = keep_allowed(logits, is_partial, allowed)
-                    return weigh(logits, sums, to_log2, query.dtype, looks=is_first, interpreted=interpret is not None)
+                    return keep_allowed(logits, is_partial, allowed)
 
                 def first_tile(logits_acc):
                     slot = ring(row.begin)
@@ -255,7 +253,12 @@ def forward(
                     next_turn()
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=0)
                     is_partial = jnp.logical_or(row.begin < row.ends[0], row.begin >= row.ends[1])
-                    weights, sums, *_ = softmax(logits, row.begin, no_sums(), is_partial, is_first=True)
+                    weights, sums = weigh_first(
+                        masked(logits, row.begin, is_partial),
+                        to_log2=to_log2,
+                        dtype=query.dtype,
+                        interpreted=interpreted,
+                    )
                     plgpu.barrier_arrive(k_free.at[slot])
                     output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
                     return weights, sums, output
@@ -295,7 +298,13 @@ def forward(
                             reads_tokens = has_tokens and is_partial
                             if not reads_tokens:
                                 plgpu.barrier_arrive(k_free.at[slot])
-                            new_weights, new_sums, shrink, shrinks = softmax(logits, step, sums, is_partial)
+                            new_weights, new_sums, shrink, shrinks = weigh(
+                                masked(logits, step, is_partial),
+                                sums,
+                                to_log2=to_log2,
+                                dtype=query.dtype,
+                                interpreted=interpreted,
+                            )
                             if reads_tokens:
                                 plgpu.barrier_arrive(k_free.at[slot])
                             new_output = total_output(acc, product, output)
@@ -304,10 +313,7 @@ def forward(
                             def shrunk(output):
                                 return output * spread(shrink, output.shape, rows=True)
 
-                            if shrinks is True:
-                                new_output = shrunk(new_output)
-                            else:
-                                new_output = jax.lax.cond(shrinks, shrunk, lambda output: output, new_output)
+                            new_output = jax.lax.cond(shrinks, shrunk, lambda output: output, new_output)
                             if interpret is None:
                                 acc[...], new_output = new_output, None
                             return new_weights, new_sums, new_output
@@ -317,16 +323,18 @@ def forward(
                     plgpu.barrier_wait(k_ready.at[ring(row.begin)])
                     my_turn()
                     carry = pl.run_scoped(first_tile, logits_type)
-                    ranks = [row.begin + 1, *(jnp.maximum(end, row.begin + 1) for end in row.ends)]
+                    second = row.begin + 1
+                    partial_end, full_end, end = (jnp.maximum(end, second) for end in row.ends)
 
                     # PARTIAL tiles come before and after the FULL ones: in two turns, so that each loop is compiled
                     # once. One loop for each kind, since a branch within a loop costs up to 6 % of the speed here.
                     def visit_both_kinds(turn, carry):
-                        begin, middle, end = (
-                            jnp.where(turn == 0, *pair) for pair in zip(ranks[:3], (*ranks[2:], ranks[3]), strict=True)
+                        start, middle, stop = (
+                            jnp.where(turn == 0, first, then)
+                            for first, then in ((second, full_end), (partial_end, end), (full_end, end))
                         )
-                        carry = jax.lax.fori_loop(begin, middle, functools.partial(visit, is_partial=True), carry)
-                        return jax.lax.fori_loop(middle, end, functools.partial(visit, is_partial=False), carry)
+                        carry = jax.lax.fori_loop(start, middle, functools.partial(visit, is_partial=True), carry)
+                        return jax.lax.fori_loop(middle, stop, functools.partial(visit, is_partial=False), carry)
 
                     carry = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
                     if tuning.persistent:
@@ -337,7 +345,7 @@ def forward(
                     product = add_product(acc, weights, v_smem.at[slot])
                     result = total_output(acc, product, output)
                     plgpu.barrier_arrive(v_free.at[slot])
-                    write(result, sums.reference, row_sums(sums.shares, interpreted=interpret is not None))
+                    write(result, sums.reference, row_sums(sums.shares, interpreted=interpreted))
 
                 def write(output, reference, total):
                     attends = total > 0

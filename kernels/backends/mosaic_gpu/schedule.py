@@ -69,14 +69,18 @@ class Schedule:
         return Block(batch, head, self.num_rows - 1 - rank if self.last_rows_first else rank)
 
     def for_each_block(
-        self, program, body: Callable[[Block, _T], _T], start: _T, next_index: Callable[[jax.Array], jax.Array]
+        self,
+        program,
+        body: Callable[[Block, _T], _T],
+        start: _T,
+        next_index: Callable[[jax.Array], jax.Array] | None = None,
     ) -> _T:
         """Calls `body(block, carried)` for one block of a program after another, and returns what the last one did.
 
         Args:
           program: which one; its first block is the one of the same index.
           next_index: (how many blocks it has made before the last one) → the index of its next one, which is beyond
-            the blocks' if there is none.
+            the blocks' if there is none; None for programs that take them turn by turn.
         """
         if self.num_programs == self.num_blocks:
             return body(self.block(program), start)
@@ -84,7 +88,8 @@ class Schedule:
         def visit(state):
             index, turn, carried = state
             carried = body(self.block(index), carried)
-            return next_index(turn), turn + 1, carried
+            index = index + self.num_programs if next_index is None else next_index(turn)
+            return index, turn + 1, carried
 
         return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, visit, (program, jnp.int32(0), start))[2]
 

@@ -58,53 +58,58 @@ class Weights(NamedTuple):
       weights: in the matmul's dtype.
       sums: of the rows, with this tile's.
       shrink: by what all that was summed up before the tile shrinks.
-      shrinks: whether it does, in any of the rows of a warp: a bool where that is known.
+      shrinks: whether it does, in any of the rows of a warp.
     """
 
     weights: Float[Array, "rows kv"]
     sums: Sums
     shrink: Float[Array, " rows"]
-    shrinks: Bool[Array, ""] | bool
+    shrinks: Bool[Array, ""]
 
 
-def no_sums() -> Sums:
-    """Of rows that have seen nothing."""
-    return Sums(_column(_INITIAL_REFERENCE), _column(0.0))
+def weigh_first(
+    logits: Float[Array, "rows kv"], *, to_log2: float, dtype, interpreted: bool
+) -> tuple[Float[Array, "rows kv"], Sums]:
+    """Weights of the logits of the rows' first tile, whose maximum becomes the reference, and their sums.
+
+    Args:
+      logits, to_log2, dtype, interpreted: as of `weigh`.
+    """
+    nothing = Sums(_column(_INITIAL_REFERENCE), _column(0.0))
+    return _look(logits, nothing, to_log2, dtype, interpreted=interpreted)[:2]
 
 
-def weigh(
-    logits: Float[Array, "rows kv"], sums: Sums, to_log2: float, dtype, *, looks: bool, interpreted: bool
-) -> Weights:
-    """Weights of a tile's logits, and the sums with them.
+def weigh(logits: Float[Array, "rows kv"], sums: Sums, *, to_log2: float, dtype, interpreted: bool) -> Weights:
+    """Weights of the logits of another tile, and the sums with them.
 
     Args:
       logits: −inf where a pair may not attend.
       to_log2: the factor that brings them to units of log₂.
       dtype: of the weights.
-      looks: whether to look for the tile's maximum anyway: in a row's first tile, where there was none before.
       interpreted: whether Pallas's interpreter runs this, which knows no threads: a row has one share.
     """
-
-    def make(reference):
-        # In these units exp2 makes a weight with one multiply-add.
-        weights = jnp.exp2(logits * to_log2 - spread(reference, logits.shape, rows=True))
-        shares, is_high = _add_up(weights, interpreted=interpreted)
-        return weights, shares, is_high
-
-    def look():
-        reference = jnp.maximum(sums.reference, logits.max(axis=1) * to_log2)
-        shrink = jnp.exp2(sums.reference - reference)
-        weights, shares, _ = make(reference)
-        return weights.astype(dtype), Sums(reference, sums.shares * shrink + shares), shrink
-
-    if looks:
-        weights, new_sums, shrink = look()
-        return Weights(weights, new_sums, shrink, True)
-    weights, shares, is_high = make(sums.reference)
-    # A warp branches by itself, so that nothing in there may wait for another.
+    weights, shares, is_high = _make(logits, sums.reference, to_log2, interpreted=interpreted)
     same = (weights.astype(dtype), Sums(sums.reference, sums.shares + shares), _column(1.0))
-    weights, new_sums, shrink = jax.lax.cond(is_high, look, lambda: same)
+    # A warp branches by itself, so that nothing in there may wait for another.
+    weights, new_sums, shrink = jax.lax.cond(
+        is_high, lambda: _look(logits, sums, to_log2, dtype, interpreted=interpreted), lambda: same
+    )
     return Weights(weights, new_sums, shrink, is_high)
+
+
+def _look(logits, sums: Sums, to_log2: float, dtype, *, interpreted: bool):
+    """Weights relative to the tile's maximum or the reference, the sums with them, and by what those before shrink."""
+    reference = jnp.maximum(sums.reference, logits.max(axis=1) * to_log2)
+    shrink = jnp.exp2(sums.reference - reference)
+    weights, shares, _ = _make(logits, reference, to_log2, interpreted=interpreted)
+    return weights.astype(dtype), Sums(reference, sums.shares * shrink + shares), shrink
+
+
+def _make(logits, reference, to_log2: float, *, interpreted: bool):
+    """Weights in float32, each thread's share of their rows' sums, and whether one of a warp's is high."""
+    # In these units exp2 makes a weight with one multiply-add.
+    weights = jnp.exp2(logits * to_log2 - spread(reference, logits.shape, rows=True))
+    return weights, *_add_up(weights, interpreted=interpreted)
 
 
 def row_sums(shares: Float[Array, " rows"], *, interpreted: bool) -> Float[Array, " rows"]:
