@@ -147,7 +147,6 @@ def key_value_pass(
             plgpu.set_max_registers(tuning.compute_registers, action="increase")
             my_keys = my_rows = pl.ds(warpgroup * ROWS, ROWS)
             my_first = j * block_kv + warpgroup * ROWS
-            k, v = k_smem.at[my_keys], v_smem.at[my_keys]
             my_spare, spare_weights = (None, None) if spare is None else (x.at[warpgroup] for x in spare)
             my_dq_cols = pl.ds(0 if dq_by_rows else warpgroup * dq_cols, dq_cols)
             resident = resident_tokens(token_refs, "query", (b, pl.ds(my_first, ROWS)))
@@ -158,6 +157,9 @@ def key_value_pass(
             def accumulate(dk_acc, dv_acc):
                 def visit(step, last):
                     slot = jax.lax.rem(step, num_stages)
+                    # What the compiler can't know to be the same in every step, it doesn't keep in registers.
+                    mine = pl.ds(jax.lax.optimization_barrier(warpgroup) * ROWS, ROWS)
+                    k, v = k_smem.at[mine], v_smem.at[mine]
                     plgpu.barrier_wait(q_ready.at[slot])
                     tile, is_partial = step_smem[slot, _TILE], step_smem[slot, _IS_PARTIAL] > 0
                     head = step_smem[slot, _HEAD] if call.group_size > 1 else kv_head
@@ -267,6 +269,7 @@ def key_value_pass(
                 # The other warpgroups' dQ reads these keys.
                 plgpu.barrier_arrive(done)
                 plgpu.barrier_wait(done)
+                k, v = k_smem.at[my_keys], v_smem.at[my_keys]
                 v[...] = dv.astype(dtype)
                 k[...] = (dk * call.scale).astype(dtype)
                 plgpu.commit_smem()
