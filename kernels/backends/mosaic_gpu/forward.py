@@ -396,7 +396,7 @@ def forward(
                 pass_by(row.ends[2], row.num_tiles)
 
             for_each_block(compute_block, warpgroup, draws=False)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             if tuning.take_turns:
                 pl.when(warpgroup == 0)(my_turn)
 

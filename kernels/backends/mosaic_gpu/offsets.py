@@ -34,16 +34,18 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
     info = jnp.finfo(dtype)
     # Below float32's largest number by as much as rounding up the first part may add.
     largest = min(float(info.max) * _WEIGHTS[0], 1e38)
-    columns = []
+    column = jax.lax.broadcasted_iota(jnp.int32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
+    # Chosen by number: stacked, XLA writes the columns at a sixth of the memory's speed.
+    columns, number = jnp.float32(0), 0
     for offset in offsets:
         rest = jnp.clip(offset, -largest, largest)
         for weight in _WEIGHTS:
             # XLA takes a conversion to 16 bits and back for none at all, but not this.
             part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
             rest = rest - part * weight
-            columns.append(part)
-    columns += [jnp.zeros_like(columns[0])] * (NUM_COLUMNS - len(columns))
-    return jnp.stack(columns, axis=-1).astype(dtype)
+            columns = jnp.where(column == number, part[..., None], columns)
+            number += 1
+    return columns.astype(dtype)
 
 
 def offset_weights(index: int, dtype) -> jax.Array:

@@ -138,7 +138,7 @@ def query_pass(
                 q_smem.at[warpgroup][...] = (plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[b, q_rows, head])
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             pl.run_scoped(accumulate, accumulator(head_dim))
 

@@ -120,7 +120,7 @@ def wide_key_value_pass(
             smem[...] = gradient.astype(dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem, ref.at[b, keys, kv_head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def add_product(acc, a, b):
             multiply(acc, a, b, None if spare is None else spare.at[warpgroup])
