@@ -101,8 +101,8 @@ def key_value_pass(
 
     # What the compiler can't know to be the same in every step, it doesn't keep in registers: here the addresses of
     # keys and values, one for each 16 columns (one H200, JAX 0.11.2, 2026-11-22: forward and backward with a window of
-    # 4,096 take 2.9 % less). And nobody else reads a warpgroup's values: dV may go out while the last dQ is made
-    # (packed documents: 1.5 % less). Tall tiles spill registers for either, and are 1 % slower.
+    # 4,096 take 3 % less). And nobody else reads a warpgroup's values: dV may go out while the last dQ is made (packed
+    # documents: 1 to 2 % less). Tall tiles are 1 % slower with either; the second has them spill registers.
     new_addresses = dv_before_last_dq = not tall
 
     def kernel(
@@ -164,9 +164,8 @@ def key_value_pass(
             def accumulate(dk_acc, dv_acc):
                 def visit(step, last):
                     slot = jax.lax.rem(step, num_stages)
-                    mine = jax.lax.optimization_barrier(warpgroup) if new_addresses else warpgroup
-                    mine = pl.ds(mine * ROWS, ROWS)
-                    k, v = k_smem.at[mine], v_smem.at[mine]
+                    me = jax.lax.optimization_barrier(warpgroup) if new_addresses else warpgroup
+                    k, v = (operand.at[pl.ds(me * ROWS, ROWS)] for operand in (k_smem, v_smem))
                     plgpu.barrier_wait(q_ready.at[slot])
                     tile, is_partial = step_smem[slot, _TILE], step_smem[slot, _IS_PARTIAL] > 0
                     head = step_smem[slot, _HEAD] if call.group_size > 1 else kv_head

@@ -34,17 +34,20 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
     info = jnp.finfo(dtype)
     # Below float32's largest number by as much as rounding up the first part may add.
     largest = min(float(info.max) * _WEIGHTS[0], 1e38)
-    column = jax.lax.broadcasted_iota(jnp.int32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
-    # Chosen by number: stacked, XLA writes the columns at a sixth of the memory's speed.
-    columns, number = jnp.float32(0), 0
-    for offset in offsets:
-        rest = jnp.clip(offset, -largest, largest)
-        for weight in _WEIGHTS:
-            # XLA takes a conversion to 16 bits and back for none at all, but not this.
-            part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
-            rest = rest - part * weight
-            columns = jnp.where(column == number, part[..., None], columns)
-            number += 1
+    column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
+    index, digit = column // len(_WEIGHTS), column % len(_WEIGHTS)
+    # Every column is made from the offset itself, so that XLA has one loop to compile. Stacked, the columns have one,
+    # too, but it takes longer to compile, and to run 29 μs for 17 MB (one H200, JAX 0.11.2, 2026-11-22).
+    rest = jnp.float32(0)
+    for i, offset in enumerate(offsets):
+        rest = jnp.where(index == i, offset[..., None], rest)
+    rest = jnp.clip(rest, -largest, largest)
+    columns = jnp.zeros_like(rest)
+    for i, weight in enumerate(_WEIGHTS):
+        # XLA takes a conversion to 16 bits and back for none at all, but not this.
+        part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
+        columns = jnp.where(digit == i, part, columns)
+        rest = rest - part * weight
     return columns.astype(dtype)
 
 
