@@ -14,17 +14,20 @@ from kernels import CausalMask, FullMask, LocalMask, MosaicGpuTuning
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
 GROUPED = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=2)
+WINDOWED = dataclasses.replace(SMALL, mask=LocalMask(39, 0))
 
 
-@pytest.mark.parametrize("case", [PACKED, GROUPED], ids=["packed", "grouped"])
+@pytest.mark.parametrize("case", [PACKED, GROUPED, WINDOWED], ids=["packed", "grouped", "windowed"])
 def test_the_truth_is_attention_in_float64(case):
+    # Three parts of 32 queries.
     problem = make_problem(case, 96)
     query, key, value, d_output = (
         np.asarray(problem.arrays[name], np.float64) for name in ("query", "key", "value", "d_output")
     )
     group = case.num_heads // case.num_kv_heads
-    position = np.arange(96)
-    allowed = np.broadcast_to(position[:, None] >= position, (2, 96, 96))
+    distance = np.arange(96)[:, None] - np.arange(96)
+    window = case.mask.left if isinstance(case.mask, LocalMask) else 96
+    allowed = np.broadcast_to((distance >= 0) & (distance <= window), (2, 96, 96))
     if problem.segment_ids is not None:
         ids = np.asarray(problem.segment_ids)
         allowed = allowed & (ids[:, :, None] == ids[:, None, :])
@@ -35,8 +38,15 @@ def test_the_truth_is_attention_in_float64(case):
     output = np.einsum("bnts,bsnh->btnh", weights, value)
     d_value = np.einsum("bnts,btnh->bsnh", weights, d_output).reshape(2, 96, -1, group, case.head_dim).sum(3)
 
+    d_weights = np.einsum("btnh,bsnh->bnts", d_output, value)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) / np.sqrt(case.head_dim)
+    d_query = np.einsum("bnts,bsnh->btnh", d_logits, key)
+    d_key = np.einsum("bnts,btnh->bsnh", d_logits, query).reshape(2, 96, -1, group, case.head_dim).sum(3)
+
     expected = truth(problem)
     np.testing.assert_allclose(expected["output"], output, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(expected["d_query"], d_query, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(expected["d_key"], d_key, rtol=0, atol=1e-12)
     np.testing.assert_allclose(expected["d_value"], d_value, rtol=0, atol=1e-12)
     assert {name: x.dtype for name, x in expected.items()} == dict.fromkeys(QUANTITIES, np.float64)
 
@@ -77,8 +87,13 @@ def test_errors_tell_a_rounded_result_from_a_wrong_one(monkeypatch):
         Case(1, 2048, 4, 4, 128, LocalMask(511, 0)),
         Case(1, 2048, 8, 2, 128, CausalMask(), "float16"),
         Case(1, 2048, 8, 2, 256, CausalMask()),
+        Case(1, 32_768, 2, 2, 128, CausalMask()),
+        Case(1, 32_768, 2, 2, 128, LocalMask(4095, 0)),
+        Case(1, 32_768, 8, 2, 64, CausalMask()),
     ],
-    ids=lambda case: f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}, {case.mask!r}, {case.dtype}",
+    ids=lambda case: (
+        f"{case.length}, {case.num_heads}/{case.num_kv_heads} of {case.head_dim}, {case.mask!r}, {case.dtype}"
+    ),
 )
 def test_errors_are_no_worse_than_cudnns(case, backward):
     problem = make_problem(case)

@@ -70,8 +70,9 @@ class Arguments:
     """The backend that the others are compared with; the suite's, or the last one, if not given."""
     check: bool = False
     """Instead of the speed, measure the errors of output and gradients against float64."""
-    check_length: int = 8192
-    """Tokens at which errors are measured, where a case is longer. The truth needs T²·8 bytes a few times over."""
+    check_length: int | None = None
+    """Tokens at which errors are measured, where a case is longer; a case's own length if not given. The truth takes
+    12·T²·H operations in float64 for each query head, masked or not."""
     compile_lengths: tuple[int, ...] = ()
     """Instead of the speed, measure the first compile of forward and backward at these lengths."""
     num_rounds: int = 5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.attention.cases import Case, Problem, describe, make_problem
@@ -17,6 +19,7 @@ from kernels.tuning import Tuning
 
 GRADIENTS = ("d_query", "d_key", "d_value")
 QUANTITIES = ("output", *GRADIENTS)
+_MOST_QUERIES = 1024
 
 
 class Error(NamedTuple):
@@ -32,14 +35,14 @@ class Error(NamedTuple):
 
 
 def measure_errors(
-    name: str, case: Case, backends: Sequence[str], *, baseline: str, length: int
+    name: str, case: Case, backends: Sequence[str], *, baseline: str, length: int | None
 ) -> list[dict[str, Any]]:
-    """Errors of one case, cut to a length at which the truth can be had, one row per backend.
+    """Errors of one case, cut to a length if one is given, one row per backend.
 
     A ratio is a backend's rms error over the baseline's. A backend without a backward has its output's error alone, and
     the reason.
     """
-    problem = make_problem(case, min(length, case.length))
+    problem = make_problem(case, None if length is None else min(length, case.length))
     expected = truth(problem)
     rows = []
     found: dict[str, dict[str, Error]] = {}
@@ -56,35 +59,71 @@ def measure_errors(
 
 
 def truth(problem: Problem) -> dict[str, np.ndarray]:
-    """Output and gradients in float64, dense, a key/value head and its query heads at a time."""
-    case = problem.case
+    """Output and gradients in float64, dense, some queries of one head at a time.
+
+    The weights that there are at a time take 8 KB for each of the batch's tokens, and a few such arrays are needed.
+    """
+    case, ids = problem.case, problem.segment_ids
+    # All parts have as many queries, so that one program computes them all.
+    num_queries = math.gcd(problem.length, _MOST_QUERIES)
+
+    def in_parts(x, axis: int):
+        """[..., L, ...] → [parts, ..., queries, ...]."""
+        parts = x.reshape(*x.shape[:axis], -1, num_queries, *x.shape[axis + 1 :])
+        return jnp.moveaxis(parts, axis, 0)
+
+    def whole(parts):
+        """[parts, B, queries, 1, H] → [B, L, 1, H]."""
+        return jnp.moveaxis(parts, 0, 1).reshape(case.batch, problem.length, 1, -1)
+
     with jax.enable_x64(True):  # type: ignore[attr-defined]  # JAX's stubs lack it
+        positions = jnp.arange(problem.length)
 
         def one_head(arrays):
-            def attend(query, key, value):
-                ids = problem.segment_ids
-                return dot_product_attention(
-                    query,
-                    key,
-                    value,
-                    case.mask,
-                    query_segment_ids=ids,
-                    key_value_segment_ids=ids,
-                    implementation="reference",
-                )
+            def some_queries(key_gradients, part):
+                query, d_output, query_positions, query_ids = part
 
-            output, vjp = jax.vjp(attend, arrays["query"], arrays["key"], arrays["value"])
-            return output, *vjp(arrays["d_output"])
+                def attend(query, key, value):
+                    return dot_product_attention(
+                        query,
+                        key,
+                        value,
+                        case.mask,
+                        query_segment_ids=query_ids,
+                        key_value_segment_ids=ids,
+                        query_positions=query_positions,
+                        key_value_positions=positions,
+                        implementation="reference",
+                    )
 
-        def split(x):
-            """[B, L, heads, H] → [key/value heads, B, L, heads of one, H]."""
-            grouped = x.astype("float64").reshape(*x.shape[:2], case.num_kv_heads, -1, x.shape[-1])
-            return grouped.transpose(2, 0, 1, 3, 4)
+                output, vjp = jax.vjp(attend, query, arrays["key"], arrays["value"])
+                d_query, *added = vjp(d_output)
+                return jax.tree.map(jnp.add, key_gradients, added), (output, d_query)
+
+            parts = (
+                in_parts(arrays["query"], 1),
+                in_parts(arrays["d_output"], 1),
+                in_parts(positions, 0),
+                None if ids is None else in_parts(ids, 1),
+            )
+            none_yet = [jnp.zeros_like(arrays["key"]), jnp.zeros_like(arrays["value"])]
+            key_gradients, of_queries = jax.lax.scan(some_queries, none_yet, parts)
+            return *map(whole, of_queries), *key_gradients
+
+        def of_query_heads(x):
+            """[B, L, heads, H] → [query heads, B, L, 1, H]."""
+            x = jnp.repeat(x.astype("float64"), case.num_heads // x.shape[2], axis=2)
+            return jnp.moveaxis(x, 2, 0)[:, :, :, None]
+
+        def summed(x, num_heads: int):
+            """[query heads, B, L, 1, H] → [B, L, heads, H]."""
+            return jnp.moveaxis(x.reshape(num_heads, -1, *x.shape[1:3], x.shape[4]).sum(1), 0, 2)
 
         @jax.jit
         def all_heads(arrays):
-            results = jax.lax.map(one_head, {name: split(x) for name, x in arrays.items()})
-            return [x.transpose(1, 2, 0, 3, 4).reshape(*x.shape[1:3], -1, x.shape[-1]) for x in results]
+            results = jax.lax.map(one_head, {name: of_query_heads(x) for name, x in arrays.items()})
+            heads = (case.num_heads, case.num_heads, case.num_kv_heads, case.num_kv_heads)
+            return [summed(x, num_heads) for x, num_heads in zip(results, heads, strict=True)]
 
         return dict(zip(QUANTITIES, map(np.asarray, all_heads(problem.arrays)), strict=True))
 
