@@ -1,6 +1,7 @@
 """The search for tunings, with tiles of a backend that runs anywhere, and the table that comes of it."""
 
 import dataclasses
+import itertools
 import math
 import re
 
@@ -13,6 +14,7 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.readme_table import read_rows
 from experiments.benchmarks.tune_attention import __main__ as command
 from experiments.benchmarks.tune_attention import candidates, table
+from experiments.benchmarks.tune_attention import race as race_module
 from experiments.benchmarks.tune_attention.candidates import SEARCHES, Search, implementation, variations
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
 from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning
@@ -82,13 +84,22 @@ def test_a_race_times_what_is_right_and_says_what_is_wrong_or_fails(timed):
     assert re.fullmatch(r"differs by 1\.\de\+00", wrong.refused)
 
 
-def test_what_is_hopelessly_slow_sits_the_rounds_out():
+def test_what_is_hopelessly_slow_sits_the_rounds_out(monkeypatch):
+    sizes = {"slow": 32, "near": 64, "fast": 128}
+    seconds = {32: 1.5, 64: 1.25, 128: 1.0}
+
+    def compile_with_made_up_clock(problem, tuning, timed):
+        moments = itertools.count(step=seconds[tuning.block_q])
+        return dataclasses.replace(compile_contender(problem, tuning, timed), clock=lambda: next(moments))
+
+    monkeypatch.setattr(race_module, "compile_contender", compile_with_made_up_clock)
     problem = make_problem(SMALL)
     expected = compile_contender(problem, "reference", "forward").start()
-    candidates = {"slow": BlockwiseTuning(4, 4), "fast": BlockwiseTuning(256, 256)}
-    slow, fast = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0)
-    assert re.fullmatch(r"takes \d+\.\d times as long as the fastest", slow.refused)
-    assert fast.seconds > 0
+    candidates = {name: BlockwiseTuning(size, size) for name, size in sizes.items()}
+    slow, near, fast = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0, hopeless=1.25)
+    assert (slow.seconds, slow.refused) == (None, "takes 1.5 times as long as the fastest")
+    assert (near.seconds, near.refused) == (1.25, None)
+    assert (fast.seconds, fast.refused) == (1.0, None)
 
 
 def test_a_difference_is_the_worst_arrays_and_nan_stays():
