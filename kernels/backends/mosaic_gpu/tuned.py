@@ -36,10 +36,10 @@ FORWARD: dict[Key, MosaicForwardTuning] = {
     Key(64, "causal", 32768): MosaicForwardTuning(
         num_warpgroups=3,
         block_kv=64,
-        num_stages=3,
+        num_stages=4,
         take_turns=False,
-        persistent=True,
-        heads_at_once=24,
+        persistent=False,
+        heads_at_once=4,
     ),
     Key(64, "packed", 32768): MosaicForwardTuning(
         num_warpgroups=3,
