@@ -56,8 +56,9 @@ class Arguments:
     """Tables to search for; the others keep what they have."""
     settings: tuple[str, ...] | None = None
     """Settings to try, the others staying as the table has them; None: all."""
-    num_rounds: int = 5
-    """Rounds of a race; the medians count."""
+    num_rounds: int = 12
+    """Rounds of a race; the medians count. Single timings scatter by 2 % and more, and so do good candidates: medians
+    of 5 rounds can't tell them apart, those of 12 repeat to half a percent."""
     sample_ms: float = 200.0
     """Least length of one timing, in ms; see the attention benchmark's."""
     budget_s: float = 3600.0
