@@ -57,8 +57,8 @@ class Arguments:
     settings: tuple[str, ...] | None = None
     """Settings to try, the others staying as the table has them; None: all."""
     num_rounds: int = 12
-    """Rounds of a race; the medians count. Single timings scatter by 2 % and more, and so do good candidates: medians
-    of 5 rounds can't tell them apart, those of 12 repeat to half a percent."""
+    """Rounds of a race; the medians count. Single timings scatter by more than good candidates differ: with few rounds
+    chance decides between them."""
     sample_ms: float = 200.0
     """Least length of one timing, in ms; see the attention benchmark's."""
     budget_s: float = 3600.0
