@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import PREEMPTED, StopRequest
 
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         from trainer.workdir import claim_workdir
 
         try:
-            command = parse_command_line(arguments)
+            with reader_may_leave():  # of the help
+                command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 

@@ -17,8 +17,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 from kernels import Mask, parse_mask
 from layers import GPTConfig
 from trainer.config import TrainConfig
-from trainer.config_file import did_you_mean, flag_types, load_config
+from trainer.config_file import flag_types, load_config
 from trainer.errors import UserMistake
+from trainer.record import installed_versions
+from trainer.suggestions import did_you_mean_field
 
 PROGRAM = "python -m trainer"
 # Every field takes a value, as in the config file: --model.qk-norm True.
@@ -30,9 +32,22 @@ class CommandLine:
     """Trains the experiment that a config file describes.
 
     The same command run again resumes from the newest checkpoint in its workdir. Every field of the config can be
-    overridden here; a mask is written as in Python, for example
-    --model.masks "CausalMask() & LocalMask(1023, 0)" "CausalMask()". The defaults shown are those of the config file
-    beside --help, or without one those of the fields.
+    overridden here. Most used:
+
+      --config experiments/gpt_32k.py              the experiment
+      --workdir runs/books                         where the run's files go
+      --data.source text                           what to read: text, jsonl, parquet or bin
+      --data.files "books/**/*.txt"                the files to train on
+      --num-steps 1000                             optimizer steps
+      --sequence-length 8192                       tokens in a sequence
+      --batch-size 8                               sequences in a step
+      --optimizer.learning-rate 3e-4               its peak
+      --model.num-layers 6                         size of the model, with --model.width and others
+      --model.masks "CausalMask()"                 who attends to whom, written as in Python:
+                                                   "CausalMask() & LocalMask(1023, 0)" "CausalMask()"
+
+    All follow, with the defaults of the config file beside --help, or without one those of the fields. --version shows
+    the version.
     """
 
     config: Path
@@ -53,8 +68,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
       SystemExit: with status 0, after `--help` was printed.
     """
     parser = OptionParser()
-    parser.add_argument("--config", type=Path)
-    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--config", type=read_path)
+    parser.add_argument("--workdir", type=read_path)
     files, overrides = parser.parse_known_args(arguments)
     options = {"config": files.config, "workdir": files.workdir or Path("runs/NAME")}
     command = apply_overrides(CommandLine, options, overrides, program=PROGRAM)
@@ -66,9 +81,24 @@ class OptionParser(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--version", action=_ShowVersion, nargs=0, dest=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         raise UserMistake(message.removeprefix("argument "))
+
+
+class _ShowVersion(argparse.Action):
+    def __call__(self, *_: object) -> NoReturn:
+        versions = installed_versions(("flax-longcontext", "jax", "flax"))
+        print(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
+        raise SystemExit(0)
+
+
+def read_path(text: str) -> Path:
+    """A path from the command line; the empty one would mean the current folder, which nobody asks for that way."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got the empty text")
+    return Path(text)
 
 
 Command = TypeVar("Command")
@@ -123,11 +153,11 @@ def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], progra
     Raises:
       UserMistake: an argument looks like a flag and names none of the fields.
     """
-    known = {"--help", *(f"--{name.replace('_', '-')}" for name in fields)}
+    known = {"--help", "--version", *(f"--{name.replace('_', '-')}" for name in fields)}
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in known:
-            nearest = did_you_mean(flag, sorted(known))
+            nearest = did_you_mean_field(flag, sorted(known))
             raise UserMistake(
                 f"unknown option {argument.partition('=')[0]}" + (nearest or f"; `{program} --help` lists the options")
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.machinery
 import importlib.util
 import json
@@ -18,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from kernels import Mask, parse_mask
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
+from trainer.suggestions import did_you_mean, did_you_mean_field
 
 
 def load_config(path: Path) -> TrainConfig:
@@ -96,7 +96,7 @@ def _from_json(value: Any, hint: Any) -> Any:
             raise ValueError(f"expected the fields of a {typing.cast(type, hint).__name__}, got {value!r}")
         hints = get_type_hints(hint)
         for name in value.keys() - hints.keys():
-            raise ValueError(f"this version knows no {name!r}{did_you_mean(name, hints)}")
+            raise ValueError(f"this version knows no {name!r}{did_you_mean_field(name, hints)}")
         return typing.cast(type, hint)(**{name: _from_json(item, hints[name]) for name, item in value.items()})
     return value
 
@@ -110,12 +110,6 @@ def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
         else:
             flags[f"{prefix}{name}"] = hint
     return flags
-
-
-def did_you_mean(name: str, candidates: typing.Iterable[str]) -> str:
-    """The sentence's tail `; did you mean X?`, or nothing if no candidate is near."""
-    nearest = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
-    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 def _nearest_file(path: Path) -> str:
@@ -149,9 +143,8 @@ def _describe(error: Exception) -> str:
         owner, unknown = text.split(": ", 1)[1].split(".", 1)[0], text.split("'")[1]
         for cls in _config_classes(TrainConfig):
             if cls.__name__ == owner:
-                return f"{owner} has no field {unknown!r}" + did_you_mean(
-                    unknown, [field.name for field in dataclasses.fields(cls)]
-                )
+                own = did_you_mean_field(unknown, [field.name for field in dataclasses.fields(cls)])
+                return f"{owner} has no field {unknown!r}{own or did_you_mean_field(unknown, flag_types())}"
     return text
 
 

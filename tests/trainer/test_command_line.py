@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 
 from kernels import CausalMask, LocalMask, PrefixMask
 from trainer.command_line import parse_command_line
+from trainer.compile.command_line import parse_command_line as parse_compile_command
 from trainer.config import TrainConfig
 from trainer.config_file import config_to_json, flag_types, load_config
 from trainer.errors import UserMistake, name_flags
 from trainer.hardware import expected_platform
+from trainer.sample.command_line import parse_command_line as parse_sample_command
 from trainer.workdir import FREE_TO_CHANGE, claim_workdir
 
 
@@ -130,6 +133,23 @@ def test_help_needs_no_config_and_requires_nothing_else(capsys):
     assert printed.count("from-config") == 2, "--name and --num-steps"
 
 
+def test_help_opens_with_the_flags_that_people_use(capsys):
+    with pytest.raises(SystemExit):
+        parse_command_line(["--help"])
+    opening = capsys.readouterr().out.partition("-h, --help")[0]
+    shown = [line.split()[0] for line in opening.splitlines() if line.startswith("  --")]
+    assert len(shown) == 10
+    assert {flag.removeprefix("--").replace("-", "_") for flag in shown} <= {"config", "workdir", *flag_types()}
+
+
+@pytest.mark.parametrize("parse", [parse_command_line, parse_compile_command, parse_sample_command])
+def test_version_is_told_whatever_else_is_asked(parse, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse(["--version", "--no-such-flag"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"flax-longcontext .+, jax \d.+, flax \d.+\n", capsys.readouterr().out)
+
+
 def test_flags_override_the_config_file(trainer_command, tmp_path):
     command = parse_command_line(
         [
@@ -163,6 +183,9 @@ def test_the_workdir_is_named_for_the_run_unless_given(trainer_command):
         ([], "--config FILE is missing; for example: python -m trainer --config experiments/smoke.py"),
         (["--confg", "x.py"], "unknown option --confg; did you mean --config?"),
         (["--config"], "--config: expected one argument"),
+        (["--config="], "--config: expected a path, got the empty text"),
+        (["--config", "x.py", "--workdir", ""], "--workdir: expected a path, got the empty text"),
+        (["--lr", "1"], "unknown option --lr; did you mean --optimizer.learning-rate?"),
     ],
 )
 def test_a_missing_config_is_explained(arguments, message):
@@ -234,6 +257,10 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
         (
             _USABLE + "def get_config():\n    return OptimizerConfig(learning_rat=1)\n",
             "config {path}:4: OptimizerConfig has no field 'learning_rat'; did you mean learning_rate?",
+        ),
+        (
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 5, lr=1)\n",
+            "config {path}:4: TrainConfig has no field 'lr'; did you mean optimizer.learning_rate?",
         ),
         (
             _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 5, sequence_length=0)\n",

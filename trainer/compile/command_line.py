@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from trainer.command_line import OptionParser, apply_overrides
+from trainer.command_line import OptionParser, apply_overrides, read_path
 from trainer.compile.comparison import Comparison
 from trainer.compile.topology import Topology, require_libtpu
 from trainer.config import TrainConfig
@@ -68,9 +68,9 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
       SystemExit: with status 0, after `--help` was printed.
     """
     parser = OptionParser()
-    parser.add_argument("--config", type=Path)
+    parser.add_argument("--config", type=read_path)
     parser.add_argument("--topology")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=read_path)
     parser.add_argument("--compare")
     parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
     options, overrides = parser.parse_known_args(arguments)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config_file import did_you_mean, flag_types
+from trainer.config_file import flag_types
 from trainer.errors import UserMistake
+from trainer.suggestions import did_you_mean, did_you_mean_field
 
 # What `mask=` compares: the attention backends that differ in nothing but how their masks are made.
 MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
@@ -58,7 +59,7 @@ class Comparison:
                 field, tuple(Variant(value, ("--model.implementation", MASKS[value])) for value in values)
             )
         if field not in flag_types():
-            near = did_you_mean(field, ["mask", *flag_types()])
+            near = did_you_mean_field(field, ["mask", *flag_types()])
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))

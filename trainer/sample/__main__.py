@@ -7,10 +7,10 @@ Ctrl-C.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
+from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import INTERRUPTED
 
@@ -33,11 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the texts has had enough. Python would complain again when it flushes the output at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with reader_may_leave():
+        sys.exit(main(sys.argv[1:]))

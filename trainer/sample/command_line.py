@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from layers import RopeScaling
-from trainer.command_line import OptionParser, apply_flags, refuse_unknown_flags, wants_help
+from trainer.command_line import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config_file import flag_types
 from trainer.errors import UserMistake
@@ -70,9 +70,9 @@ def parse_command_line(arguments: Sequence[str]) -> SampleCommand:
     """
     # tyro would take the last of several --prompt.
     parser = OptionParser()
-    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--workdir", type=read_path)
     parser.add_argument("--prompt", nargs="+", action="extend", default=[])
-    parser.add_argument("--prompt-file", nargs="+", action="extend", default=[], type=Path)
+    parser.add_argument("--prompt-file", nargs="+", action="extend", default=[], type=read_path)
     options, flags = parser.parse_known_args(arguments)
     refuse_unknown_flags(flags, [name.removeprefix("choice.") for name in flag_types(SampleCommand)], PROGRAM)
     if wants_help(flags):

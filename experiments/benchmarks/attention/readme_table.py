@@ -16,6 +16,7 @@ from typing import Any
 import tyro
 
 from kernels import CausalMask, FullMask, LocalMask, Mask, parse_mask
+from trainer.broken_pipe import reader_may_leave
 
 BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention.readme_table -->"
 END = "<!-- end attention speeds -->"
@@ -132,4 +133,5 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    with reader_may_leave():
+        main(tyro.cli(Arguments))

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.benchmarks.compile_time.cell import Cell, Source, Subject, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
+from trainer.broken_pipe import reader_may_leave
 from trainer.errors import UserMistake
 
 
@@ -125,4 +126,5 @@ def main(arguments: Arguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Arguments)))
+    with reader_may_leave():
+        sys.exit(main(tyro.cli(Arguments)))

@@ -31,6 +31,7 @@ from rich.table import Table
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.contenders import FORMS, compile_contender
 from experiments.benchmarks.decode.workloads import Workload
+from trainer.broken_pipe import reader_may_leave
 from trainer.record import installed_versions
 
 
@@ -156,4 +157,5 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments))
+    with reader_may_leave():
+        main(tyro.cli(Arguments))

@@ -23,6 +23,7 @@ from rich.console import Console
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
 from layers.config import RematPolicy
+from trainer.broken_pipe import reader_may_leave
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
 
@@ -110,4 +111,5 @@ def main(command_line: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with reader_may_leave():
+        sys.exit(main(sys.argv[1:]))
