@@ -122,7 +122,7 @@ def attend_part_kernel(
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
         acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
 
-    attends = total > 0
+    attends = total != 0  # True for NaN: it must come out.
     total = tl.where(attends, total, 1.0)
     row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + part_row, row_lse, mask=is_row)
@@ -155,10 +155,10 @@ def put_together_kernel(
         new_peak = tl.maximum(peak, tl.max(lses, 0))
         weights, shrink = tl.exp(lses - new_peak), tl.exp(peak - new_peak)
         # A part without blocks wrote no output: what is there may be NaN.
-        weighted = tl.where(lses[:, None] > float("-inf"), values * weights[:, None], 0.0)
+        weighted = tl.where(lses[:, None] != float("-inf"), values * weights[:, None], 0.0)
         acc, peak, total = acc * shrink + tl.sum(weighted, 0), new_peak, total * shrink + tl.sum(weights, 0)
 
-    attends = total > 0
+    attends = total != 0  # True for NaN: it must come out.
     if has_sinks:
         sink = tl.load(sinks + row % num_heads)
         new_peak = tl.maximum(peak, sink)
