@@ -16,8 +16,13 @@ from kernels.masks import Mask
 
 _logger = logging.getLogger(__name__)
 
-# Fastest first. Each module has `attend(inputs, call)` and `unsupported_reason(call)`.
-IMPLEMENTATIONS = {"triton": "kernels.decode.triton", "blockwise": "kernels.decode.blockwise"}
+# In order of preference. Each module has `attend(inputs, call)`, `unsupported_reason(call)` and `slower_reason(call)`,
+# which says why one of those after it is faster.
+IMPLEMENTATIONS = {
+    "dense": "kernels.decode.dense",
+    "triton": "kernels.decode.triton",
+    "blockwise": "kernels.decode.blockwise",
+}
 
 
 @overload
@@ -86,7 +91,8 @@ def decode_attention(
       scale: multiplies the logits; default 1/√H.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap).
       sinks: one logit per query head that takes part in the softmax but adds no value.
-      implementation: "triton" (NVIDIA GPUs), "blockwise" (any device), or None for the fastest that serves the call.
+      implementation: "dense" (any device; every cell is read, which GPUs do faster where the cache is small), "triton"
+        (NVIDIA GPUs), "blockwise" (any device), or None for the fastest that serves the call.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default.
       return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
 
@@ -141,7 +147,7 @@ def select_implementation(call: DecodeCall, implementation: str | None = None) -
         return module
     for name, path in IMPLEMENTATIONS.items():
         module = importlib.import_module(path)
-        reason = module.unsupported_reason(call)
+        reason = module.unsupported_reason(call) or module.slower_reason(call)
         if reason is None:
             return module
         _log_once(name, reason)

@@ -35,7 +35,11 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """The static description: hashable, all that the choice of an implementation looks at."""
+    """The static description: hashable, all that the choice of an implementation looks at.
+
+    `num_blocks` blocks of `num_cells` cells in all are those that each row may look at: its sequence's slab, or all
+    that the sequences share.
+    """
 
     batch: int
     num_new: int
@@ -50,6 +54,7 @@ class DecodeCall(NamedTuple):
     has_sinks: bool
     block_size: int
     num_blocks: int
+    num_cells: int
     target: Target
 
     @property
@@ -122,6 +127,7 @@ def make_decode_call(
         has_sinks=sinks is not None,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
+        num_cells=cache.capacity,
         target=Target.of(device),
     )
     return DecodeInputs(query, cache, rows, query_positions.astype(jnp.int32), sinks), call

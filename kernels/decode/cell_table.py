@@ -23,6 +23,7 @@ from kernels.decode.tokens import (
     growth_on_host,
     num_tokens_of_rows,
     numbers_of_rows,
+    of_rows,
     which_sequences,
 )
 
@@ -110,21 +111,22 @@ class CellTable:
         """
         batch = self.num_sequences if sequences is None else len(sequences)
         check_sequences(sequences, self.num_sequences, distinct=True)
-        rows = numbers_of_rows(which_sequences(sequences, batch, self.num_sequences), self.num_sequences)
+        rows = which_sequences(sequences, batch, self.num_sequences)
         counts = num_tokens_of_rows(num_tokens, batch, num_new)
+        length, last_cell = of_rows(self.lengths, rows), of_rows(self.last_cells, rows)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
         # Each row's blocks: the one that it is filling up, which counts as full where there is none, then free ones.
-        num_used = self.last_cells[rows] % size + 1
+        num_used = last_cell % size + 1
         num_taken = (num_used + counts - 1) // size
         most_taken = (size + num_new - 1) // size
-        first_taken = jnp.cumsum(num_taken) - num_taken
-        is_free = (self.some_cell == 0).all(-1)
-        (free,) = jnp.nonzero(is_free, size=min(batch * most_taken, self.num_blocks), fill_value=no_block)
         rank = jnp.arange(most_taken, dtype=jnp.int32)[None]
-        taken = free.at[first_taken[:, None] + rank].get(mode="fill", fill_value=no_block)
+        # The n-th free block comes after all blocks up to which there are fewer than n; past the end if n aren't free.
+        num_free_so_far = jnp.cumsum((self.some_cell == 0).all(-1), dtype=jnp.int32)
+        nth = (jnp.cumsum(num_taken) - num_taken)[:, None] + rank + 1
+        taken = (num_free_so_far < nth[..., None]).sum(-1, dtype=jnp.int32)
         taken = jnp.where(rank < num_taken[:, None], taken, no_block)
-        filling = jnp.where(self.last_cells[rows] < 0, no_block, self.last_cells[rows] // size)
+        filling = jnp.where(last_cell < 0, no_block, last_cell // size)
         blocks = jnp.concatenate([filling[:, None], taken], axis=1).astype(jnp.int32)
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
@@ -137,15 +139,16 @@ class CellTable:
         cells = jnp.where(fits, block * size + place % size, past_end)
 
         newest = jnp.take_along_axis(cells, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        newest = jnp.where(newest < capacity, newest, -1)
-        position = self.lengths[rows][:, None] + token
-        owner = jnp.broadcast_to(_sets(rows, self.owners.shape[-1])[:, None], (*cells.shape, self.owners.shape[-1]))
+        newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_cell)
+        position = length[:, None] + token
+        owner = _sets(numbers_of_rows(rows, self.num_sequences), self.owners.shape[-1])
+        owner = jnp.broadcast_to(owner[:, None], (*cells.shape, self.owners.shape[-1]))
         table = dataclasses.replace(
             self,
             positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
             owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
-            lengths=self.lengths.at[rows].add(counts),
-            last_cells=self.last_cells.at[rows].set(jnp.where(counts > 0, newest, self.last_cells[rows])),
+            lengths=length + counts if rows is None else self.lengths.at[rows].add(counts),
+            last_cells=newest if rows is None else self.last_cells.at[rows].set(newest),
             num_dropped=self.num_dropped + (counted & ~fits).sum(dtype=jnp.int32),
         )
         return table._summarized(blocks.reshape(-1)), cells
@@ -223,6 +226,10 @@ class CellTable:
         word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
         owners = self.owners[cells, word[:, None]]
         return self.positions[cells], ((owners >> bit[:, None]) & 1).astype(bool)
+
+    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "1 C"], Bool[Array, "B C"]]:
+        """Positions of all cells, and whether each row's sequence sees them."""
+        return self.positions[None], _sees(self.owners, numbers_of_rows(sequences, self.num_sequences))
 
     def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
         """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""

@@ -209,12 +209,22 @@ class SlabCache:
         position = _position(cells, of_rows(self.lengths, sequences)[:, None], self.capacity)
         return position, (cells < self.capacity) & (position >= 0)
 
+    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "B S"], Bool[Array, "B S"]]:
+        """Positions of all cells of each row, and whether they hold a token."""
+        cells = jnp.arange(self.capacity, dtype=jnp.int32)[None]
+        position = _position(cells, of_rows(self.lengths, sequences)[:, None], self.capacity)
+        return position, position >= 0
+
     def read(
         self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
     ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
         """Keys and values of some cells of each row; anything past the end."""
         place = (numbers_of_rows(sequences, self.num_sequences)[:, None], cells)
         return self.key.at[place].get(mode="clip"), self.value.at[place].get(mode="clip")
+
+    def read_all(self, sequences: Int[Array, " B"] | None) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
+        """Keys and values of all cells of each row."""
+        return of_rows(self.key, sequences), of_rows(self.value, sequences)
 
 
 def _position(cell: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:

@@ -178,8 +178,16 @@ class UnifiedCache:
         """Positions of some cells of each row, and whether its sequence sees them."""
         return self.table.cells(sequences, cells)
 
+    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "1 C"], Bool[Array, "B C"]]:
+        """Positions of all cells, and whether each row's sequence sees them."""
+        return self.table.all_cells(sequences)
+
     def read(
         self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
     ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
         """Keys and values of some cells of each row."""
         return self.key[cells], self.value[cells]
+
+    def read_all(self, sequences: Int[Array, " B"] | None) -> tuple[Float[Array, "1 C K H"], Float[Array, "1 C K V"]]:
+        """Keys and values of all cells, which are the same for every row."""
+        return self.key[None], self.value[None]

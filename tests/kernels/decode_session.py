@@ -54,19 +54,22 @@ def random_mask(rng):
 # Compiled once for all masks. A row may hold fewer tokens than there's room for.
 write = jax.jit(lambda cache, key, value, counts: cache.write(key, value, num_tokens=counts))
 free = jax.jit(lambda cache, sequence: cache.free(sequence))
-decode = jax.jit(decode_attention, static_argnames=("mask", "return_lse"))
+decode = jax.jit(decode_attention, static_argnames=("mask", "return_lse", "implementation"))
 PROMPT_ROOM, STEP_ROOM = 24, 4
 
 
 class Session:
-    """Sequences that start, grow and end, with all that was ever computed for each, to be compared at the end."""
+    """Sequences that start, grow and end, with all that was ever computed for each, to be compared at the end.
 
-    def __init__(self, rng, cache, mask, **options):
+    Each step attends with every one of some implementations.
+    """
+
+    def __init__(self, rng, cache, mask, *, implementations=("blockwise", "dense"), **options):
         self.rng, self.cache, self.mask, self.options = rng, cache, mask, options
-        self.dtype = cache.key.dtype
+        self.dtype, self.implementations = cache.key.dtype, implementations
         self.alive: dict[int, dict[str, list]] = {}
         self.ended: list[dict[str, list]] = []
-        self.attend = jax.jit(functools.partial(decode_attention, mask=mask, return_lse=True, **options))
+        self.attend = jax.jit(self._attend)
 
     def append(self, counts: dict[int, int], room: int):
         """Writes fresh tokens of some sequences and keeps them. Returns all rows' queries and places."""
@@ -83,6 +86,22 @@ class Session:
                 self.alive[sequence][name] += list(np.asarray(x, np.float32)[sequence, :count])
         return new["query"], before[:, None] + jnp.arange(room)
 
+    def _attend(self, query, cache, query_positions):
+        """Output and lse of each row's tokens, `[B, T, implementation, …]`."""
+        results = [
+            decode_attention(
+                query,
+                cache,
+                self.mask,
+                query_positions=query_positions,
+                implementation=implementation,
+                return_lse=True,
+                **self.options,
+            )
+            for implementation in self.implementations
+        ]
+        return [jnp.stack(of_all, axis=2) for of_all in zip(*results, strict=True)]
+
     def start(self, prompts: dict[int, int]):
         """Sequences start with a prompt, whose own attention isn't the cache's business."""
         for sequence, count in prompts.items():
@@ -98,7 +117,7 @@ class Session:
     def step(self, counts: dict[int, int]):
         """Some sequences gain tokens, and these attend."""
         query, positions = self.append(counts, STEP_ROOM)
-        output, lse = self.attend(query, self.cache, query_positions=positions)
+        output, lse = self.attend(query, self.cache, positions)
         for sequence, count in counts.items():
             self.alive[sequence]["output"] += list(np.asarray(output, np.float32)[sequence, :count])
             self.alive[sequence]["lse"] += list(np.asarray(lse)[sequence, :count])
@@ -116,14 +135,14 @@ class Session:
             )
             for name in ("query", "key", "value")
         ]
-        options = {name: x for name, x in self.options.items() if name != "implementation"}
-        expected = dot_product_attention(*whole, self.mask, implementation="reference", return_lse=True, **options)
+        expected = dot_product_attention(*whole, self.mask, implementation="reference", return_lse=True, **self.options)
         num_compared = 0
         for row, past in enumerate(pasts):
             for name, of_all in zip(("output", "lse"), expected, strict=True):
                 places = [place for place, x in enumerate(past[name]) if x is not None]
                 got = np.stack([past[name][place] for place in places])
-                np.testing.assert_allclose(got, np.asarray(of_all)[row, places], atol=tolerance, rtol=tolerance)
+                wanted = np.broadcast_to(np.asarray(of_all)[row, places, None], got.shape)
+                np.testing.assert_allclose(got, wanted, atol=tolerance, rtol=tolerance)
             num_compared += len(places)
         return num_compared
 
@@ -169,3 +188,11 @@ def poisoned(cache):
     return dataclasses.replace(
         cache, key=jnp.where(held, cache.key, jnp.nan), value=jnp.where(held, cache.value, jnp.inf)
     )
+
+
+def with_nan_key(cache, sequence: int):
+    """The cache with NaN in the first head's key of a sequence's newest token."""
+    position, seen = cache.all_cells(jnp.asarray([sequence]))
+    newest = (seen & (position == cache.lengths[sequence] - 1))[0].argmax()
+    place = (sequence, newest, 0) if isinstance(cache, SlabCache) else (newest, 0)
+    return dataclasses.replace(cache, key=cache.key.at[place].set(jnp.nan))

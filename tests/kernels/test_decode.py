@@ -15,6 +15,7 @@ from tests.kernels.decode_session import (
     CAUSAL,
     HEAD_DIM,
     HEADS,
+    KV_HEADS,
     LONGEST,
     MASKS,
     NUM_COMPARED,
@@ -26,6 +27,7 @@ from tests.kernels.decode_session import (
     empty_cache,
     random_mask,
     run_session,
+    with_nan_key,
 )
 
 
@@ -54,13 +56,14 @@ def test_a_ring_keeps_what_the_mask_sees(name, rng):
     assert session.compare(2e-5) == NUM_COMPARED
 
 
+@pytest.mark.parametrize("implementation", ["blockwise", "dense"])
 @pytest.mark.parametrize("form", ["slab", "unified"])
-def test_no_sequence_reads_anothers_cells(form, rng):
+def test_no_sequence_reads_anothers_cells(form, implementation, rng):
     """All of a neighbour's cells hold NaN or infinity; what a sequence gets doesn't change by a bit."""
     session = Session(rng, empty_cache(form), CAUSAL)
     session.start({0: 20, 1: 13, 2: 9})
     query, _ = session.append({0: 4, 1: 4, 2: 4}, STEP_ROOM)
-    before = decode(query, session.cache, CAUSAL)
+    before = decode(query, session.cache, CAUSAL, implementation=implementation)
     if form == "slab":
         neighbours = np.zeros((NUM_SEQUENCES, 1), bool)
         neighbours[1] = True
@@ -73,18 +76,34 @@ def test_no_sequence_reads_anothers_cells(form, rng):
         key=jnp.where(neighbours, jnp.inf, session.cache.key),
         value=jnp.where(neighbours, jnp.nan, session.cache.value),
     )
-    after = np.asarray(decode(query, cache, CAUSAL))
+    after = np.asarray(decode(query, cache, CAUSAL, implementation=implementation))
     np.testing.assert_array_equal(after[[0, 2]], before[jnp.array([0, 2])])
     assert not np.isfinite(after[1]).any(), "the neighbour itself does read them"
 
 
+@pytest.mark.parametrize("implementation", ["blockwise", "dense"])
 @pytest.mark.parametrize("form", ["slab", "unified"])
-def test_queries_that_see_nothing(form):
+def test_queries_that_see_nothing(form, implementation):
     cache = empty_cache(form)
     query = jnp.ones((NUM_SEQUENCES, 2, HEADS, HEAD_DIM))
-    output, lse = decode(query, cache, CAUSAL, sinks=jnp.ones(HEADS), return_lse=True)
+    output, lse = decode(query, cache, CAUSAL, sinks=jnp.ones(HEADS), return_lse=True, implementation=implementation)
     assert (output == 0).all()
     assert (lse == -jnp.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["blockwise", "dense"])
+@pytest.mark.parametrize("form", ["slab", "unified"])
+def test_a_key_that_is_nan_shows(form, implementation, rng):
+    """In output and lse of the tokens and heads that see it, and nowhere else."""
+    session = Session(rng, empty_cache(form), CAUSAL)
+    session.start({0: 20, 1: 13, 2: 9})
+    query, _ = session.append({0: 2, 1: 2, 2: 2}, 2)
+    cache = with_nan_key(session.cache, sequence=1)
+    output, lse = decode(query, cache, CAUSAL, return_lse=True, implementation=implementation)
+    sees = np.zeros((NUM_SEQUENCES, 2, HEADS), bool)
+    sees[1, 1, : HEADS // KV_HEADS] = True
+    np.testing.assert_array_equal(np.isnan(lse), sees)
+    np.testing.assert_array_equal(np.isnan(output), np.broadcast_to(sees[..., None], output.shape))
 
 
 @pytest.mark.parametrize("form", ["slab", "unified"])
@@ -134,7 +153,10 @@ def test_a_block_counts_for_all_heads_together():
         ({"query_positions": jnp.zeros((3, 2), int)}, "query_positions must be integers [3, 1]"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 must be positive"),
         ({"sinks": jnp.zeros(3)}, "sinks must be floating [4]"),
-        ({"implementation": "flash"}, "unknown implementation 'flash'; expected one of triton, blockwise, or None"),
+        (
+            {"implementation": "flash"},
+            "unknown implementation 'flash'; expected one of dense, triton, blockwise, or None",
+        ),
     ],
 )
 def test_arguments_that_dont_fit(change, message):

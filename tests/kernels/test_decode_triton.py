@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from kernels import CausalMask, LocalMask, MaskFn, MultiHeadMask, Target
-from kernels.decode import blockwise
+from kernels.decode import attention, blockwise, dense, triton
 from kernels.decode.attention import select_implementation
 from kernels.decode.call import make_decode_call
 from kernels.decode.triton import support
@@ -25,18 +25,23 @@ from tests.kernels.decode_session import (
     poisoned,
     run_session,
     strided,
+    with_nan_key,
 )
 
 A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
 KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "complement", "function")]
 
 
-def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100):
+# So many that all of them aren't read.
+MANY_CELLS = 1 << 20
+
+
+def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100, num_cells=MANY_CELLS):
     """A call as compiled for a target."""
     cache = empty_cache("slab", dtype, block_size=block_size)
     query = jnp.ones((NUM_SEQUENCES, 1, HEADS, HEAD_DIM), dtype)
     nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
-    return make_decode_call(query, cache, mask, **nothing)[1]._replace(target=target)
+    return make_decode_call(query, cache, mask, **nothing)[1]._replace(target=target, num_cells=num_cells)
 
 
 @pytest.mark.gpu
@@ -45,7 +50,7 @@ def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100):
 @pytest.mark.parametrize("name", KEPT_BY_INTERVALS)
 def test_a_session_on_the_gpu(name, form, dtype, rng):
     cache = empty_cache(form, dtype, block_size=16)
-    session = Session(rng, cache, MASKS[name], implementation="triton", logits_soft_cap=3.0, sinks=jnp.ones(HEADS))
+    session = Session(rng, cache, MASKS[name], implementations=("triton",), logits_soft_cap=3.0, sinks=jnp.ones(HEADS))
     run_session(session)
     assert session.compare(3e-2 if dtype == jnp.bfloat16 else 4e-3) == NUM_COMPARED
 
@@ -54,9 +59,9 @@ def test_a_session_on_the_gpu(name, form, dtype, rng):
     ("form", "mask", "cap", "has_sinks"), [("slab", MASKS["per_head"], 3.0, True), ("unified", CAUSAL, None, False)]
 )
 def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
-    """Every kernel, against the blockwise form; neighbours' cells hold NaN and infinity."""
-    triton = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
-    if not triton.knobs.runtime.interpret:
+    """Every kernel, against the blockwise form; neighbours' cells hold NaN and infinity, and one head's newest key."""
+    package = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
+    if not package.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
     from kernels.decode.triton.split import attend_split
 
@@ -65,6 +70,7 @@ def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
     session.cache = poisoned(session.cache)
     session.start({0: 20, 2: 24})
     query, _ = session.append({0: 3, 2: 3}, 3)
+    session.cache = with_nan_key(session.cache, sequence=2)
     inputs, call = make_decode_call(
         query,
         session.cache,
@@ -78,8 +84,9 @@ def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
     output, lse = attend_split(inputs, call, num_programs=6, interpret=True)
     expected, expected_lse = blockwise.attend(inputs, call)
     assert (lse[1] == -jnp.inf).all(), "a sequence that doesn't run"
-    assert jnp.allclose(lse, expected_lse, atol=3e-3)
-    assert jnp.allclose(output, expected, atol=3e-3)
+    assert jnp.isnan(expected_lse[2, -1, : HEADS // 2]).all(), "it isn't hidden"
+    assert jnp.allclose(lse, expected_lse, atol=3e-3, equal_nan=True)
+    assert jnp.allclose(output, expected, atol=3e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +108,20 @@ def test_refusals(change, reason, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "kernels.decode.attention"):
         assert select_implementation(call) is blockwise
     assert any(message.startswith(f"decoding: triton passed over: {reason}") for message in caplog.messages)
+
+
+def test_a_small_cache_is_read_whole_on_gpus(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    attention._log_once.cache_clear()
+    assert select_implementation(call_of(num_cells=64)) is dense
+    assert select_implementation(call_of(dtype=jnp.float32, num_cells=64)) is dense
+    with caplog.at_level(logging.INFO, "kernels.decode.attention"):
+        assert select_implementation(call_of()) is triton
+        assert select_implementation(call_of(num_cells=64, target=Target("cpu", "cpu", None))) is blockwise
+    passed_over = [message for message in caplog.messages if message.startswith("decoding: dense passed over: ")]
+    assert "12 query rows × 1048576 cells × 20 are 251658240 multiplications" in passed_over[0]
+    assert "is faster on GPUs only, not on cpu" in passed_over[1]
+    assert select_implementation(call_of(), "dense") is dense, "who names it gets it"
 
 
 def test_missing_packages_are_named(monkeypatch):

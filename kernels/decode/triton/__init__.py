@@ -11,7 +11,12 @@ from jaxtyping import Array, Float
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.triton.support import unsupported_reason
 
-__all__ = ["attend", "unsupported_reason"]
+__all__ = ["attend", "slower_reason", "unsupported_reason"]
+
+
+def slower_reason(call: DecodeCall) -> str | None:
+    """It's faster than every implementation after it."""
+    return None
 
 
 def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:

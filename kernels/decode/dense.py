@@ -1,0 +1,56 @@
+"""Decoding over a small cache in plain XLA: every cell is read, and the mask says which of them count.
+
+Listing the blocks to read, attending to them in parts and putting these together are kernels whose start takes longer
+than reading a few hundred cells. Here XLA makes a few kernels of the whole call. Its products are elementwise, with
+sums in the softmax's dtype: that leaves out what a row may not see, where a matrix product would multiply it by 0 and
+let another sequence's NaN through.
+
+Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
+(N = K·G), R = G·T rows of a query tile, C cells that a row looks at, H and V head dims of key and value.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kernels.decode.call import DecodeCall, DecodeInputs
+from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
+
+# Multiplications up to which this is faster on GPUs than reading only the blocks that a row sees. Provisional.
+_MOST_MULTIPLICATIONS = 1 << 23
+
+
+def unsupported_reason(call: DecodeCall) -> str | None:
+    """Serves every call."""
+    return None
+
+
+def slower_reason(call: DecodeCall) -> str | None:
+    """Why another implementation is faster for this call, or None if none is."""
+    if call.target.platform != "gpu":
+        return f"is faster on GPUs only, not on {call.target.device_kind}"
+    num_rows = call.batch * call.num_new * call.num_heads
+    num_multiplications = num_rows * call.num_cells * (call.head_dim + call.value_dim)
+    if num_multiplications > _MOST_MULTIPLICATIONS:
+        return (
+            f"{num_rows} query rows × {call.num_cells} cells × {call.head_dim + call.value_dim} are "
+            f"{num_multiplications} multiplications; over {_MOST_MULTIPLICATIONS}, skipping blocks is faster"
+        )
+    return None
+
+
+def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Attention of one call. See `kernels.decode_attention`."""
+    position, seen = inputs.cache.all_cells(inputs.sequences)
+    key, value = (
+        x.astype(call.softmax_dtype).swapaxes(1, 2)[:, :, None] for x in inputs.cache.read_all(inputs.sequences)
+    )
+    allowed = allowed_pairs(inputs.query_positions, position, seen, call)
+    query = query_tiles(inputs.query, call).astype(call.softmax_dtype)
+    logits = capped_logits((query[..., None, :] * key).sum(-1), allowed, call)
+    row_max = jnp.maximum(logits.max(-1), INITIAL_MAX)
+    probabilities = jnp.exp(logits - row_max[..., None])
+    # Not even multiplied by 0: what a row may not see can be NaN.
+    acc = jnp.where(allowed[..., None], probabilities[..., None] * value, 0).sum(-2)
+    return finish(acc, row_max, probabilities.sum(-1), inputs.sinks, call)
