@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +11,12 @@ from typing import Protocol
 import numpy as np
 
 from trainer.data.errors import DataError
+from trainer.data.partial_characters import (
+    byte_level_bytes,
+    bytes_at_end,
+    keep_characters_apart,
+    num_unfinished_bytes,
+)
 
 # Texts by which published tokenizers name the token that ends a document.
 _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>")
@@ -23,18 +30,23 @@ class Tokenizer(Protocol):
         identity: names the mapping from text to ids; equal only if the mapping is.
         vocab_size: every id is below it, end_of_document_id among them.
         end_of_document_id: the token put before and after each document.
+        skipped_ids: what `decode` leaves out: special tokens, and ids that are no token.
     """
 
     name: str
     identity: str
     vocab_size: int
     end_of_document_id: int
+    skipped_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; text that spells a special token is text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, without the special tokens."""
+        """Text of ids, without the special tokens. U+FFFD stands for bytes that are no character, or not yet."""
+
+    def num_unfinished(self, token_ids: Sequence[int]) -> int:
+        """How many U+FFFD at the end of `decode(token_ids)` stand for a character whose other bytes may still come."""
 
     def find_token(self, text: str) -> int | None:
         """Id of the one token, special ones among them, that a text names; None if there is no such."""
@@ -59,12 +71,16 @@ class ByteTokenizer:
     name = identity = "byte"
     vocab_size = 257
     end_of_document_id = 256
+    skipped_ids = frozenset({end_of_document_id})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return bytes(i for i in token_ids if i != self.end_of_document_id).decode(errors="replace")
+        return self._bytes(token_ids).decode(errors="replace")
+
+    def num_unfinished(self, token_ids: Sequence[int]) -> int:
+        return min(num_unfinished_bytes(self._bytes(token_ids)), 1)
 
     def find_token(self, text: str) -> int | None:
         ids = self.encode(text)
@@ -73,12 +89,16 @@ class ByteTokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
 
+    def _bytes(self, token_ids: Sequence[int]) -> bytes:
+        return bytes(i for i in token_ids if i != self.end_of_document_id)
+
 
 class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json`, through `tokenizers`.
 
     The file's own truncation, padding and template (added begin and end tokens) are turned off: documents
-    are cut and delimited by packing.
+    are cut and delimited by packing. Byte tokens (`<0xE6>`) are decoded as SentencePiece does, a character at a time:
+    an invalid byte is U+FFFD, and the characters beside it stay.
 
     Args:
         path: the `tokenizer.json`.
@@ -116,12 +136,26 @@ class HuggingFaceTokenizer:
         self.identity = f"tokenizers {tokenizers.__version__} {hashlib.sha256(content).hexdigest()}"
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_document_id = self._find_end_of_document(end_of_document_token, vocabulary)
+        special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        spoken = set(vocabulary.values()) - special - {self.end_of_document_id}
+        self.skipped_ids = frozenset(range(self.vocab_size)) - spoken
+        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        self._decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        if "ByteFallback" in self._decoders:
+            return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
         return self._tokenizer.decode([int(i) for i in token_ids if i != self.end_of_document_id])
+
+    def num_unfinished(self, token_ids: Sequence[int]) -> int:
+        if "ByteFallback" in self._decoders:  # which makes one U+FFFD of each byte
+            return num_unfinished_bytes(bytes_at_end(self._spoken(token_ids)))
+        if "ByteLevel" in self._decoders:
+            return min(num_unfinished_bytes(byte_level_bytes(self._spoken(token_ids))), 1)
+        return 0
 
     def find_token(self, text: str) -> int | None:
         # By its name in the vocabulary; but a byte-level one spells a newline, say, as another character.
@@ -133,6 +167,11 @@ class HuggingFaceTokenizer:
         texts = [document.decode() for document in documents]
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+
+    def _spoken(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens, by name, that `decode` doesn't leave out."""
+        tokens = (self._tokenizer.id_to_token(int(i)) for i in token_ids if i not in self.skipped_ids)
+        return [token for token in tokens if token is not None]
 
     def _find_end_of_document(self, token: str | int | None, vocabulary: dict[str, int]) -> int:
         if isinstance(token, int):
@@ -170,11 +209,15 @@ class PretokenizedIds:
     def __init__(self, vocab_size: int, end_of_document_id: int):
         self.vocab_size = vocab_size
         self.end_of_document_id = end_of_document_id
+        self.skipped_ids = frozenset({end_of_document_id})
 
     def encode(self, text: str) -> list[int]:
         raise DataError(self._no_text("encode"))
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        raise DataError(self._no_text("decode"))
+
+    def num_unfinished(self, token_ids: Sequence[int]) -> int:
         raise DataError(self._no_text("decode"))
 
     def find_token(self, text: str) -> int | None:

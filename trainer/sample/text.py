@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
 
-# Tokens before the newest that decoding is shown: some tokenizers write a word's space depending on what precedes it.
+# Newest tokens that are decoded together: some tokenizers write a word's space depending on what precedes it, and a
+# character has up to four bytes, each of which may be a token.
 _NUM_CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
 
@@ -61,8 +63,9 @@ def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int:
 class GrowingText:
     """Turns tokens into text as they come, never showing half a character.
 
-    A token may hold a part of a character's bytes. Decoded too soon it gives U+FFFD, so a text's last U+FFFD is held
-    back until the next token shows whether it was one.
+    What has been shown never changes: all of it together is what `tokenizer.decode` makes of all tokens, less what it
+    makes of those before. A character is shown with the token that completes it. Only U+FFFD in the place of one whose
+    bytes aren't all there is held back, and that until the next token.
 
     Args:
       tokenizer: training's.
@@ -76,27 +79,25 @@ class GrowingText:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._context = list(before[-_NUM_CONTEXT_TOKENS:])
-        self._new: list[int] = []
-        self._num_shown = 0
+        # Without what decoding leaves out: any number of special tokens may stand between a word and the next.
+        spoken = (token for token in reversed(before) if token not in tokenizer.skipped_ids)
+        self._newest = list(itertools.islice(spoken, _NUM_CONTEXT_TOKENS))[::-1]
 
     def add(self, token: int) -> str:
         """The text that this token completes."""
-        self._new.append(token)
-        text = self._text()
-        complete = text.removesuffix(_REPLACEMENT)
-        shown = complete[self._num_shown :]
-        self._num_shown = len(complete)
-        if complete == text:
-            self._context = (self._context + self._new)[-_NUM_CONTEXT_TOKENS:]
-            self._new, self._num_shown = [], 0
+        if token in self._tokenizer.skipped_ids:
+            return ""
+        num_shown = len(self._complete())
+        self._newest.append(token)
+        shown = self._complete()[num_shown:]
+        del self._newest[:-_NUM_CONTEXT_TOKENS]
         return shown
 
     def end(self) -> str:
         """The text that is held back, once no token is to come."""
-        return self._text()[self._num_shown :]
+        return self._tokenizer.decode(self._newest)[len(self._complete()) :]
 
-    def _text(self) -> str:
-        """Of the tokens that aren't wholly shown yet."""
-        before = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode([*self._context, *self._new])[len(before) :]
+    def _complete(self) -> str:
+        """Of the newest tokens, without a character at the end that isn't complete."""
+        text = self._tokenizer.decode(self._newest)
+        return text.removesuffix(_REPLACEMENT * self._tokenizer.num_unfinished(self._newest))
