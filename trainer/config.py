@@ -68,7 +68,7 @@ class OptimizerConfig:
     num_warmup_steps: int = 100
     """Steps of linear warm-up from 0."""
     decay_fraction: float = 0.2
-    """wsd only: fraction of the steps spent in the final linear decay."""
+    """wsd only: fraction of the steps spent in the final linear decay, which has at least one."""
     final_learning_rate_fraction: float = 0.1
     """Learning rate at the last step, as a fraction of the peak."""
     beta1: float = 0.9
@@ -95,6 +95,12 @@ class OptimizerConfig:
         for name in ("weight_decay", "num_warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
+        if self.schedule == "wsd" and self.decay_fraction == 0 and self.final_learning_rate_fraction < 1:
+            raise ValueError(
+                "optimizer.decay_fraction=0 leaves no step in which the learning rate could fall to "
+                f"optimizer.final_learning_rate_fraction={self.final_learning_rate_fraction} of the peak; "
+                "set that to 1 to hold the peak to the end, or the decay_fraction to more than 0"
+            )
 
     def num_decay_steps(self, num_steps: int) -> int:
         """Steps in which the learning rate falls, the last of a run.
@@ -105,8 +111,10 @@ class OptimizerConfig:
         Raises:
           ValueError: the warm-up leaves too few steps.
         """
-        of_wsd = round(self.decay_fraction * num_steps)
-        num_most = num_steps if self.schedule == "cosine" else num_steps - of_wsd
+        # To have fallen by the last step takes at least that step.
+        num_fewest = int(self.final_learning_rate_fraction < 1)
+        of_wsd = max(round(self.decay_fraction * num_steps), num_fewest)
+        num_most = num_steps - (num_fewest if self.schedule == "cosine" else of_wsd)
         if self.num_warmup_steps > num_most:
             raise ValueError(
                 f"optimizer.num_warmup_steps={self.num_warmup_steps} leaves too few of num_steps={num_steps} for the "
@@ -270,6 +278,8 @@ class TrainConfig:
         for name in ("num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_steps >= 2**31:
+            raise ValueError(f"num_steps={self.num_steps} must be less than 2**31: the state counts steps in 32 bits")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
         if self.batch_size % self.gradient_accumulation:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int
 
 from trainer.config import OptimizerConfig
 from trainer.sharding import path_name
@@ -20,7 +21,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """The learning rate as a function of the number of updates made before.
 
     The first update already has 1 / num_warmup_steps of the peak, since one at 0 would do nothing; update
-    num_warmup_steps has the peak itself, and the last one exactly the final fraction of it. WSD (MiniCPM,
+    num_warmup_steps has the peak itself, and the last one exactly the final fraction of it, in float32. WSD (MiniCPM,
     arXiv:2404.06395) holds the peak until its linear decay begins.
 
     Args:
@@ -31,7 +32,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
       An optax schedule: count (int, 0 for the first update) → learning rate (float32).
 
     Raises:
-      ValueError: the warm-up (and, for wsd, the decay) doesn't fit into `num_steps`.
+      ValueError: the warm-up and a decay to the final fraction don't fit into `num_steps`; only where that fraction
+        is 1 can the warm-up take all of them.
 
     >>> schedule = make_schedule(OptimizerConfig(learning_rate=1.0, num_warmup_steps=10), num_steps=100)
     >>> [round(float(schedule(count)), 3) for count in (0, 9, 99)]
@@ -39,17 +41,24 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """
     peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_fraction
     num_decay_steps = config.num_decay_steps(num_steps)
-    num_stable_steps = num_steps - config.num_warmup_steps - num_decay_steps
 
     def schedule(count):
-        step = jnp.asarray(count, jnp.float32) + 1.0
-        warmup = jnp.minimum(step / max(config.num_warmup_steps, 1), 1.0)
-        decay = jnp.clip((step - config.num_warmup_steps - num_stable_steps) / max(num_decay_steps, 1), 0.0, 1.0)
+        # Counted in integers: from 2**24 on float32 can't tell neighbouring steps apart. And from the end, so that what
+        # is left of the decay comes out as 0 there, to the bit; XLA may multiply by a rounded reciprocal.
+        step = jnp.minimum(jnp.asarray(count, jnp.int32), num_steps - 1) + 1
+        num_left = jnp.minimum(num_steps - step, num_decay_steps)
+        warmup = jnp.where(step < config.num_warmup_steps, _ratio(step, config.num_warmup_steps), 1.0)
+        above_final = _ratio(num_left, num_decay_steps)
         if config.schedule == "cosine":
-            decay = 0.5 * (1.0 - jnp.cos(jnp.pi * decay))
-        return warmup * (peak + (final - peak) * decay)
+            above_final = jnp.sin(jnp.pi / 2 * above_final) ** 2
+        above_final = jnp.where(num_left < num_decay_steps, above_final, 1.0)
+        return warmup * (peak * above_final + final * (1.0 - above_final))
 
     return schedule
+
+
+def _ratio(count: Int[Array, "..."], of: int) -> Float[Array, "..."]:
+    return count.astype(jnp.float32) / max(of, 1)
 
 
 def decay_mask(params: Any) -> Any:

@@ -72,7 +72,8 @@ def test_the_edges_of_what_is_allowed():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_steps": 1}, r"optimizer\.num_warmup_steps=2 leaves too few of num_steps=1 .*use at most 1 warm-up"),
+        ({"num_steps": 1}, r"optimizer\.num_warmup_steps=2 leaves too few of num_steps=1 .*use at most 0 warm-up"),
+        ({"num_steps": 2**31}, r"num_steps=2147483648 must be less than 2\*\*31"),
         (
             {"optimizer": OptimizerConfig(schedule="wsd", num_warmup_steps=17)},
             r"optimizer\.num_warmup_steps=17 leaves too few of num_steps=20 for the wsd decay; use at most 16",

@@ -1,9 +1,14 @@
 """Schedules at their joints, the decay mask by name, and AdamW against one written out in NumPy."""
 
+import math
+from fractions import Fraction
+
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.config import OptimizerConfig
 from trainer.optimizer import decay_mask, make_optimizer, make_schedule
@@ -38,17 +43,95 @@ def test_no_warmup_starts_near_the_peak(schedule):
     assert np.all(np.diff(rates) <= 0)
 
 
-def test_warmup_may_fill_the_run():
-    assert learning_rates(10, num_warmup_steps=10)[-1] == 1.0
+def rate_in_python(config: OptimizerConfig, num_steps: int, update: int) -> Fraction:
+    """The learning rate of update 1, 2, …, as the docstring tells it."""
+    peak, final = Fraction(config.learning_rate), Fraction(config.learning_rate * config.final_learning_rate_fraction)
+    if update == num_steps:
+        return final
+    if update <= config.num_warmup_steps:
+        return peak * update / config.num_warmup_steps
+    if config.schedule == "cosine":
+        decayed = Fraction(update - config.num_warmup_steps, num_steps - config.num_warmup_steps)
+        decayed = Fraction((1 - math.cos(math.pi * decayed)) / 2)
+    else:
+        length = max(1, round(config.decay_fraction * num_steps))
+        decayed = Fraction(max(update - (num_steps - length), 0), length)
+    return peak + (final - peak) * decayed
+
+
+@given(
+    num_steps=st.one_of(st.integers(1, 12), st.integers(1, 2**31 - 1)),
+    schedule=st.sampled_from(["cosine", "wsd"]),
+    num_warmup_steps=st.one_of(st.integers(0, 12), st.floats(0, 1)),
+    decay_fraction=st.one_of(st.sampled_from([0.0, 1e-12, 0.2, 1.0]), st.floats(0, 1)),
+    final=st.one_of(st.sampled_from([0.0, 1e-9, 0.1, 1.0]), st.floats(0, 1)),
+    learning_rate=st.sampled_from([1.0, 6e-4, 3e-3]),
+)
+@settings(max_examples=50)
+def test_every_schedule_against_one_in_fractions(
+    num_steps, schedule, num_warmup_steps, decay_fraction, final, learning_rate
+):
+    if isinstance(num_warmup_steps, float):
+        num_warmup_steps = round(num_warmup_steps * num_steps)
+    try:
+        config = OptimizerConfig(
+            learning_rate=learning_rate,
+            schedule=schedule,
+            num_warmup_steps=num_warmup_steps,
+            decay_fraction=decay_fraction,
+            final_learning_rate_fraction=final,
+        )
+        rate = make_schedule(config, num_steps)
+    except ValueError:
+        fewest = 0 if final == 1 else 1 if schedule == "cosine" else max(1, round(decay_fraction * num_steps))
+        no_decay = schedule == "wsd" and decay_fraction == 0 and final < 1
+        assert no_decay or num_warmup_steps + (fewest or round(decay_fraction * num_steps)) > num_steps
+        return
+    stable_ends = num_steps - config.num_decay_steps(num_steps)
+    joints = (1, num_warmup_steps, stable_ends, num_steps)
+    updates = [min(max(joint + by, 1), num_steps) for joint in joints for by in (-1, 0, 1)]
+    # One that is asked for past the end has the last one's.
+    actual = np.asarray(rate(np.array([update - 1 for update in updates] + [num_steps, 2**31 - 1], np.int32)))
+    expected = [float(rate_in_python(config, num_steps, update)) for update in updates]
+    np.testing.assert_allclose(actual[:-2], expected, rtol=1e-6, atol=2e-7 * learning_rate)
+    assert np.all(actual[[-3, -2, -1]] == np.float32(learning_rate * final))
+    if 1 <= num_warmup_steps < num_steps:
+        assert actual[updates.index(num_warmup_steps)] == np.float32(learning_rate)
+
+
+def test_steps_past_float32s_integers_are_told_apart():
+    rates = make_schedule(OptimizerConfig(learning_rate=1.0, num_warmup_steps=0, final_learning_rate_fraction=0), 2**25)
+    assert float(rates(2**25 - 2)) > 0.0 == float(rates(2**25 - 1))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_warmup_steps", "remedy"), [("cosine", 11, "at most 10"), ("wsd", 9, "at most 8")]
+    ("schedule", "num_steps", "num_warmup_steps", "remedy"),
+    [
+        ("cosine", 10, 11, "at most 9"),
+        ("cosine", 10, 10, "at most 9"),
+        ("cosine", 1, 1, "at most 0"),
+        ("wsd", 10, 9, "at most 8"),
+        ("wsd", 2, 2, "at most 1"),
+    ],
 )
-def test_a_schedule_longer_than_the_run_is_refused(schedule, num_warmup_steps, remedy):
+def test_a_schedule_longer_than_the_run_is_refused(schedule, num_steps, num_warmup_steps, remedy):
     config = OptimizerConfig(schedule=schedule, num_warmup_steps=num_warmup_steps, decay_fraction=0.2)
-    with pytest.raises(ValueError, match=f"num_warmup_steps={num_warmup_steps} .* num_steps=10 .*{remedy}"):
-        make_schedule(config, 10)
+    with pytest.raises(ValueError, match=f"num_warmup_steps={num_warmup_steps} .* num_steps={num_steps} .*{remedy}"):
+        make_schedule(config, num_steps)
+
+
+def test_warmup_may_fill_a_run_that_ends_at_the_peak():
+    for schedule in ("cosine", "wsd"):
+        rates = learning_rates(
+            10, schedule=schedule, decay_fraction=0, num_warmup_steps=10, final_learning_rate_fraction=1
+        )
+        np.testing.assert_allclose(rates, np.arange(1, 11) / 10, rtol=1e-6)
+
+
+def test_a_final_rate_that_no_step_decays_to_is_refused():
+    with pytest.raises(ValueError, match=r"decay_fraction=0 leaves no step .*final_learning_rate_fraction=0\.1 .* to 1"):
+        OptimizerConfig(schedule="wsd", decay_fraction=0)
+    assert OptimizerConfig(schedule="cosine", decay_fraction=0).num_decay_steps(200) == 100
 
 
 def test_decay_goes_by_name():
