@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
 
 from trainer.config import OptimizerConfig
 from trainer.sharding import path_name
@@ -57,7 +56,7 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return schedule
 
 
-def _ratio(count: Int[Array, "..."], of: int) -> Float[Array, "..."]:
+def _ratio(count: jax.Array, of: int) -> jax.Array:
     return count.astype(jnp.float32) / max(of, 1)
 
 

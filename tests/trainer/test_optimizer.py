@@ -129,7 +129,7 @@ def test_warmup_may_fill_a_run_that_ends_at_the_peak():
 
 
 def test_a_final_rate_that_no_step_decays_to_is_refused():
-    with pytest.raises(ValueError, match=r"decay_fraction=0 leaves no step .*final_learning_rate_fraction=0\.1 .* to 1"):
+    with pytest.raises(ValueError, match=r"decay_fraction=0 leaves no step .*learning_rate_fraction=0\.1 .* to 1"):
         OptimizerConfig(schedule="wsd", decay_fraction=0)
     assert OptimizerConfig(schedule="cosine", decay_fraction=0).num_decay_steps(200) == 100
 
