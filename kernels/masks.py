@@ -446,6 +446,8 @@ def parse_mask(text: str) -> Mask:
         mask = _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError) as error:
         raise ValueError(f"cannot read the mask {text!r}: {error}") from None
+    except (RecursionError, MemoryError):  # the latter from Python's parser
+        raise ValueError(f"cannot read the mask {text[:40]!r}…: it is nested too deep") from None
     if not isinstance(mask, Mask):
         raise ValueError(f"cannot read the mask {text!r}: it is {mask!r}, not a mask such as 'CausalMask()'")
     return mask

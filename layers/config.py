@@ -5,6 +5,7 @@ A field's docstring is its help text on the command line. Both classes validate 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -17,6 +18,12 @@ DTypeName = Literal["float32", "bfloat16"]
 MLPKind = Literal["gelu", "swiglu"]
 RematPolicy = Literal["none", "full", "save_attention", "save_matmuls"]
 RopeScalingKind = Literal["none", "linear", "ntk", "llama3"]
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 2.0**128 - 2.0**104
+_FLOAT32_SMALLEST = 2.0**-126  # devices take smaller ones for 0
+# Composed masks are evaluated recursively, also while JAX traces, when Python's stack is deep already.
+_MAX_MASK_DEPTH = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class RopeScaling:
 
     def __post_init__(self):
         check_choice("rope_scaling.kind", self.kind, RopeScalingKind)
-        if not (math.isfinite(self.factor) and self.factor >= 1.0):
+        if not 1.0 <= self.factor < math.inf:
             raise ValueError(f"rope_scaling.factor={self.factor} must be finite and at least 1 (1 changes nothing)")
         if self.kind == "none" and self.factor != 1.0:
             raise ValueError(
@@ -51,6 +58,7 @@ class RopeScaling:
             )
         if self.original_context_length < 1:
             raise ValueError(f"rope_scaling.original_context_length={self.original_context_length} must be at least 1")
+        check_numbers(self, "rope_scaling.")
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ class GPTConfig:
         for name in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        check_numbers(self, "model.")
         check_choice("model.mlp", self.mlp, MLPKind)
         check_choice("model.remat", self.remat, RematPolicy)
         check_choice("model.compute_dtype", self.compute_dtype, DTypeName)
@@ -122,6 +131,11 @@ class GPTConfig:
         for mask in self.masks:
             if not isinstance(mask, Mask):
                 raise ValueError(f"model.masks holds {mask!r}; expected masks from kernels, such as CausalMask()")
+            if _is_deeper(mask, _MAX_MASK_DEPTH):
+                raise ValueError(
+                    f"model.masks holds a composition of more than {_MAX_MASK_DEPTH} levels of &, | and ~; "
+                    "use fewer, or a MaskFn"
+                )
             if isinstance(mask, MultiHeadMask) and mask.num_heads != self.num_heads:
                 raise ValueError(
                     f"model.masks holds a MultiHeadMask for {mask.num_heads} heads, but num_heads={self.num_heads}; "
@@ -174,10 +188,21 @@ def _may_look_ahead(mask: Mask) -> bool:
     return True
 
 
+def _is_deeper(mask: Mask, depth: int) -> bool:
+    """Whether a composition has more than `depth` levels."""
+    level = [mask]
+    for _ in range(depth + 1):
+        values = [getattr(part, field_.name) for part in level for field_ in dataclasses.fields(part)]  # type: ignore[arg-type]
+        parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+        level = [part for part in parts if isinstance(part, Mask)]
+    return bool(level)
+
+
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None) -> None:
     """Raises ValueError if these head counts and sizes cannot make an attention layer."""
     if num_heads % num_kv_heads:
-        divisors = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        small = [n for n in range(1, math.isqrt(num_heads) + 1) if num_heads % n == 0]
+        divisors = sorted({*small, *(num_heads // n for n in small)})
         raise ValueError(
             f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
             f"set num_kv_heads to one of {divisors}"
@@ -193,6 +218,25 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: flo
         raise ValueError(
             f"rope_base={rope_base} must be greater than 1 (10,000 is usual); None turns rotary embedding off"
         )
+
+
+def check_numbers(config: object, section: str = "") -> None:
+    """Checks that a device can hold the numbers of a config class: integers are int32 there, and the rest float32.
+
+    Raises:
+      ValueError: a number is NaN or infinite, or lies outside of its type.
+    """
+    for field_ in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, is_float = getattr(config, field_.name), "float" in str(field_.type)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not abs(value) <= (_FLOAT32_MAX if is_float else _INT32_MAX):  # NaN compares as False
+            raise ValueError(
+                f"{section}{field_.name}={value} must be finite and at most "
+                + ("3.4e38, the most that float32 holds" if is_float else f"2^31 - 1 = {_INT32_MAX:,}")
+            )
+        if 0 < abs(value) < _FLOAT32_SMALLEST:
+            raise ValueError(f"{section}{field_.name}={value} is 0 in float32, whose smallest number is 1.2e-38")
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 from kernels import Mask, parse_mask
 from layers import GPTConfig
 from trainer.config import TrainConfig
-from trainer.config_file import flag_types, load_config
+from trainer.config_file import flag_types, is_text, load_config
 from trainer.errors import UserMistake
 from trainer.record import installed_versions
 from trainer.suggestions import did_you_mean_field
@@ -83,6 +84,12 @@ class OptionParser(argparse.ArgumentParser):
         super().__init__(add_help=False, allow_abbrev=False)
         self.add_argument("--version", action=_ShowVersion, nargs=0, dest=argparse.SUPPRESS)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in args:
+            if not is_text(argument):  # surrogates are how Python shows bytes that aren't UTF-8
+                raise UserMistake(f"{argument!r} is not UTF-8; see the terminal's encoding")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise UserMistake(message.removeprefix("argument "))
 
@@ -98,6 +105,8 @@ def read_path(text: str) -> Path:
     """A path from the command line; the empty one would mean the current folder, which nobody asks for that way."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got the empty text")
+    if len(os.fsencode(text)) >= 4096:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}… is too long for a path; use up to 4,095 bytes")
     return Path(text)
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from kernels import MultiHeadMask
 from layers import GPTConfig
+from layers.config import check_numbers
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class DataConfig:
             raise ValueError(f"data.validation_fraction={self.validation_fraction} must lie strictly between 0 and 1")
         if self.num_prefetch_batches < 1:
             raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
+        _check_path("data.token_cache_dir", self.token_cache_dir)
+        if self.tokenizer is not None:
+            _check_path("data.tokenizer", self.tokenizer)
+        check_numbers(self, "data.")
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie between 0 and 1")
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
+            if not 0 <= getattr(self, name) < 1 - 2**-24:  # nearer to 1 is 1 in float32
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name in ("weight_decay", "num_warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -101,6 +108,7 @@ class OptimizerConfig:
                 f"optimizer.final_learning_rate_fraction={self.final_learning_rate_fraction} of the peak; "
                 "set that to 1 to hold the peak to the end, or the decay_fraction to more than 0"
             )
+        check_numbers(self, "optimizer.")
 
     def num_decay_steps(self, num_steps: int) -> int:
         """Steps in which the learning rate falls, the last of a run.
@@ -137,6 +145,7 @@ class LossConfig:
             raise ValueError(f"loss.chunk_size={self.chunk_size} must be at least 1")
         if not 0 <= self.z_loss < math.inf:
             raise ValueError(f"loss.z_loss={self.z_loss} must be finite and not negative; 0 turns it off")
+        check_numbers(self, "loss.")
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,7 @@ class MeshConfig:
         for axis in dataclasses.fields(self):
             if getattr(self, axis.name) < 1:
                 raise ValueError(f"mesh.{axis.name}={getattr(self, axis.name)} must be at least 1")
+        check_numbers(self, "mesh.")
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,7 @@ class EvaluationConfig:
                 f"evaluation.every_num_steps={self.every_num_steps} and "
                 f"evaluation.num_sequences={self.num_sequences} must be at least 1"
             )
+        check_numbers(self, "evaluation.")
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,7 @@ class SamplesConfig(TokenChoice):
                 f"samples.num_tokens={self.num_tokens} must be at least 1, "
                 f"and samples.seed={self.seed} must not be negative"
             )
+        check_numbers(self, "samples.")
 
 
 @dataclass(frozen=True)
@@ -233,6 +245,7 @@ class CheckpointConfig:
                 f"checkpoint.every_num_steps={self.every_num_steps} and "
                 f"checkpoint.num_kept={self.num_kept} must be at least 1"
             )
+        check_numbers(self, "checkpoint.")
 
 
 @dataclass(frozen=True)
@@ -241,6 +254,9 @@ class CompilationConfig:
 
     cache_dir: str = "~/.cache/flax-longcontext/xla"
     """Folder of XLA's persistent compilation cache; the empty string turns it off."""
+
+    def __post_init__(self):
+        _check_path("compilation.cache_dir", self.cache_dir or "~")
 
 
 @dataclass(frozen=True)
@@ -275,6 +291,10 @@ class TrainConfig:
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
 
     def __post_init__(self):
+        if self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable():
+            raise ValueError(f"name={self.name!r} must be a folder's name, printable and without /; see also --workdir")
+        if len(self.name.encode()) > 255:
+            raise ValueError(f"name={self.name[:40]!r}… is too long for a folder's name; use up to 255 bytes")
         for name in ("num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -282,6 +302,7 @@ class TrainConfig:
             raise ValueError(f"num_steps={self.num_steps} must be less than 2**31: the state counts steps in 32 bits")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must not be negative")
+        check_numbers(self)
         if self.batch_size % self.gradient_accumulation:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of gradient_accumulation={self.gradient_accumulation}"
@@ -329,3 +350,14 @@ class TrainConfig:
                     "set data.tokenizer to its tokenizer.json"
                 )
         self.optimizer.num_decay_steps(self.num_steps)
+
+
+def _check_path(name: str, path: str) -> None:
+    """Raises ValueError for a path that no file system takes, and for the empty one, which would be this folder."""
+    parts = Path(path).parts
+    if not path or "\0" in path:
+        raise ValueError(f"{name}={path!r} is no path; expected one of a file or folder")
+    if len(os.fsencode(path)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in parts):
+        raise ValueError(f"{name}={path[:40]!r}… is too long: names take up to 255 bytes, paths up to 4,095")
+    if os.path.expanduser(parts[0]).startswith("~"):
+        raise ValueError(f"{name}={path!r}: {parts[0]} is no user's home folder")

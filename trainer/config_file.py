@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.machinery
-import importlib.util
 import json
+import os
+import sys
+import threading
 import traceback
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from kernels import Mask, parse_mask
 from trainer.config import TrainConfig
@@ -29,21 +31,23 @@ def load_config(path: Path) -> TrainConfig:
     Raises:
       UserMistake: the file is missing, doesn't run, or makes something else; one readable message with file and line.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it answers for any path, be it too long or not allowed to be read
+        is_folder = os.path.isdir(path)
         raise UserMistake(
-            f"config {path} {'is a folder, not a file' if path.is_dir() else 'does not exist'}{_nearest_file(path)}"
+            f"config {path} {'is a folder, not a file' if is_folder else 'does not exist'}{_nearest_file(path)}"
         )
     try:
-        get_config = getattr(_run_file(path), "get_config", None)
-        if not callable(get_config):
-            raise UserMistake(
-                f"config {path} defines no get_config(); "
-                "add `def get_config() -> TrainConfig` that returns the experiment"
-            )
-        config = get_config()
-    except UserMistake:
+        with _exit_is_an_error():
+            get_config = _run_file(path).get("get_config")
+            if not callable(get_config):
+                raise UserMistake(
+                    f"config {path} defines no get_config(); "
+                    "add `def get_config() -> TrainConfig` that returns the experiment"
+                )
+            config = get_config()
+    except (UserMistake, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise UserMistake(f"config {_place(path, error)}: {_describe(error)}") from error
     if not isinstance(config, TrainConfig):
         raise UserMistake(
@@ -113,20 +117,38 @@ def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def _nearest_file(path: Path) -> str:
-    siblings = [str(file) for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    siblings = [str(file) for file in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
     return did_you_mean(str(path), siblings) or "; --config takes the path of a Python file that defines get_config()"
 
 
-def _run_file(path: Path) -> ModuleType:
-    loader = importlib.machinery.SourceFileLoader(path.stem, str(path))
-    spec = importlib.util.spec_from_loader(path.stem, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+@contextlib.contextmanager
+def _exit_is_an_error() -> Iterator[None]:
+    """Makes `os._exit` raise SystemExit, as `sys.exit` does: nobody could tell an end with status 0 from a run's."""
+    real, here = os._exit, (os.getpid(), threading.get_ident())
+
+    def exit_here(status: int) -> NoReturn:
+        # Processes that a page forks end by it, and so does this one at a stop signal, from another thread.
+        if here != (os.getpid(), threading.get_ident()):
+            real(status)
+        raise SystemExit(status)
+
+    os._exit = exit_here
+    try:
+        yield
+    finally:
+        os._exit = real
 
 
-def _place(path: Path, error: Exception) -> str:
+def _run_file(path: Path) -> dict[str, Any]:
+    """The names that a page defines. No compiled page is kept: the next edit may fall into the same second."""
+    module = ModuleType("config_page")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses look for what their annotations name
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+    return vars(module)
+
+
+def _place(path: Path, error: BaseException) -> str:
     """`file:line` of the innermost frame that lies in the config file: the user's own line, not the library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -134,10 +156,16 @@ def _place(path: Path, error: Exception) -> str:
     return f"{path}:{own[-1]}" if own else str(path)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"ends Python (exit status {error.code}), before anything is trained; leave that out"
+    try:
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # the page's own exception, too, may have a mistake in it
+        message = "(without a message that can be shown)"
     if isinstance(error, ValueError):
-        return str(error)
-    text = f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"
+        return message
+    text = f"{type(error).__name__}: {message}"
     if isinstance(error, TypeError) and "unexpected keyword argument" in text:
         # TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'learning_rat'
         owner, unknown = text.split(": ", 1)[1].split(".", 1)[0], text.split("'")[1]
@@ -169,6 +197,13 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield f"{prefix}{name}={value!r}", f" is of type {type(value).__name__}; expected {expected}"
         elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
             yield from _ill_typed(value, f"{prefix}{name}.")
+        elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
+            yield f"{prefix}{name}={value!r}", " holds a NUL character, or what UTF-8 can't write"
+
+
+def is_text(value: Any) -> bool:
+    """Whether a file name, a terminal and a tokenizer can take a string; True for what is none."""
+    return not isinstance(value, str) or not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
 
 
 def _fits(value: Any, hint: Any) -> bool:

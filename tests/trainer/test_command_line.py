@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
 
 from kernels import CausalMask, LocalMask, PrefixMask
 from trainer.command_line import parse_command_line
 from trainer.compile.command_line import parse_command_line as parse_compile_command
 from trainer.config import TrainConfig
-from trainer.config_file import config_to_json, flag_types, load_config
+from trainer.config_file import _from_json, config_to_json, flag_types, load_config
 from trainer.errors import UserMistake, name_flags
 from trainer.hardware import expected_platform
 from trainer.sample.command_line import parse_command_line as parse_sample_command
@@ -280,11 +282,130 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, seed=1.5)\n",
             "config {path}: seed=1.5 is of type float; expected int",
         ),
+        ("import sys\nsys.exit(0)\n", "config {path}:2: ends Python (exit status 0)"),
+        ("import os\nos._exit(0)\n", "config {path}:2: ends Python (exit status 0)"),
+        ("def get_config():\n    from os import _exit\n    _exit(3)\n", "config {path}:3: ends Python (exit status 3)"),
+        ("raise GeneratorExit('odd')\n", "config {path}:1: GeneratorExit: odd"),
+        ("class E(Exception):\n    __str__ = None\nraise E\n", "config {path}:3: E"),
+        ("def get_config():\n    return get_config()\n", "config {path}:2: RecursionError"),
+        ("x = '\0'\n", "config {path}"),
+        (
+            _USABLE + "def get_config():\n    return TrainConfig('\\0', GPTConfig(), 500)\n",
+            "config {path}:4: name='\\x00'",
+        ),
+        (
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, description='\\0')\n",
+            "config {path}: description='\\x00' holds a NUL character",
+        ),
+        (
+            _USABLE + "def get_config():\n    data = DataConfig('text', files=('\\udcff',))\n"
+            "    return TrainConfig('x', GPTConfig(), 500, data=data)\n",
+            "config {path}: data.files=('\\udcff',) holds a NUL character, or what UTF-8 can't write",
+        ),
+        (
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 10**5000)\n",
+            "config {path}:4: ",
+        ),
     ],
 )
 def test_a_broken_config_file_is_told_with_its_place(config_file, text, told):
     path = config_file(text)
     assert refusal("--config", path).startswith(told.format(path=path))
+
+
+def test_a_page_that_imports_one_that_exits_is_told_with_its_own_line(config_file, monkeypatch):
+    path = config_file("x = 1\nimport page_that_exits\n")
+    path.with_name("page_that_exits.py").write_text("raise SystemExit(0)\n")
+    monkeypatch.syspath_prepend(path.parent)
+    assert refusal("--config", path) == (
+        f"config {path}:2: ends Python (exit status 0), before anything is trained; leave that out"
+    )
+
+
+def test_what_a_page_forks_and_other_threads_may_end_while_it_runs(config_file, tmp_path):
+    # A stop signal ends the process from its own thread, with a status that must stay.
+    path = config_file(
+        "import os, threading, time\n"
+        "if os.fork() == 0:\n"
+        "    os._exit(7)\n"
+        f"open({str(tmp_path / 'status')!r}, 'w').write(str(os.waitstatus_to_exitcode(os.wait()[1])))\n"
+        "threading.Thread(target=lambda: os._exit(75)).start()\n"
+        "time.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"from trainer.config_file import load_config, Path; load_config(Path({str(path)!r}))"],
+        cwd=Path(__file__).parents[2],
+        timeout=60,
+    )
+    assert done.returncode == 75
+    assert (tmp_path / "status").read_text() == "7"
+
+
+def test_a_page_may_define_dataclasses_and_is_read_afresh(config_file):
+    page = (
+        "from __future__ import annotations\n" + _USABLE + "import dataclasses\n"
+        "@dataclasses.dataclass\nclass Size:\n    steps: int = {steps}\n"
+        "def get_config():\n    return TrainConfig('x', GPTConfig(), Size().steps)\n"
+    )
+    for steps in (500, 600):  # of one length, and written within a second
+        assert load_config(config_file(page.format(steps=steps))).num_steps == steps
+        os.utime(config_file(page.format(steps=steps)), (1, 1))
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "x" * 300, "a\0b", "/dev/null/x"])
+@pytest.mark.parametrize("flag", ["--config", "--workdir"])
+def test_no_path_ends_in_a_traceback(trainer_command, path, flag):
+    def claim() -> None:  # which alone tells whether a workdir can be made
+        command = parse_command_line(["--config", str(trainer_command.config), flag, path])
+        claim_workdir(command.workdir, command.train)
+
+    with pytest.raises(UserMistake, match=r"^[^\n]+$"):
+        claim()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_makes_a_config_or_one_message(trainer_command, data):
+    numbers = [
+        "0",
+        "-1",
+        "1",
+        "2147483647",
+        "2147483648",
+        str(2**63),
+        "9" * 20,
+        "9" * 5000,
+        "1e309",
+        "nan",
+        "-inf",
+        "1e-60",
+    ]
+    words = [
+        "",
+        " ",
+        "~" * 5000,
+        "x" * 5000,
+        "..",
+        "a/b",
+        "\udcff",
+        "None",
+        "True",
+        "~" * 5000 + "CausalMask()",
+        "()",
+        "-",
+    ]
+    flag = data.draw(st.sampled_from(sorted(flag_types())))
+    value = data.draw(st.sampled_from(numbers + words) | st.text(max_size=9).filter(lambda text: "\0" not in text))
+    assume(not value.startswith("-h"))
+    try:
+        train = parse_command_line(
+            ["--config", str(trainer_command.config), f"--{flag.replace('_', '-')}", value]
+        ).train
+    except UserMistake:
+        event("refused")
+    else:
+        event("valid")
+        assert _from_json(json.loads(json.dumps(config_to_json(train))), TrainConfig) == train
 
 
 def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_command, tmp_path):

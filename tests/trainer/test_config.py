@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import operator
+from typing import get_args, get_type_hints
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from kernels import CausalMask, LocalMask, MultiHeadMask
 from layers import GPT, GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.config_file import _from_json, config_to_json
 from trainer.sharding import PARTITION_RULES, partition_spec, path_name
 
 # No two dims of a parameter have the same length, so that a length tells which field it comes from.
@@ -129,3 +134,72 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
                     dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
             else:
                 dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+
+
+WHOLE = [0, *(sign * size for sign in (1, -1) for size in (1, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400))]
+FRACTIONS = [-0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-45, 1.1e-38, 3.5e38, -1e308, 0.99999999999]
+
+
+def numbers(config):
+    """The path of every number in a config, with the types that it may have."""
+    for name, hint in get_type_hints(type(config)).items():
+        if dataclasses.is_dataclass(getattr(config, name)):
+            yield from ((f"{name}.{path}", types) for path, types in numbers(getattr(config, name)))
+        elif {int, float} & (types := {hint, *get_args(hint)}):
+            yield name, types
+
+
+def replace_at(config, path, value):
+    """The config with one value changed, or why it can't be."""
+    name, _, rest = path.partition(".")
+    if rest:
+        value = replace_at(getattr(config, name), rest, value)
+    try:
+        return value if isinstance(value, ValueError) else dataclasses.replace(config, **{name: value})
+    except ValueError as refused:
+        return refused
+
+
+@pytest.mark.parametrize(("path", "types"), [pytest.param(*number, id=number[0]) for number in numbers(CONFIG)])
+def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
+    for value in WHOLE + (FRACTIONS if float in types else []):
+        config = replace_at(CONFIG, path, value)
+        if isinstance(config, ValueError):
+            assert 0 < len(str(config)) < 1000
+            continue
+        kept = operator.attrgetter(path)(config)
+        held = np.float32(kept) if float in types else np.array(kept).astype(np.int32)
+        assert held == pytest.approx(kept, rel=1e-6), "as the device has it"
+        assert path not in ("optimizer.beta1", "optimizer.beta2") or held < 1
+        assert _from_json(json.loads(json.dumps(config_to_json(config))), TrainConfig) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/tmp", "a\0b", "a\nb", "\x1b[31m", "\ud800", "x" * 256, "é" * 128]
+)
+def test_a_name_must_do_for_a_folder(name):
+    with pytest.raises(ValueError, match=r"^name=.*folder's name"):
+        dataclasses.replace(CONFIG, name=name)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "~" * 5000, "x" * 256, "x/" * 2048, "~no-such-user/tokens"])
+@pytest.mark.parametrize("field", ["data.token_cache_dir", "data.tokenizer", "compilation.cache_dir"])
+def test_what_no_file_system_takes_is_no_path(field, path):
+    if (field, path) == ("compilation.cache_dir", ""):
+        return  # turns the cache off
+    refused = replace_at(CONFIG, field, path)
+    assert isinstance(refused, ValueError)
+    assert str(refused).startswith(f"{field}=")
+
+
+def test_a_mask_may_nest_but_not_without_end():
+    mask = deep = CausalMask()
+    for _ in range(64):
+        mask = mask & LocalMask(7, 0)
+    for _ in range(10_000):
+        deep = deep & LocalMask(7, 0)
+    assert GPTConfig(masks=(mask,)).masks == (mask,)
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        GPTConfig(masks=(mask & LocalMask(7, 0),))
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        GPTConfig(masks=(deep,))

@@ -74,6 +74,8 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
     parser.add_argument("--compare")
     parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
     options, overrides = parser.parse_known_args(arguments)
+    if not options.search_seconds >= 0:
+        raise UserMistake(f"--search-seconds {options.search_seconds} must not be negative; 0 doesn't search")
     topology = None if options.topology is None else Topology.parse(options.topology)
     comparison = None if options.compare is None else Comparison.parse(options.compare)
     if options.output is not None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from layers import RopeScaling
+from layers.config import check_numbers
 from trainer.command_line import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config_file import flag_types
@@ -46,9 +47,6 @@ class SampleCommand:
     """Stretches the context past the trained length, by its factor; the run's own unless given."""
 
     def __post_init__(self):
-        for prompt in self.prompt:
-            if any("\ud800" <= character <= "\udfff" for character in prompt):  # how Python shows other bytes
-                raise ValueError(f"prompt {prompt!r} is not UTF-8; see the terminal's encoding, or use --prompt-file")
         if self.num_tokens is not None and self.num_tokens < 1:
             raise ValueError(f"num_tokens={self.num_tokens} must be at least 1")
         if not self.seed:
@@ -56,6 +54,8 @@ class SampleCommand:
         for seed in self.seed:
             if not 0 <= seed < 2**32:
                 raise ValueError(f"seed={seed} must be an integer from 0 to 2^32 - 1")
+        check_numbers(self)
+        check_numbers(self.choice)
 
 
 def parse_command_line(arguments: Sequence[str]) -> SampleCommand:
