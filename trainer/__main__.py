@@ -1,8 +1,8 @@
 """`python -m trainer --config FILE [--workdir DIR] [--section.field value ...]`.
 
 Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 75 stopped
-by SIGTERM or Ctrl-C after saving (run the same command again to go on). Everything that can be checked without a device
-is checked before JAX starts one.
+by SIGTERM, Ctrl-C or a closed terminal after saving (run the same command again to go on); 130 stopped by a second
+Ctrl-C, without saving. Everything that can be checked without a device is checked before JAX starts one.
 
 Only the standard library is imported up here: the signals are watched before the seconds that the rest takes.
 """
@@ -14,21 +14,20 @@ import sys
 import time
 from collections.abc import Sequence
 
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import PREEMPTED, StopRequest
+from trainer.standard_streams import outlive_readers
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     started = time.perf_counter()
-    with StopRequest(_leave):
+    with outlive_readers(), StopRequest(_leave):
         from trainer.command_line import parse_command_line
         from trainer.workdir import claim_workdir
 
         try:
-            with reader_may_leave():  # of the help
-                command = parse_command_line(arguments)
+            command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 

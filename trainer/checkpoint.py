@@ -16,6 +16,7 @@ garbage.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -77,6 +78,11 @@ class Checkpoints:
         self._steps = _steps_in(self._folder)
 
     @property
+    def newest_step(self) -> int:
+        """The step of `newest`; 0 if there is none."""
+        return self._steps[-1] if self._steps else 0
+
+    @property
     def newest(self) -> Path | None:
         """The newest whole checkpoint that isn't known to be damaged."""
         return self._path(self._steps[-1]) if self._steps else None
@@ -115,16 +121,18 @@ class Checkpoints:
           data_state: JSON values from which the data goes on with the batch after this step.
 
         Raises:
-          TrainingFailed: this or the earlier save failed (a full disk, for example).
+          TrainingFailed: this or the earlier save failed (a full disk, for example). Nothing is left of it, the
+            checkpoints before it are kept, and this step, too, may be saved again.
         """
         self.wait()
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
         unfinished = self._folder / f"{step}.tmp"
         try:
             unfinished.mkdir()
-            self._orbax.save(unfinished / "state", state)
             write_atomically(unfinished / "run.json", json.dumps({"step": step, "data": data_state}) + "\n")
+            self._orbax.save(unfinished / "state", state)
         except Exception as error:
+            self._abandon(unfinished)
             raise self._failed_save(step, error) from error
         self._saving = threading.Thread(target=self._finish, args=(step, unfinished), name=f"checkpoint-{step}")
         self._saving.start()
@@ -175,17 +183,33 @@ class Checkpoints:
             unfinished.replace(self._path(step))
             sync(self._folder)
             self._steps.append(step)
-            self._remove_oldest()
-        except Exception as error:  # raised by wait(), in the thread that can stop the run
+        except Exception as error:  # raised by wait(), in the thread that can tell of it
+            self._abandon(unfinished)
             self._failure = self._failed_save(step, error)
             self._failure.__cause__ = error
+            return
+        try:
+            self._remove_oldest()
+        except OSError as error:
+            self._failure = TrainingFailed(
+                f"checkpoint {self._path(step)} is saved, but an older one can't be removed: {error}"
+            )
+            self._failure.__cause__ = error
+
+    def _abandon(self, unfinished: Path) -> None:
+        """Removes what a failed save has written, once nothing more is being written, and starts Orbax afresh."""
+        for end in (self._orbax.wait_until_finished, self._orbax.close):
+            with contextlib.suppress(Exception):  # the save's own error, perhaps
+                end()
+        self._orbax = ocp.StandardCheckpointer()
+        shutil.rmtree(unfinished, ignore_errors=True)
 
     def _failed_save(self, step: int, error: Exception) -> TrainingFailed:
         # Orbax reports a full disk as other errors than OSError, too.
         return TrainingFailed(
             f"saving checkpoint {self._path(step)} failed: {type(error).__name__}: {error}; "
-            f"the newest good checkpoint is {self.newest or 'not there yet'}. "
-            "See that the disk has room and can be written to, then run the same command again"
+            f"the newest good checkpoint is {self.newest or 'not there yet'}; "
+            "see that the disk has room and can be written to"
         )
 
     def _set_aside(self, damaged: Path) -> None:
@@ -194,12 +218,15 @@ class Checkpoints:
 
     def _remove_oldest(self) -> None:
         while len(self._steps) > self._num_kept:
-            oldest = self._path(self._steps.pop(0))
+            oldest = self._path(self._steps[0])
             if find_damage(oldest) is not None:
                 self._set_aside(oldest)
+                self._steps.pop(0)
                 continue
             # Renamed first: a kill amid the removal must not leave half a checkpoint under a whole one's name.
-            shutil.rmtree(oldest.replace(oldest.with_name(f"{oldest.name}.tmp")))
+            removed = oldest.replace(oldest.with_name(f"{oldest.name}.tmp"))
+            self._steps.pop(0)
+            shutil.rmtree(removed)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ COMPLETED = 0
 # stop signal is obeyed soon and only few batches wait in the device's memory.
 _MAX_STEPS_AHEAD = 2
 _RECORD_EVERY_S = 10.0
+_SAVE_AGAIN_AFTER_S = 2.0  # short, for whoever has sent a stop signal may not wait for long
 
 
 class TrainingLoop:
@@ -55,7 +56,11 @@ class TrainingLoop:
         self._times = StepTimes()
         self._history = CompileHistory(setup.config.compilation.cache_dir)
         self._step = 0
-        self._saved_step = 0
+        """Steps behind the state, of which the device may still have some to do."""
+        self._begun_step = 0
+        """The newest that will be done whatever is asked of the loop."""
+        self._finished_step = 0
+        """The newest that is known to be done."""
         self._state: TrainState
         self._programs: CompiledSteps
         self._metrics: MetricsLog | None = None
@@ -69,11 +74,13 @@ class TrainingLoop:
             for damaged in restored.damaged:
                 self._console.note(f"{damaged}; it is kept, and the run goes on from the one before")
             self._setup.batches.set_state(restored.data_state)
-            self._state, self._step, self._saved_step = restored.state, restored.step, restored.step
+            self._state, self._step = restored.state, restored.step
             done = "; no step is left to make" if self._step == self._config.num_steps else ""
             self._console.note(
                 f"resumed at step {self._step}/{self._config.num_steps} from {self._workdir.checkpoints}{done}"
             )
+        self._begun_step = self._step
+        self._set_finished(self._step)
         with self._account.measure("compile"):
             self._programs = compile_steps(
                 self._setup.trainer, with_init=restored is None, on_recompile=self._recompiled
@@ -82,15 +89,16 @@ class TrainingLoop:
                 self._state = self._programs.init_state()
         self._history.add_first(self._programs.reports)
         self._console.compiled(self._programs.reports)
+        # Cut off before the record has `compile`, by which the next attempt knows that the log is this one's.
+        self._metrics = MetricsLog(
+            self._workdir.metrics, self._workdir.tensorboard, self._step, self._console, self._programs.reports
+        )
         self._record.update(
-            step=self._step,
             resumed_from=None
             if restored is None
             else {"step": restored.step, "passed_over": {str(item.path): item.reason for item in restored.damaged}},
             compile=self._history.to_json(),
         )
-        self._metrics = MetricsLog(self._workdir.metrics, self._workdir.tensorboard, self._step)
-        self._metrics.write_programs(self._programs.reports, self._step)
 
     def train(self) -> int:
         """Steps to the end, or to a stop signal; returns the exit status."""
@@ -106,13 +114,19 @@ class TrainingLoop:
                 for warning in self._history.take_warnings():
                     self._console.warning(warning)
                 self._update_record()
-            self._save()
-            with self._account.measure("checkpoint"):
-                self._checkpoints.wait()
+            self._save_at_last()
         self._console.stop_steps()
         completed = self._step == config.num_steps and config.num_steps in self._log.evaluations
         self._finish("completed" if completed else "preempted")
         return COMPLETED if completed else PREEMPTED
+
+    def under_way(self) -> str:
+        """What a stop has to wait for before it saves; may be asked by any thread."""
+        num_steps, step_s = self._begun_step - self._finished_step, self._times.typical_step_s()
+        if num_steps <= 0:
+            return "what is under way"
+        about = "" if step_s is None else f" (about {format_seconds(num_steps * step_s)})"
+        return f"{num_steps} step{'s' if num_steps > 1 else ''}{about}"
 
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished.
@@ -126,7 +140,7 @@ class TrainingLoop:
         try:
             self._checkpoints.close()
         except TrainingFailed as failure:
-            self._console.note(str(failure))
+            self._console.warning(str(failure))
 
     @property
     def _log(self) -> MetricsLog:
@@ -152,22 +166,25 @@ class TrainingLoop:
         ahead: list[StepMetrics] = []
         flops, num_tokens = StepFlops(0, 0), 0
         while True:
+            self._begun_step = self._step + 1
             with self._account.measure("data_wait"):
                 batch = next(self._setup.batches)
             with self._account.measure("step"):
                 self._state, metrics = self._programs.train_step(self._state, self._setup.put(batch))
+                self._step += 1
                 ahead.append(metrics)
                 flops = StepFlops(*map(sum, zip(flops, self._setup.flops(batch["segment_ids"]), strict=True)))
                 num_tokens += batch["segment_ids"].size
                 if len(ahead) > _MAX_STEPS_AHEAD:
                     jax.block_until_ready(ahead[-1 - _MAX_STEPS_AHEAD])
-            self._step += 1
-            self._console.advance(max(first_step - 1, self._step - _MAX_STEPS_AHEAD))
+                    self._set_finished(self._step - _MAX_STEPS_AHEAD)
+            self._console.advance(self._finished_step)
             if self._window_ends():
                 break
         with self._account.measure("step"):
             jax.block_until_ready(self._state)
             history: list[StepMetrics] = jax.device_get(ahead)
+        self._set_finished(self._step)
         # A recompile is no part of a step's speed.
         seconds = time.perf_counter() - begun - (self._account.seconds("compile") - compiled)
         data_wait_s = self._account.seconds("data_wait") - waited
@@ -236,7 +253,7 @@ class TrainingLoop:
         bad = next((index for index, metrics in enumerate(history) if not metrics.finite), None)
         if bad is None:
             return
-        self._checkpoints.wait()
+        self._finish_save()
         newest = self._checkpoints.newest
         raise TrainingFailed(
             f"step {first_step + bad}: loss {float(history[bad].loss)}, gradient norm {float(history[bad].grad_norm)}: "
@@ -263,16 +280,55 @@ class TrainingLoop:
                     self._console.sample(step, prompt, text)
 
     def _save(self) -> None:
-        """Saves unless this very step is saved already."""
-        if self._step > self._saved_step:
-            with self._account.measure("checkpoint"):
-                self._checkpoints.save(self._step, self._state, self._setup.batches.get_state())
-            self._saved_step = self._step
+        """Starts saving, unless this very step is saved already. A failure is told, and the next save tries again."""
+        self._finish_save()
+        if not self._is_saved():
+            try:
+                self._start_save()
+            except TrainingFailed as failure:
+                self._tell_failed_save(failure)
+
+    def _save_at_last(self) -> None:
+        """Saves this very step, with a second try; if that fails too, the run has failed."""
+        self._save()
+        self._finish_save()
+        if not self._is_saved():
+            time.sleep(_SAVE_AGAIN_AFTER_S)
+            try:
+                self._start_save()
+                with self._account.measure("checkpoint"):
+                    self._checkpoints.wait()
+            except TrainingFailed as failure:
+                if not self._is_saved():
+                    raise TrainingFailed(f"{failure}, then run the same command again") from failure
+                self._tell_failed_save(failure)
+
+    def _is_saved(self) -> bool:
+        return self._step == self._checkpoints.newest_step
+
+    def _start_save(self) -> None:
+        with self._account.measure("checkpoint"):
+            self._checkpoints.save(self._step, self._state, self._setup.batches.get_state())
+
+    def _finish_save(self) -> None:
+        """Waits for the save in progress, and tells if it failed."""
+        with self._account.measure("checkpoint"):
+            try:
+                self._checkpoints.wait()
+            except TrainingFailed as failure:
+                self._tell_failed_save(failure)
+
+    def _tell_failed_save(self, failure: TrainingFailed) -> None:
+        self._console.warning(f"{failure}. The next save tries again")
+
+    def _set_finished(self, step: int) -> None:
+        self._finished_step = step
+        self._record.put(step=step)
 
     def _update_record(self) -> None:
         # Each update waits for the disk, so a run of fast steps must not make one for every window.
         if time.perf_counter() - self._last_record > _RECORD_EVERY_S:
-            self._record.update(step=self._step, compile=self._history.to_json(), steps=self._times.to_json())
+            self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
             self._last_record = time.perf_counter()
 
     def _finish(self, status: str) -> None:
@@ -281,7 +337,6 @@ class TrainingLoop:
         newest = evaluations[max(evaluations)] if evaluations else None
         self._record.update(
             status=status,
-            step=self._step,
             compile=self._history.to_json(),
             memory=measured_memory(self._setup.devices[0]),
             evaluation=None if newest is None else newest | {"unigram_nats_per_token": unigram},

@@ -3,28 +3,38 @@
 metrics.jsonl has one line for each step, `{"step": 7, "loss": 3.2, …}`, the last of a log window with that window's
 speed, and one for each evaluation, `{"step": 100, "validation_nats_per_token": 3.1, …}`. A value that isn't finite is
 null. A step that waited for a program to be compiled again has those seconds as `recompile_s`, which no other has.
+`time` is when the line was logged: Unix time in seconds, which TensorBoard shows as wall time.
 
 TensorBoard also gets what compiling cost: scalars `compile/<program>/…` at the step that waited for it, and tables, as
 text, `compile/programs` and `compile/recompile`.
+
+metrics.jsonl is what counts. An attempt rewrites both logs up to the step that it goes on from, TensorBoard's from the
+lines of metrics.jsonl; from then on a line is written first there. On a full disk both wait in memory
+(`trainer/log_file.py`): a process that is killed then takes them along.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event
 
+from trainer import tensorboard
 from trainer.compilation import CompileReport
 from trainer.compile_history import Recompile, report_scalars, reports_to_markdown
-from trainer.workdir import write_atomically
+from trainer.console import Console
+from trainer.log_file import AppendedLog
 
 VALIDATION_LOSS = "validation_nats_per_token"
 _OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
+_NO_VALUES = ("step", "time")
+_COMPILE = "compile/"
 
 Row = Mapping[str, float | None]
 
@@ -34,59 +44,95 @@ class MetricsLog:
 
     Args:
       metrics: path of `metrics.jsonl`.
-      tensorboard: folder of the event files.
+      events: folder of TensorBoard's event files.
       restored_step: the last step that is kept; 0 empties the log.
+      console: told when a log can't be written.
+      reports: what was compiled ahead of this attempt's first step, for TensorBoard.
     """
 
-    def __init__(self, metrics: Path, tensorboard: Path, restored_step: int):
+    def __init__(
+        self,
+        metrics: Path,
+        events: Path,
+        restored_step: int,
+        console: Console,
+        reports: Sequence[CompileReport] = (),
+    ):
         kept = _read_until(metrics, restored_step)
-        write_atomically(metrics, "".join(json.dumps(row) + "\n" for row in kept))
-        self.evaluations: dict[int, dict[str, Any]] = {row["step"]: row for row in kept if VALIDATION_LOSS in row}
+        self.evaluations: dict[int, dict[str, Any]] = {
+            row["step"]: {name: value for name, value in row.items() if name != "time"}
+            for row in kept
+            if VALIDATION_LOSS in row
+        }
         """Rows of the evaluations, by step."""
-        self._file = metrics.open("a", encoding="utf-8")
-        # The process id keeps two attempts that start within one second from writing to one file.
-        self._tensorboard = SummaryWriter(
-            str(tensorboard), purge_step=restored_step + 1, filename_suffix=f".{os.getpid()}", flush_secs=30
-        )
+        self._metrics = AppendedLog(metrics, b"".join(map(_to_line, kept)), console)
+        compiled = _programs_to_events(reports, restored_step)
+        earlier = _earlier_compile_events(events, restored_step, but=compiled)
+        rows = (_to_event(row) for row in kept)
+        self._events = tensorboard.EventLog(events, [*earlier, *compiled, *rows], console)
 
     def write(self, rows: Iterable[Row]) -> None:
         """Appends rows, each with its `step`; the operating system has them then, whatever becomes of this process."""
+        logged = []
         for row in rows:
             finite = {name: value if value is None or math.isfinite(value) else None for name, value in row.items()}
-            self._file.write(json.dumps(finite) + "\n")
-            for name, value in finite.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(_tag(name), value, int(row["step"] or 0))
+            logged.append(finite | {"time": round(time.time(), 3)})
             if VALIDATION_LOSS in row:
                 self.evaluations[int(row["step"] or 0)] = finite
-        self._file.flush()
-        self._tensorboard.flush()
-
-    def write_programs(self, reports: Sequence[CompileReport], step: int) -> None:
-        """What compiling cost ahead of the first step, to TensorBoard.
-
-        Args:
-          reports: one for each program.
-          step: the steps behind the run.
-        """
-        self._write_reports(reports, step)
-        self._tensorboard.add_text("compile/programs", reports_to_markdown(reports), step)
-        self._tensorboard.flush()
+        self._metrics.append(*map(_to_line, logged))
+        self._events.write(map(_to_event, logged))
 
     def write_recompile(self, recompile: Recompile) -> None:
         """What compiling another time cost, and why it had to be, to TensorBoard."""
-        self._write_reports([recompile.report], recompile.step)
-        self._tensorboard.add_text("compile/recompile", recompile.to_markdown(), recompile.step)
-        self._tensorboard.flush()
+        markdown, step, now = recompile.to_markdown(), recompile.step, time.time()
+        table = tensorboard.text(f"{_COMPILE}recompile", markdown, step, now)
+        self._events.write([*_reports_to_events([recompile.report], step, now), table])
 
     def close(self) -> None:
-        self._file.close()
-        self._tensorboard.close()
+        self._metrics.close()
+        self._events.close()
 
-    def _write_reports(self, reports: Sequence[CompileReport], step: int) -> None:
-        for report in reports:
-            for name, value in report_scalars(report).items():
-                self._tensorboard.add_scalar(f"compile/{report.name}/{name}", value, step)
+
+def last_logged_step(metrics: Path) -> int:
+    """The last step in `metrics.jsonl`; 0 if there is none."""
+    return max((row["step"] for row in _read_until(metrics, sys.maxsize)), default=0)
+
+
+def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
+    now = time.time()
+    table = tensorboard.text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
+    return [*_reports_to_events(reports, step, now), table] if reports else []
+
+
+def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[Event]:
+    tagged = [
+        {f"{_COMPILE}{report.name}/{name}": value for name, value in report_scalars(report).items()}
+        for report in reports
+    ]
+    return [tensorboard.scalars(values, step, at) for values in tagged]
+
+
+def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
+    """What earlier attempts compiled, up to a step, without the points in whose place there are new ones."""
+    replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
+    kept = []
+    for path in tensorboard.event_files(folder)[-1:]:  # it holds what was kept of those before
+        for event in tensorboard.read_events(path, _COMPILE):
+            values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
+            del event.summary.value[:]
+            event.summary.value.extend(values)
+            if values and event.step <= last_step:
+                kept.append(event)
+    return kept
+
+
+def _to_line(row: Row) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _to_event(row: Row) -> Event:
+    values = {_tag(name): value for name, value in row.items() if name not in _NO_VALUES and value is not None}
+    return tensorboard.scalars(values, int(row["step"] or 0), row.get("time") or time.time())
 
 
 def _read_until(metrics: Path, last_step: int) -> list[dict[str, Any]]:

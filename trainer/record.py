@@ -1,6 +1,8 @@
 """`record.json`: what a run was, what it ran on, and what it cost to compile and to step.
 
-`trainer/compile_history.py` says what its `compile` holds.
+`status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
+the number of steps done. An attempt that ended without a word, by SIGKILL for example, is called "killed" in the next
+attempt's `attempts`, with the last step that is known of it. `trainer/compile_history.py` says what `compile` holds.
 """
 
 from __future__ import annotations
@@ -13,18 +15,19 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
+from trainer.console import Console
+from trainer.log_file import LogWrites
 from trainer.resident_memory import peak_resident_bytes
 from trainer.workdir import write_atomically
 
 SCHEMA_VERSION = 1
-Status = Literal["running", "completed", "failed", "preempted"]
 Activity = Literal["compile", "data_wait", "step", "evaluation", "checkpoint"]
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # What an attempt leaves behind in the next one's list of attempts.
@@ -94,25 +97,38 @@ class RunRecord:
     """The run record, kept whole on disk: every `update` leaves the old file or the new one.
 
     A run that is resumed keeps what its earlier attempts recorded, under `attempts`. `steps` stays the last attempt's
-    until this one has measured its own.
+    until this one has measured its own. A record that can't be written is told, and written by a later `update`.
 
     Args:
       path: of `record.json`.
       command: the command line.
       started: wall-clock time of the start, in seconds since the epoch.
       account: of this attempt's time.
+      console: told when the record can't be written, and of an earlier attempt that was killed.
+      last_logged_step: the last in the metrics log. The record of a killed attempt may be older.
     """
 
-    def __init__(self, path: Path, command: Sequence[str], started: float, account: TimeAccount):
+    def __init__(
+        self,
+        path: Path,
+        command: Sequence[str],
+        started: float,
+        account: TimeAccount,
+        console: Console,
+        last_logged_step: int = 0,
+    ):
         self._path = path
         self._account = account
         self._lock = threading.Lock()  # a stop signal is recorded from a thread of its own
+        self._writes = LogWrites(path, console)
         previous = _read_previous(path)
-        attempts = (
-            [*previous.get("attempts", []), {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}]
-            if previous
-            else []
-        )
+        attempts = list(previous.get("attempts", []))
+        if previous:
+            attempt = {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}
+            if attempt.get("status") == "running":
+                attempt |= _killed(attempt, last_logged_step)
+                console.warning(attempt["message"])
+            attempts.append(attempt)
         self._fields: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "status": "running",
@@ -122,11 +138,16 @@ class RunRecord:
             "command": list(command),
             "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
             "resumed_from": None,
-            "step": 0,
+            "step": previous.get("step", 0),
             "steps": previous.get("steps"),
             "attempts": attempts,
         }
         self.update()
+
+    def put(self, **fields: Any) -> None:
+        """Sets top-level fields, for the next `update` to write."""
+        with self._lock:
+            self._fields |= fields
 
     def update(self, **fields: Any) -> None:
         """Sets top-level fields and writes the file."""
@@ -134,7 +155,8 @@ class RunRecord:
             self._fields |= fields
             self._fields["updated"] = datetime.now(UTC).isoformat(timespec="seconds")
             self._fields["time"] = self._account.to_json()
-            write_atomically(self._path, json.dumps(self._fields, indent=2) + "\n")
+            content = json.dumps(self._fields, indent=2) + "\n"
+            self._writes.attempt(lambda: write_atomically(self._path, content))
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
@@ -217,6 +239,15 @@ def _read_previous(path: Path) -> dict[str, Any]:
     except ValueError:
         path.replace(path.with_name("record.json.damaged"))
         return {}
+
+
+def _killed(attempt: Mapping[str, Any], last_logged_step: int) -> dict[str, Any]:
+    """What is to be said of an attempt whose record still says that it runs."""
+    step = attempt.get("step", 0)
+    if "compile" in attempt:  # else the log is still that of the attempt before it
+        step = max(step, last_logged_step)
+    message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
+    return {"status": "killed", "step": step, "message": message}
 
 
 def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -13,6 +12,7 @@ from trainer.console import Console
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.event_loops import drain_event_loops
 from trainer.loop import TrainingLoop
+from trainer.metrics_log import last_logged_step
 from trainer.prepare import prepare
 from trainer.record import RunRecord, TimeAccount
 from trainer.signals import PREEMPTED, StopRequest
@@ -33,26 +33,30 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
 
     Raises:
       UserMistake: data, mesh or model can't be used as the config says.
-      TrainingFailed: the devices can't start, a loss or gradient was not finite, or no checkpoint can be read or saved.
+      TrainingFailed: the devices can't start, a loss or gradient was not finite, no checkpoint can be read, the last
+        can't be saved, or something called `sys.exit`.
     """
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
     drain_event_loops()
     console, account = Console(), TimeAccount(started)
     console.description(config.description)
-    record = RunRecord(workdir.record, command, time.time() - account.total(), account)
+    started_at = time.time() - account.total()
+    record = RunRecord(workdir.record, command, started_at, account, console, last_logged_step(workdir.metrics))
     training: list[TrainingLoop] = []
 
     def on_stop_signal(name: str) -> None:
         if training:
-            console.note(f"{name}: finishing this step, then saving; Ctrl-C (again) leaves at once")
+            console.note(f"{name}: finishing {training[0].under_way()}, then saving; Ctrl-C (again) leaves at once")
         else:
-            with contextlib.suppress(OSError):
-                record.update(status="preempted", message=f"{name} before the first step of this attempt")
+            record.update(status="preempted", message=f"{name} before the first step of this attempt")
             console.note(f"{name}: stopped before the first step; run the same command again")
             os._exit(PREEMPTED)  # no handler of Python's would run while XLA compiles, and nothing is lost
 
+    def on_second_ctrl_c() -> None:
+        record.update(status="preempted", message="left at once by Ctrl-C after a stop signal, without saving")
+
     try:
-        with StopRequest(on_stop_signal) as stop:
+        with StopRequest(on_stop_signal, on_second_ctrl_c) as stop:
             setup = prepare(config, console.note)
             record.update(**setup.to_json())
             console.opening(config.name, setup.facts() | {"workdir": str(workdir.path)})
@@ -63,10 +67,14 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
                 return loop.train()
             finally:
                 loop.close()
+    except SystemExit as stop:  # its status could be 0
+        message = f"something other than the trainer called sys.exit({stop.code!r})"
+        record.update(status="failed", message=message)
+        raise TrainingFailed(message) from stop
     except BaseException as error:
         named = isinstance(error, UserMistake | TrainingFailed)
-        with contextlib.suppress(OSError):  # on a full disk it fails as well, and must not hide the error itself
-            record.update(status="failed", message=str(error) if named else f"{type(error).__name__}: {error}")
+        kind = "" if named else type(error).__name__
+        record.update(status="failed", message=": ".join(filter(None, (kind, str(error)))))
         raise
 
 

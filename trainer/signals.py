@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM and Ctrl-C, also while XLA compiles."""
+"""Stopping on SIGTERM, Ctrl-C and the loss of the terminal (SIGHUP), also while XLA compiles."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_WORD_S = 2.0  # for a disk or a terminal that hangs must not keep a process that was told to leave
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: run the same command again
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
 class StopRequest:
-    """Turns the first SIGTERM or Ctrl-C into a request to stop, and a Ctrl-C after that into an end at once.
+    """Turns the first SIGTERM, SIGHUP or Ctrl-C into a request to stop, and a Ctrl-C after that into an end at once.
 
     Python runs signal handlers between bytecodes of the main thread, so none would run during a step or a compilation
-    of minutes. The interpreter writes each signal's number to a wake-up socket right away, for a thread to read.
+    of minutes. The interpreter writes each signal's number to a wake-up socket right away, for a thread to read. A
+    process that was started to outlive its terminal (`nohup`) has SIGHUP ignored, and goes on ignoring it.
 
     Args:
-      on_request: called once, from that thread, with the signal's name.
+      on_request: called once, from a thread, with the signal's name.
+      on_leave: called, from a thread, before a second Ctrl-C ends the process; given two seconds.
     """
 
-    def __init__(self, on_request: Callable[[str], None]):
-        self._on_request = on_request
+    def __init__(self, on_request: Callable[[str], None], on_leave: Callable[[], None] = lambda: None):
+        self._on_request, self._on_leave = on_request, on_leave
         self._requested = threading.Event()
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
@@ -37,7 +40,8 @@ class StopRequest:
         return self._requested.is_set()
 
     def __enter__(self) -> Self:
-        self._handlers = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
+        heeded = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
+        self._handlers = {number: signal.signal(number, _do_nothing) for number in heeded}
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watcher.start()
         return self
@@ -53,15 +57,27 @@ class StopRequest:
         self._receiver.close()
 
     def _watch(self) -> None:
+        answer: threading.Thread | None = None
         while received := self._receiver.recv(1):
             number = received[0]
-            if number not in _SIGNALS:
+            if number not in self._handlers:
                 continue
             if not self._requested.is_set():
                 self._requested.set()
-                self._on_request(signal.Signals(number).name)
+                # In a thread of its own: it may have to wait for a disk or a terminal, and Ctrl-C must be heard.
+                answer = threading.Thread(target=self._on_request, args=(signal.Signals(number).name,), daemon=True)
+                answer.start()
             elif number == signal.SIGINT:
+                last_word = threading.Thread(target=self._on_leave, daemon=True)
+                last_word.start()
+                last_word.join(_LAST_WORD_S)
                 os._exit(INTERRUPTED)
+        if answer is not None:
+            answer.join(_LAST_WORD_S)
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _do_nothing(number: int, frame: object) -> None:

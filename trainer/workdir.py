@@ -81,14 +81,28 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     return workdir
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a kill or a power cut at any moment leaves the old content or the new, never half of it."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | None = None) -> None:
+    """Writes a file so that a kill or a power cut at any moment leaves the old content or the new, never half of it.
+
+    Args:
+      path: the file.
+      content: text is written as UTF-8.
+      unfinished: where the content is collected first, in the same folder; by default beside the file, as `NAME.tmp`.
+
+    Raises:
+      OSError: it can't be written; the file is as it was.
+    """
+    unfinished = unfinished or path.with_name(f"{path.name}.tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # half a file would keep the room that others need
+            unfinished.unlink()
+        raise
     sync(path.parent)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -117,35 +119,90 @@ def trainer_command(tmp_path_factory) -> TrainerCommand:
 
 @pytest.fixture(scope="session")
 def read_tensorboard():
-    """Reads a folder of event files: {tag: {step: value}}, numbers and texts alike."""
+    """Reads a folder of event files as TensorBoard does: {tag: {step: value}}, numbers and texts alike.
 
-    def read(folder: Path) -> dict[str, dict[int, float | str]]:
+    With `wall_times`, {tag: {step: Unix time}}. Checksums must be right, and no point may be there twice.
+    """
+
+    def read(folder: Path, *, wall_times: bool = False) -> dict[str, dict[int, float | str]]:
         values: dict[str, dict[int, float | str]] = {}
-        for file in folder.iterdir():
+        for file in sorted(path for path in folder.iterdir() if "tfevents" in path.name):
             content, offset = file.read_bytes(), 0
             while offset < len(content):
                 # TFRecord: length, its checksum, the event, its checksum.
-                (length,) = struct.unpack_from("<Q", content, offset)
-                event = event_pb2.Event.FromString(content[offset + 12 : offset + 12 + length])
+                length, length_sum = struct.unpack_from("<QI", content, offset)
+                body = content[offset + 12 : offset + 12 + length]
+                (body_sum,) = struct.unpack_from("<I", content, offset + 12 + length)
+                assert (length_sum, body_sum) == (masked_crc(content[offset : offset + 8]), masked_crc(body))
+                event = event_pb2.Event.FromString(body)
+                if event.session_log.status == event_pb2.SessionLog.START:
+                    values = {
+                        tag: {s: v for s, v in points.items() if s < event.step} for tag, points in values.items()
+                    }
                 for value in event.summary.value:
                     text = [item.decode() for item in value.tensor.string_val]
-                    values.setdefault(value.tag, {})[event.step] = text[0] if text else value.simple_value
+                    points = values.setdefault(value.tag, {})
+                    assert event.step not in points, (value.tag, event.step)
+                    points[event.step] = event.wall_time if wall_times else text[0] if text else value.simple_value
                 offset += length + 16
-        return values
+        return {tag: points for tag, points in values.items() if points}
 
     return read
+
+
+def masked_crc(content: bytes) -> int:
+    """CRC-32C, masked as in TFRecord."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @pytest.fixture(scope="session")
 def read_run():
-    """Reads a workdir: (record, rows of steps, rows of evaluations)."""
+    """Reads a workdir: (record, rows of steps, rows of evaluations), the rows without their `time`."""
 
     def read(workdir: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        assert all(abs(row.pop("time") - time.time()) < 3600 for row in rows)
         record = json.loads((workdir / "record.json").read_text())
         return record, [row for row in rows if "loss" in row], [row for row in rows if "loss" not in row]
 
     return read
+
+
+class WatchedConsole:
+    """A console that keeps what it is told, as (method, *arguments), and does nothing else."""
+
+    def __init__(self):
+        self.told: list[tuple] = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.told.append((name, *arguments))
+
+
+@pytest.fixture
+def watched_console() -> WatchedConsole:
+    return WatchedConsole()
+
+
+@pytest.fixture
+def limit_file_size():
+    """Within it, no file can be written beyond so many bytes; it ends as a full disk does, amid a write."""
+
+    @contextlib.contextmanager
+    def limit(num_bytes: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit
 
 
 @pytest.fixture

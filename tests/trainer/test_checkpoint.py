@@ -191,7 +191,7 @@ def test_a_whole_checkpoint_of_another_form_is_not_passed_over(saved):
     checkpoints.close()
 
 
-def full(*_):
+def full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
@@ -209,9 +209,30 @@ def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(sa
     assert str(caught.value).startswith(f"saving checkpoint {folder / '20'} failed: OSError: [Errno 28] No space left")
     assert f"the newest good checkpoint is {folder / '15'}" in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
-    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "15", "5"], "nothing half-written stays"
     assert [find_damage(folder / name) for name in ("5", "10", "15")] == [None] * 3
-    assert not (folder / "20").exists()
+    assert checkpoints.newest_step == 15
+    again = make_state(rng)
+    checkpoints.save(20, again, None)
+    checkpoints.wait()
+    assert checkpoints.newest_step == 20
+    assert_same(checkpoints.restore_newest(abstract(again)).state, again)
+    checkpoints.close()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts(saved, rng, monkeypatch):
+    folder, states = saved
+    checkpoints = Checkpoints(folder, num_kept=3)
+    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoint.shutil.rmtree", full)
+        checkpoints.save(20, make_state(rng), None)
+        with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
+            checkpoints.wait()
+    assert checkpoints.newest_step == 20
+    checkpoints.save(25, make_state(rng), None)
+    checkpoints.close()
+    assert sorted(path.name for path in folder.glob("[0-9]?")) == ["15", "20", "25"]
 
 
 def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch):

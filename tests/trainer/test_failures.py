@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import os
+import re
 import resource
 import signal
+import threading
 import time
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from trainer.checkpoint import find_damage
 from trainer.config_file import load_config
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.event_loops import DrainingEventLoop
@@ -20,7 +26,7 @@ from trainer.flops import StepFlops
 from trainer.loop import TrainingLoop
 from trainer.metrics_log import MetricsLog
 from trainer.prepare import prepare
-from trainer.record import TimeAccount
+from trainer.record import RunRecord, TimeAccount
 from trainer.run import run
 from trainer.step import StepMetrics
 from trainer.workdir import claim_workdir
@@ -70,10 +76,11 @@ def test_a_backend_that_cannot_serve_is_the_users_mistake(config):
         prepare(dataclasses.replace(config, model=model), lambda _: None)
 
 
-def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
 
+
+def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
     def fail(*_):
         monkeypatch.setattr("trainer.record.write_atomically", full)
         raise TrainingFailed("what went wrong first")
@@ -83,13 +90,83 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config
         run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (SystemExit(0), TrainingFailed, "something other than the trainer called sys.exit(0)"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "KeyboardInterrupt"),
+        (MemoryError("no room"), MemoryError, "MemoryError: no room"),
+        (TrainingFailed("not finite"), TrainingFailed, "not finite"),
+    ],
+)
+def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatch, error, raised, message):
+    class Loop:
+        def __init__(self, setup, workdir, console, record, account, stop):
+            self.record = record
+
+        def restore_and_compile(self):
+            pass
+
+        def train(self):
+            self.record.put(step=17)
+            raise error
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    with pytest.raises(raised):
+        run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["step"], record["message"]) == ("failed", 17, message)
+
+
+@pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")])
+def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(config, tmp_path, monkeypatch, names):
+    left = threading.Event()
+    statuses = []
+
+    def leave(status):
+        statuses.append(status)
+        left.set()
+
+    class Loop:
+        def __init__(self, setup, workdir, console, record, account, stop):
+            record.put(step=23)
+
+        def restore_and_compile(self):
+            pass
+
+        def under_way(self):
+            return "3 steps"
+
+        def train(self):
+            for name in names:
+                os.kill(os.getpid(), signal.Signals[name])
+            assert left.wait(10)
+            return 0
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    monkeypatch.setattr("trainer.signals.os._exit", leave)
+    run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+    assert statuses == [130]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["step"]) == ("preempted", 23)
+    assert record["message"] == "left at once by Ctrl-C after a stop signal, without saving"
+
+
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process's files")
-def test_a_save_that_fails_ends_the_run_and_is_told_once(trainer_command, tmp_path, read_run):
+def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp_path, read_run):
     process = trainer_command.start("--workdir", tmp_path, "--checkpoint.every-num-steps", 1000)
     for line in process.stdout:
         if line.startswith("step 1/60"):
             break
-    # The state's arrays no longer fit into a file; all else that is still to be written does.
+    # The state's arrays no longer fit into a file; the logs do.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
     stopped = trainer_command.finish(process)
     assert stopped.status == 1
@@ -99,7 +176,10 @@ def test_a_save_that_fails_ends_the_run_and_is_told_once(trainer_command, tmp_pa
     assert message.startswith(f"saving checkpoint {tmp_path}/checkpoints/60 failed: ")
     assert "File too large" in message
     assert "the newest good checkpoint is not there yet" in message
+    assert message.endswith("see that the disk has room and can be written to, then run the same command again")
     assert stopped.errors == f"error: {message}\n"
+    assert stopped.output.count("warning: saving checkpoint") == 1
+    assert not list((tmp_path / "checkpoints").iterdir()), "nothing half-written stays"
 
 
 def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
@@ -126,31 +206,24 @@ def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
     loop.close()
 
 
-class Watched:
-    """A console that keeps what it is told, and does nothing else."""
-
-    def __init__(self):
-        self.told: list[tuple] = []
-
-    def __getattr__(self, name):
-        return lambda *arguments: self.told.append((name, *arguments))
-
-
 class EndlessBatches:
     """Batches of padding."""
 
     def __next__(self):
         return {"segment_ids": np.zeros((2, 256), np.int32)}
 
+    def get_state(self):
+        return {}
+
     def close(self):
         pass
 
 
 @pytest.fixture
-def make_loop(config, tmp_path):
+def make_loop(config, tmp_path, watched_console):
     """Makes a loop whose steps take no time and no device."""
 
-    def make(console: Watched) -> TrainingLoop:
+    def make() -> TrainingLoop:
         setup = SimpleNamespace(
             config=config,
             batches=EndlessBatches(),
@@ -160,33 +233,103 @@ def make_loop(config, tmp_path):
             peak=SimpleNamespace(flops_per_s=1e12),
         )
         workdir = claim_workdir(tmp_path / "run", config)
-        loop = TrainingLoop(
-            setup, workdir, console, None, TimeAccount(time.perf_counter()), SimpleNamespace(requested=False)
-        )
+        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False)
+        record = RunRecord(workdir.record, [], time.time(), account, watched_console)
+        loop = TrainingLoop(setup, workdir, watched_console, record, account, stop)
         metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
         loop._programs = SimpleNamespace(train_step=lambda state, _: (state, metrics))
-        loop._state = jnp.zeros(())
-        loop._metrics = MetricsLog(workdir.metrics, workdir.tensorboard, 0)
+        loop._state = {"w": jnp.zeros(3)}
+        loop._metrics = MetricsLog(workdir.metrics, workdir.tensorboard, 0, watched_console)
         return loop
 
     return make
 
 
-def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop):
-    console = Watched()
-    loop = make_loop(console)
+def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
+    loop = make_loop()
     loop._run_window()
-    assert console.told[0] == ("advance", 0), "the first step is only dispatched"
-    console.told.clear()
+    assert watched_console.told[0] == ("advance", 0), "the first step is only dispatched"
+    watched_console.told.clear()
     loop._run_window()
-    advances = [arguments[0] for name, *arguments in console.told if name == "advance"]
+    advances = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
     assert advances == [1, 1, 2, 3, 4, 5, 6], "steps 2 to 8, of which two may be under way"
     loop.close()
 
 
-def test_a_save_that_fails_while_an_error_ends_the_run_is_only_noted(make_loop, monkeypatch):
-    console = Watched()
-    loop = make_loop(console)
+def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(make_loop, monkeypatch):
+    loop, told = make_loop(), []
+    train_step = loop._programs.train_step
+
+    def watch(state, batch):
+        told.append((loop._step + 1, loop.under_way()))
+        return train_step(state, batch)
+
+    loop._programs.train_step = watch
+    loop._run_window()
+    assert told == [(1, "1 step")], "no step is measured yet"
+    assert loop.under_way() == "what is under way"
+    told.clear()
+    monkeypatch.setattr(loop._times, "typical_step_s", lambda: 0.5)
+    loop._run_window()
+    assert told == [(2, "1 step (about 500.0 ms)"), (3, "2 steps (about 1.0 s)")] + [
+        (step, "3 steps (about 1.5 s)") for step in range(4, 9)
+    ]
+    loop.close()
+
+
+@pytest.mark.parametrize("place", ["trainer.checkpoint.write_atomically", "trainer.checkpoint._digests"])
+def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
+    """The first and the second save fail; the last succeeds at its second try."""
+    loop = make_loop()
+    monkeypatch.setattr("trainer.loop._SAVE_AGAIN_AFTER_S", 0.0)
+    failing = {20, 40, 60}
+    save, undone = loop._checkpoints.save, monkeypatch.context
+
+    def save_or_fail(step, *arguments):
+        if step not in failing:
+            save(step, *arguments)
+            return
+        failing.remove(step)
+        with undone() as patch:
+            patch.setattr(place, full)
+            save(step, *arguments)
+            if loop._checkpoints._saving is not None:
+                loop._checkpoints._saving.join()
+
+    monkeypatch.setattr(loop._checkpoints, "save", save_or_fail)
+    loop._log.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
+    loop._setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop._setup.devices = jax.devices()
+    loop._programs.eval_step = None
+    assert loop.train() == 0
+    loop.close()
+    warnings = [line for kind, *lines in watched_console.told if kind == "warning" for line in lines]
+    failed = r"saving checkpoint .*/(\d+) failed: OSError: \[Errno 28\] No space left"
+    assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60"]
+    assert all("the newest good checkpoint is not there yet" in line for line in warnings)
+    assert all(line.endswith("can be written to. The next save tries again") for line in warnings)
+    assert [path.name for path in loop._workdir.checkpoints.iterdir()] == ["60"]
+    assert find_damage(loop._workdir.checkpoints / "60") is None
+    assert json.loads(loop._workdir.record.read_text())["status"] == "completed"
+
+
+def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.checkpoint._digests", full)
+    loop._run_window()
+    loop._save()
+    bad = StepMetrics(*map(jnp.asarray, (float("nan"), 0.0, 1.0, 1.0, 512, False)))
+    loop._programs.train_step = lambda state, _: (state, bad)
+    with pytest.raises(TrainingFailed, match="step 2: loss nan"):
+        loop._run_window()
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert len(warnings) == 1
+    assert "checkpoints/1 failed: OSError" in warnings[0]
+    loop.close()
+
+
+def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
 
     def fail():
         raise TrainingFailed("saving checkpoint 20 failed")
@@ -195,4 +338,4 @@ def test_a_save_that_fails_while_an_error_ends_the_run_is_only_noted(make_loop, 
     monkeypatch.setattr(loop._checkpoints, "close", fail)
     loop.close()
     close()
-    assert ("note", "saving checkpoint 20 failed") in console.told
+    assert ("warning", "saving checkpoint 20 failed") in watched_console.told

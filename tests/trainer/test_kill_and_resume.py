@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 NUM_STEPS = 60  # of the tiny config
 # Saves every third step, so that kills fall into saves often; logs off that beat.
@@ -57,7 +58,7 @@ def wait_for_save(process, checkpoints: Path, num_saves: int, seconds: float) ->
     time.sleep(seconds)
 
 
-def test_kills_leave_no_trace(trainer_command, tmp_path, read_run):
+def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorboard):
     seed = secrets.randbits(32)
     draw = random.Random(seed)
     print(f"kills drawn from seed {seed}")
@@ -95,6 +96,14 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run):
         "the one killed amid its start may not have come to writing a record"
     )
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    assert {attempt["status"] for attempt in record["attempts"]} <= {"killed", "completed"}
+    assert record["attempts"][-1]["status"] != "killed" or "the last attempt ended without a word" in resumed.output
+    shown = read_tensorboard(killed / "tensorboard")
+    for name in ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets"):
+        points = {row["step"]: row[name] for row in steps}
+        assert shown[f"train/{name}"] == pytest.approx(points, rel=1e-6), name
+    points = {row["step"]: row["validation_nats_per_token"] for row in evaluations}
+    assert shown["validation/nats_per_token"] == pytest.approx(points, rel=1e-6)
     for name in ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets"):
         assert [row[name] for row in steps] == [row[name] for row in expected_steps], name
     assert evaluations == expected_evaluations

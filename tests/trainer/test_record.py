@@ -13,8 +13,13 @@ from trainer.record import RunRecord, StepTimes, TimeAccount, describe_devices, 
 from trainer.workdir import write_atomically
 
 
-def make_record(path, account=None) -> RunRecord:
-    return RunRecord(path, ["python", "-m", "trainer"], time.time(), account or TimeAccount(time.perf_counter()))
+@pytest.fixture
+def make_record(watched_console):
+    def make(path, last_logged_step=0) -> RunRecord:
+        account = TimeAccount(time.perf_counter())
+        return RunRecord(path, ["python", "-m", "trainer"], time.time(), account, watched_console, last_logged_step)
+
+    return make
 
 
 def test_the_parts_of_the_time_sum_to_the_whole():
@@ -35,7 +40,7 @@ def test_the_parts_of_the_time_sum_to_the_whole():
     assert total >= 2.03
 
 
-def test_a_new_record_says_what_runs_and_with_what(tmp_path):
+def test_a_new_record_says_what_runs_and_with_what(tmp_path, make_record):
     make_record(tmp_path / "record.json")
     told = json.loads((tmp_path / "record.json").read_text())
     assert told["schema_version"] == 1
@@ -45,7 +50,7 @@ def test_a_new_record_says_what_runs_and_with_what(tmp_path):
     assert told["attempts"] == []
 
 
-def test_an_attempt_is_kept_by_the_next(tmp_path):
+def test_an_attempt_is_kept_by_the_next(tmp_path, make_record):
     path = tmp_path / "record.json"
     first = make_record(path)
     first.update(status="preempted", step=7, steps={"median_s": 0.5}, compile={"train_step": {"cache_hit": False}})
@@ -62,12 +67,64 @@ def test_an_attempt_is_kept_by_the_next(tmp_path):
     assert told["status"] == "running"
 
 
-def test_an_unreadable_record_is_set_aside(tmp_path):
+def test_an_unreadable_record_is_set_aside(tmp_path, make_record):
     path = tmp_path / "record.json"
     path.write_text('{"status": "runn')
     make_record(path)
     assert (tmp_path / "record.json.damaged").read_text() == '{"status": "runn'
     assert json.loads(path.read_text())["attempts"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "last_logged_step", "step"),
+    [
+        ({"step": 20, "compile": {}}, 27, 27),  # the record is written every few seconds alone
+        ({"step": 20}, 27, 20),  # killed before it cut the log to its own steps
+        ({"step": 30, "compile": {}}, 27, 30),  # the log couldn't be written
+    ],
+)
+def test_an_attempt_that_ended_without_a_word_is_told_and_called_killed(
+    tmp_path, make_record, watched_console, fields, last_logged_step, step
+):
+    path = tmp_path / "record.json"
+    make_record(path).update(**fields)
+    make_record(path, last_logged_step)
+    message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
+    assert watched_console.told == [("warning", message)]
+    [attempt] = json.loads(path.read_text())["attempts"]
+    assert (attempt["status"], attempt["step"], attempt["message"]) == ("killed", step, message)
+
+
+@pytest.mark.parametrize("status", ["completed", "failed", "preempted"])
+def test_an_attempt_that_had_its_last_word_is_left_as_it_is(tmp_path, make_record, watched_console, status):
+    path = tmp_path / "record.json"
+    make_record(path).update(status=status, message="its last word", step=7)
+    again = make_record(path, 9)
+    assert not watched_console.told
+    assert again["attempts"] == [json.loads(path.read_text())["attempts"][0]]
+    assert (again["attempts"][0]["status"], again["attempts"][0]["message"]) == (status, "its last word")
+    assert again["step"] == 7, "until this attempt knows better"
+
+
+def test_a_record_that_cannot_be_written_is_told_and_written_later(
+    tmp_path, make_record, watched_console, limit_file_size
+):
+    path = tmp_path / "record.json"
+    record = make_record(path)
+    record.update(step=1)
+    with limit_file_size(10):
+        record.put(step=2)
+        record.update(memory={"host_peak_bytes": 1})
+        record.update(message="no room")
+        assert [item.name for item in tmp_path.iterdir()] == ["record.json"]
+        assert json.loads(path.read_text())["step"] == 1
+    record.update(status="completed")
+    told = json.loads(path.read_text())
+    assert (told["step"], told["message"], told["status"]) == (2, "no room", "completed")
+    assert watched_console.told == [
+        ("warning", f"{path} can't be written: File too large; training goes on, and the next write tries again"),
+        ("note", f"{path} is written again"),
+    ]
 
 
 def test_a_kill_amid_a_write_leaves_the_old_file(tmp_path, monkeypatch):
