@@ -98,8 +98,8 @@ def dot_product_attention(
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions.
-      scale: multiplies the logits; default 1/√H.
-      logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2).
+      scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
+      logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).
       implementation: name of a backend, or a tuning object (`kernels.tuning`), which names one and says how it
         runs; None for the fastest that serves the call on this device.

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, leaves
+from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 
 
@@ -116,7 +117,7 @@ def make_call(
     has_query_positions, has_key_value_positions = query_positions is not None, key_value_positions is not None
     has_positions = has_query_positions or has_key_value_positions
     mask = _checked_mask(mask, num_heads, q_len, kv_len, positions_given=has_positions)
-    check_soft_cap(logits_soft_cap)
+    scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
 
     if (query_segment_ids is None) != (key_value_segment_ids is None):
@@ -145,8 +146,8 @@ def make_call(
         value_dim=value_dim,
         dtype=query.dtype,
         mask=mask,
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        logits_soft_cap=logits_soft_cap,
         has_sinks=sinks is not None,
         has_segment_ids=query_segment_ids is not None,
         has_query_positions=has_query_positions,
@@ -155,16 +156,6 @@ def make_call(
         target=Target.of(device),
     )
     return inputs, call
-
-
-def check_soft_cap(logits_soft_cap: float | None) -> None:
-    """Checks that a soft cap, if there is one, is positive.
-
-    Raises:
-      ValueError: it isn't.
-    """
-    if logits_soft_cap is not None and not logits_soft_cap > 0:
-        raise ValueError(f"logits_soft_cap={logits_soft_cap} must be positive; None turns it off")
 
 
 def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, Mask, MultiHeadMask, SlabCache, decode_attention, dot_product_attention
+from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.config import RopeScaling, check_heads
 from layers.initializers import small_init
@@ -45,7 +46,7 @@ class Attention(nnx.Module):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: for head counts or sizes that don't fit together.
+      ValueError: for head counts or sizes that don't fit together, or a soft cap that isn't a positive number.
 
     Example:
       >>> from kernels import LocalMask
@@ -91,7 +92,7 @@ class Attention(nnx.Module):
         self.head_dim = head_dim
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
-        self.logits_soft_cap = logits_soft_cap
+        self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
         self.implementation = implementation
         self.activation_sharding = activation_sharding
 

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from kernels import CausalMask, Mask, MultiHeadMask
 from kernels.backends import BACKENDS
 from kernels.masks import AndMask, OrMask
+from kernels.static_numbers import checked_soft_cap
 
 DTypeName = Literal["float32", "bfloat16"]
 MLPKind = Literal["gelu", "swiglu"]
@@ -146,8 +147,7 @@ class GPTConfig:
                 f"model.masks has {len(self.masks)} entries for num_layers={self.num_layers}, so the last would "
                 f"never be used; drop some, or raise num_layers to {len(self.masks)}"
             )
-        if self.logits_soft_cap is not None and not self.logits_soft_cap > 0:
-            raise ValueError(f"model.logits_soft_cap={self.logits_soft_cap} must be positive; None turns it off")
+        object.__setattr__(self, "logits_soft_cap", checked_soft_cap(self.logits_soft_cap, "model.logits_soft_cap"))
         if not self.norm_epsilon > 0:
             raise ValueError(f"model.norm_epsilon={self.norm_epsilon} must be positive")
 

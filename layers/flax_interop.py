@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, dot_product_attention
+from kernels.static_numbers import checked_scale, checked_soft_cap
 
 
 def attention_fn(
@@ -37,6 +38,9 @@ def attention_fn(
     Returns:
       A function with Flax's own signature. Two made with equal arguments are equal, so swapping one for the other
       recompiles nothing.
+
+    Raises:
+      ValueError: a mask that isn't from `kernels`, or a scale or soft cap that isn't a finite number.
 
     Example:
       >>> from flax import nnx
@@ -62,6 +66,9 @@ class FlaxAttention:
                 f"attention_fn takes a kernels mask such as CausalMask(), got {type(self.mask).__name__}; "
                 "a dense mask goes to the Flax module's own call, as mask="
             )
+        # As Python numbers: two functions made with equal numbers are to be equal, whatever type these came in.
+        object.__setattr__(self, "logits_soft_cap", checked_soft_cap(self.logits_soft_cap))
+        object.__setattr__(self, "scale", checked_scale(self.scale))
 
     # linen hands over only the arguments that it finds by name in this signature, so whatever can change the result
     # must be listed, or it would be dropped without a word.

@@ -22,6 +22,8 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
     ):
         if given:
             return f"has no {feature}"
+    if call.scale <= 0:
+        return f"takes positive scales, not {call.scale}"
     band = call.mask.band
     if band is None or band not in (Band(), Band(right=0), Band(left=band.left, right=0)):
         return f"has full, causal and causal sliding-window masks only, not {call.mask!r}"

@@ -88,8 +88,8 @@ def decode_attention(
       sequences: the cache's sequence that each row of `query` belongs to; by default row i is sequence i.
       query_positions: of the new tokens. By default they're the last T of each sequence; rows of which fewer count
         (`write(..., num_tokens=...)`) need theirs given.
-      scale: multiplies the logits; default 1/√H.
-      logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap).
+      scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
+      logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value.
       implementation: "dense" (any device; every cell is read, which GPUs do faster where the cache is small), "triton"
         (NVIDIA GPUs), "blockwise" (any device), or None for the fastest that serves the call.

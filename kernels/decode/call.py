@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.call import check_soft_cap, checked_sinks
+from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import check_sequences, of_rows, which_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import FullMask, Mask, MultiHeadMask
+from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 
 Cache = SlabCache | UnifiedCache
@@ -100,7 +101,7 @@ def make_decode_call(
     if query.dtype != cache.key.dtype:
         raise ValueError(f"query is {query.dtype}, but the cache holds {cache.key.dtype}; cast it")
     mask = _checked_mask(mask, num_heads)
-    check_soft_cap(logits_soft_cap)
+    scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
     check_sequences(sequences, cache.num_sequences)
     rows = which_sequences(sequences, batch, cache.num_sequences)
@@ -122,8 +123,8 @@ def make_decode_call(
         value_dim=cache.value.shape[-1],
         dtype=query.dtype,
         mask=mask,
-        scale=1 / math.sqrt(head_dim) if scale is None else float(scale),
-        logits_soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        scale=1 / math.sqrt(head_dim) if scale is None else scale,
+        logits_soft_cap=logits_soft_cap,
         has_sinks=sinks is not None,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,

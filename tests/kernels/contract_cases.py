@@ -103,6 +103,7 @@ CASES = [
     Case("value_dim", CAUSAL, value_dim=24),
     Case("scale", CAUSAL, scale=0.4),
     Case("tiny_scale", CAUSAL, scale=2**-17),
+    Case("negative_scale", WINDOW, scale=-0.4),
     Case("uneven_logits", batch=1, num_heads=2, num_kv_heads=1, kv_len=320, uneven_logits=True),
     Case("soft_cap", CAUSAL, logits_soft_cap=2.0),
     Case("sinks", WINDOW, sinks=True, num_kv_heads=2),

@@ -70,6 +70,7 @@ def test_a_tpu_gets_splash():
         (call_of(), "takes bfloat16 and float16, not float32"),
         (call_of(ChunkedCausalMask(4), dtype=jnp.bfloat16), "full, causal and causal sliding-window masks only"),
         (call_of(dtype=jnp.bfloat16, logits_soft_cap=3.0), "has no logits soft cap"),
+        (call_of(dtype=jnp.bfloat16, scale=-0.5), "takes positive scales, not -0.5"),
         (call_of(dtype=jnp.bfloat16, return_lse=True), "has no differentiable lse"),
         (
             call_of(dtype=jnp.bfloat16, query_segment_ids=jnp.ones(8, int), key_value_segment_ids=jnp.ones(8, int)),

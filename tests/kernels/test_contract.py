@@ -203,14 +203,17 @@ WIDE = [
 ]
 
 
+MOSAIC_GPU_REFUSES = {"numpy_mask", "negative_scale"}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("backward", ["fused", "split"])
 @pytest.mark.parametrize("case", CASES + LONG + WIDE, ids=lambda case: f"{case.name}-{case.q_len}")
 def test_mosaic_gpu(case, backward, dtype, rng):
     attend = through_implementation(case, MosaicGpuTuning(backward))
-    if case.name == "numpy_mask":
-        with pytest.raises(ValueError, match="can't serve this call: evaluates masks in the kernel"):
+    if case.name in MOSAIC_GPU_REFUSES:
+        with pytest.raises(ValueError, match="can't serve this call: (evaluates masks in the kernel|takes positive)"):
             run_case(case, rng, attend, dtype=dtype)
     elif backward == "fused" and case.head_dim > 128:
         with pytest.raises(ValueError, match="fused backward for head dims up to 128"):
@@ -222,7 +225,7 @@ def test_mosaic_gpu(case, backward, dtype, rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES + LONG if case.name != "numpy_mask"],
+    [case for case in CASES + LONG if case.name not in MOSAIC_GPU_REFUSES],
     ids=lambda case: f"{case.name}-{case.q_len}",
 )
 def test_mosaic_gpu_in_persistent_programs(case, rng):
@@ -306,8 +309,8 @@ EVERY_FEATURE = Case(
     kv_len=85, head_dim=20, value_dim=8, scale=0.3, logits_soft_cap=3.0, sinks=True, segments="packed",
     positions="permuted",
 )  # fmt: skip
-# Masks some of whose rows allow several intervals of keys, or none that is known in closed form.
-NOT_INTERVALS = {"complement", "mask_fn", "numpy_mask", "permuted_positions", "everything"}
+# Masks some of whose rows allow several intervals of keys, or none that is known in closed form; and a scale.
+TRITON_REFUSES = {"complement", "mask_fn", "numpy_mask", "permuted_positions", "everything", "negative_scale"}
 
 
 @pytest.mark.gpu
@@ -316,8 +319,8 @@ NOT_INTERVALS = {"complement", "mask_fn", "numpy_mask", "permuted_positions", "e
 @pytest.mark.parametrize("case", CASES + LONG + WIDE + [EVERY_FEATURE], ids=lambda case: f"{case.name}-{case.q_len}")
 def test_triton(case, backward, dtype, rng):
     attend = through_implementation(case, TritonTuning(backward))
-    if case.name in NOT_INTERVALS:
-        with pytest.raises(ValueError, match="needs masks that allow each query one interval of keys"):
+    if case.name in TRITON_REFUSES:
+        with pytest.raises(ValueError, match="(needs masks that allow each query one interval of keys|takes positive)"):
             run_case(case, rng, attend, dtype=dtype)
     else:
         run_case(case, rng, attend, dtype=dtype)

@@ -36,12 +36,12 @@ KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "comp
 MANY_CELLS = 1 << 20
 
 
-def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100, num_cells=MANY_CELLS):
+def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100, num_cells=MANY_CELLS, scale=None):
     """A call as compiled for a target."""
     cache = empty_cache("slab", dtype, block_size=block_size)
     query = jnp.ones((NUM_SEQUENCES, 1, HEADS, HEAD_DIM), dtype)
-    nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
-    return make_decode_call(query, cache, mask, **nothing)[1]._replace(target=target, num_cells=num_cells)
+    nothing = dict.fromkeys(("sequences", "query_positions", "logits_soft_cap", "sinks"))
+    return make_decode_call(query, cache, mask, scale=scale, **nothing)[1]._replace(target=target, num_cells=num_cells)
 
 
 @pytest.mark.gpu
@@ -97,6 +97,7 @@ def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
         ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
         ({"mask": MaskFn(strided)}, "needs masks that allow each query one interval of keys, not MaskFn"),
         ({"mask": MultiHeadMask([CAUSAL] * 3 + [CausalMask() & ~WINDOW])}, "needs masks that allow each query"),
+        ({"scale": 0}, "takes positive scales, not 0.0"),
         ({"block_size": 40}, "takes a block_size that is a multiple of 16, not 40"),
     ],
 )

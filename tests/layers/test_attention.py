@@ -122,6 +122,7 @@ def test_works_inside_another_model(rng):
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"mask": MultiHeadMask([CausalMask()] * 2)}, "the MultiHeadMask is for 2 heads, but num_heads=4"),
         ({"implementation": "fastest"}, "unknown implementation 'fastest'"),
+        ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be finite"),
     ],
 )
 def test_refuses(changes, message):

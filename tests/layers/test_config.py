@@ -39,6 +39,8 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ({"masks": (CausalMask(),) * 13}, "13 entries for num_layers=12, so the last would never be used"),
         ({"rope_base": 1.0}, "rope_base=1.0 must be greater than 1"),
         ({"logits_soft_cap": 0.0}, "model.logits_soft_cap=0.0 must be positive; None turns it off"),
+        ({"logits_soft_cap": float("nan")}, "model.logits_soft_cap=nan must be finite"),
+        ({"logits_soft_cap": "30"}, "model.logits_soft_cap must be a real number, got '30'"),
         ({"norm_epsilon": 0.0}, "model.norm_epsilon=0.0 must be positive"),
     ],
 )

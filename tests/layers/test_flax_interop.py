@@ -217,6 +217,14 @@ def test_signature_lists_every_argument_of_flax(function):
     assert set(inspect.signature(function).parameters) <= set(ours), "linen drops what the signature doesn't list"
 
 
+def test_scale_and_soft_cap_are_finite_numbers_of_any_type():
+    assert attention_fn(scale=jnp.float32(0.5)) == attention_fn(scale=0.5)
+    with pytest.raises(ValueError, match="scale=inf must be finite"):
+        attention_fn(scale=np.inf)
+    with pytest.raises(ValueError, match=r"logits_soft_cap is traced .* must be a Python number"):
+        jax.eval_shape(lambda cap: attention_fn(logits_soft_cap=cap)(*[jnp.ones((1, 4, 2, 8))] * 3), 30.0)
+
+
 def test_equal_arguments_make_equal_functions():
     assert attention_fn(CausalMask()) == attention_fn(CausalMask())
     assert hash(attention_fn(CausalMask())) == hash(attention_fn(CausalMask()))

@@ -32,6 +32,8 @@ def unsupported_reason(call: DecodeCall) -> str | None:
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
     if call.block_size % _SMALLEST_TILE:
         return f"takes a block_size that is a multiple of {_SMALLEST_TILE}, not {call.block_size}"
+    if call.scale <= 0:
+        return f"takes positive scales, not {call.scale}"
     for mask in masks_of_heads(call.mask):
         if not has_key_intervals(mask):
             return f"needs masks that allow each query one interval of keys, not {mask!r}"

@@ -1,0 +1,66 @@
+"""The numbers of a call that are compiled into its kernels: the scale and the soft cap of the logits."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+def checked_scale(scale: Any) -> float | None:
+    """The factor on the logits as a Python number, or None. It may be negative or 0.
+
+    Raises:
+      ValueError: it is traced, no real number, or nothing that float32 holds.
+    """
+    if scale is None:
+        return None
+    return _static_number("scale", scale, "None stands for 1/√head_dim", "multiply query by it and pass scale=1.0")
+
+
+def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:
+    """The soft cap as a Python number, or None.
+
+    Raises:
+      ValueError: it is traced, no real number, not positive, or nothing that float32 holds. The message calls it `name`.
+    """
+    if cap is None:
+        return None
+    number = _static_number(name, cap, "None turns it off", "use one that is known ahead of time")
+    if number <= 0:
+        raise ValueError(f"{name}={number} must be positive; None turns it off")
+    return number
+
+
+def _static_number(name: str, value: Any, default: str, instead: str) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} is traced ({value.aval.str_short()}), but it must be a Python number, since it is compiled into "
+            f"the kernels; make it a static argument of jax.jit (static_argnames={name.split('.')[-1]!r}), or {instead}"
+        )
+    if not _is_real(value):
+        raise ValueError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}; {default}")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer past all floats
+        number = math.inf
+    if number and not _SMALLEST <= abs(number) <= _LARGEST:
+        raise ValueError(
+            f"{name}={number} must be finite and in float32's range (0, or from {_SMALLEST:.4g} to {_LARGEST:.4g} in "
+            f"size); {default}"
+        )
+    return number
+
+
+def _is_real(value: Any) -> bool:
+    """Whether it is one real number: of Python, of NumPy, or an array without dimensions. A bool isn't one."""
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        kinds = (jnp.floating, jnp.integer)
+        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
