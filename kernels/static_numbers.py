@@ -28,7 +28,7 @@ def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:
     """The soft cap as a Python number, or None.
 
     Raises:
-      ValueError: it is traced, no real number, not positive, or nothing that float32 holds. The message calls it `name`.
+      ValueError: it is traced, no real number, not positive, or nothing that float32 holds; by its `name`.
     """
     if cap is None:
         return None

@@ -279,7 +279,8 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
         )
         carry = jax.lax.fori_loop(0, row.num_full, functools.partial(visit, full=True), carry)
         acc, peak, total = jax.lax.fori_loop(row.num_full, row.num_visited, functools.partial(visit, full=False), carry)
-        attends = total > 0
+        # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
+        attends = total != 0
         if inputs.sinks is not None:
             sinks = tiling.by_row(inputs.sinks)
             new_peak = jnp.maximum(peak, sinks)
@@ -287,7 +288,7 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
             acc, peak, total = acc * shrink[..., None], new_peak, total * shrink + jnp.exp(sinks - new_peak)
         total = jnp.where(attends, total, 1)
         lse = jnp.where(attends, peak + jnp.log(total), -jnp.inf)
-        output = (acc / total[..., None]).astype(call.dtype)
+        output = jnp.where(attends[..., None], acc / total[..., None], 0).astype(call.dtype)
         return tiling.query_tokens(output), tiling.query_tokens(lse[..., None])[..., 0]
 
     output, lse = map(tiling.join_q, jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32)))
@@ -301,7 +302,7 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
     d_output, d_lse = cotangents
     tiling = _Tiling(inputs, call, tuning)
 
-    attends = lse > -jnp.inf
+    attends = lse != -jnp.inf
     # The softmax's pull on a row: Σ output·d_output, less what arrives through lse itself.
     pull = (output.astype(call.softmax_dtype) * d_output.astype(call.softmax_dtype)).sum(-1) - jnp.where(
         attends, d_lse, 0

@@ -31,20 +31,36 @@ def attention(
         logits = call.logits_soft_cap * jnp.tanh(logits / call.logits_soft_cap)
     allowed = jnp.broadcast_to(_allowed(inputs, call), logits.shape)
     logits = jnp.where(allowed, logits, -jnp.inf)
-    attends = allowed.any(-1)
+    # Not asked of the maximum, which may pass a NaN over (XLA on CPUs).
+    attends = (logits != -jnp.inf).any(-1)
 
     peak = logits.max(-1)
     if inputs.sinks is not None:
         peak = jnp.maximum(peak, inputs.sinks.astype(dtype)[:, None])
-    peak = jax.lax.stop_gradient(jnp.where(attends, peak, 0))
+    peak = jax.lax.stop_gradient(jnp.where(peak > -jnp.inf, peak, 0))
     weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - peak[..., None]), 0)
     total = weights.sum(-1)
     if inputs.sinks is not None:
         total = total + jnp.where(attends, jnp.exp(inputs.sinks.astype(dtype)[:, None] - peak), 0)
     total = jnp.where(attends, total, 1)
-    output = jnp.einsum("BNTS,BSNV->BTNV", weights / total[..., None], value, precision=highest)
+    # Of a row with a NaN, too, only the allowed pairs have weights that are NaN.
+    weights = jnp.where(allowed, weights / total[..., None], 0)
+    # A weight of 0 doesn't stop a NaN, so values that aren't finite are kept out, and rows that may see one are marked.
+    not_finite = (~jnp.isfinite(value)).astype(dtype)
+    sees_one = jnp.einsum("BNTS,BSNV->BTNV", allowed.astype(dtype), not_finite) > 0
+    output = jnp.einsum("BNTS,BSNV->BTNV", weights, _finite_part(value), precision=highest)
+    output = output * jnp.where(sees_one, jnp.nan, 1)
     lse = jnp.where(attends, peak + jnp.log(total), -jnp.inf)
     return output.astype(call.dtype), lse.transpose(0, 2, 1)
+
+
+@jax.custom_jvp
+def _finite_part(value: Array) -> Array:
+    """0 in place of NaN and infinities, whose gradient is that of the value all the same."""
+    return jnp.where(jnp.isfinite(value), value, 0)
+
+
+_finite_part.defjvps(lambda tangent, result, value: tangent)
 
 
 def _allowed(inputs: AttentionInputs, call: AttentionCall):

@@ -77,7 +77,8 @@ def decode_attention(
 
     Equals `dot_product_attention` on each whole sequence, at its last tokens. Write the new tokens first: a query sees
     its own token only in the cache. Blocks of cells that hold nothing which a sequence may see are not read. Forward
-    only.
+    only. NaN and infinities come out as they do from `dot_product_attention`; those in cells that none of a sequence's
+    queries may see don't reach it.
 
     Args:
       query: of 1 to 16 new tokens of each sequence (more is correct, and slower than a prompt's

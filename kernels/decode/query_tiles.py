@@ -63,7 +63,7 @@ def finish(
         acc, row_max, row_sum = acc * rescale[..., None], new_max, row_sum * rescale + jnp.exp(sinks - new_max)
     row_sum = jnp.where(attends, row_sum, 1)
     lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-    output = (acc / row_sum[..., None]).astype(call.dtype)
+    output = jnp.where(attends[..., None], acc / row_sum[..., None], 0).astype(call.dtype)
     return _by_token(output, call), _by_token(lse[..., None], call)[..., 0]
 
 

@@ -43,6 +43,7 @@ class Case:
     uneven_logits: bool = False  # along the keys they rise by 24 for some queries, and fall for the others
     segments: str | None = None  # "packed" (sorted, one run per document) or "scattered"
     positions: str | None = None  # "offset" (one shard of a longer sequence) or "permuted"
+    spoiled: bool = False  # NaN and infinities: see `_spoil`
 
     def inputs(self, rng: np.random.Generator, dtype=jnp.float32):
         """Fresh random arguments: query, key, value, sinks or None; keywords; cotangents of output and lse."""
@@ -72,11 +73,25 @@ class Case:
             keywords["key_value_positions"] = jnp.asarray(
                 np.stack([rng.permutation(self.kv_len) for _ in range(self.batch)])
             )
+        if self.spoiled:
+            query, key, value, sinks = _spoil(rng, query, key, value, sinks)
         cotangents = (
             normal(self.batch, self.q_len, self.num_heads, value_dim),
             jnp.asarray(rng.standard_normal((self.batch, self.q_len, self.num_heads)), jnp.float32),
         )
         return (query, key, value, sinks), keywords, cotangents
+
+
+def _spoil(rng: np.random.Generator, query, key, value, sinks):
+    """Puts NaN or infinities into a token of each element of the batch but the first, and NaN into the first sink."""
+    token = int(rng.integers(1, min(query.shape[1], key.shape[1])))
+    key = key.at[1, token, :, 0].set(jnp.nan)
+    # Of rows that see nothing else, too. The logits are +inf or −inf, as the query's sign says.
+    key = key.at[2, jnp.array([0, token]), :, 0].set(jnp.inf)
+    query = query.at[3, token].set(jnp.nan)
+    query = query.at[4, token, :, 0].set(jnp.inf)
+    value = value.at[5, token].set(jnp.array([jnp.nan, jnp.inf], value.dtype)[token % 2])
+    return query, key, value, None if sinks is None else sinks.at[0].set(jnp.nan)
 
 
 CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(20, 0)
@@ -136,3 +151,15 @@ CASES = [
         positions="permuted",
     ),
 ]
+
+# Where the definition gives NaN, so does every backend; `assert_close` isn't for these.
+SPOILED = [
+    Case("spoiled", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=1, segments="packed",
+         spoiled=True),
+    Case("spoiled_sink", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=3, num_kv_heads=1, sinks=True,
+         spoiled=True),
+    Case("spoiled_and_capped", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=2,
+         logits_soft_cap=2.0, spoiled=True),
+    Case("spoiled_causal", CAUSAL, batch=6, q_len=128, kv_len=128, num_heads=2, num_kv_heads=1, head_dim=64,
+         spoiled=True),
+]  # fmt: skip

@@ -5,36 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import FullMask, MultiHeadMask, dot_product_attention
+from kernels import FullMask, dot_product_attention
 from tests.kernels.contract_cases import CASES
-
-
-def spelled_out(query, key, value, sinks, mask, keywords):
-    """Output and lse, one query at a time."""
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    batch, q_len, num_heads, head_dim = query.shape
-    kv_len, group = key.shape[1], num_heads // key.shape[2]
-    scale = keywords["scale"] or head_dim**-0.5
-    positions = [
-        np.broadcast_to(np.asarray(keywords.get(name, np.arange(length))), (batch, length))
-        for name, length in (("query_positions", q_len), ("key_value_positions", kv_len))
-    ]
-    output, lse = np.zeros((batch, q_len, num_heads, value.shape[-1])), np.full((batch, q_len, num_heads), -np.inf)
-    for b, t, n in np.ndindex(lse.shape):
-        head_mask = mask.masks[n] if isinstance(mask, MultiHeadMask) else mask
-        allowed = np.broadcast_to(head_mask(positions[0][b, t], positions[1][b]), kv_len).copy()
-        if "query_segment_ids" in keywords:
-            allowed &= np.asarray(keywords["query_segment_ids"][b, t] == keywords["key_value_segment_ids"][b])
-        if not allowed.any():
-            continue
-        logits = key[b, :, n // group] @ query[b, t, n] * scale
-        if keywords["logits_soft_cap"]:
-            logits = keywords["logits_soft_cap"] * np.tanh(logits / keywords["logits_soft_cap"])
-        terms = np.exp(logits[allowed])
-        total = terms.sum() + (0 if sinks is None else np.exp(np.float64(sinks[n])))
-        output[b, t, n] = terms @ value[b, allowed, n // group] / total
-        lse[b, t, n] = np.log(total)
-    return output, lse
+from tests.kernels.spelled_out import spelled_out
 
 
 def assert_values(case, rng, dtype, *, rtol, atol):

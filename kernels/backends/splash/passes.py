@@ -238,14 +238,17 @@ def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionI
         output, lse = _over_batch(attend_one, call, _tokens(inputs, call, walk), query, key, value)
     output, lse = output[:, :, : call.q_len].swapaxes(1, 2), lse[:, :, : call.q_len].swapaxes(1, 2)
     # Where all logits are masked, the kernel's maximum stays at _MASKED; where no tile is visited, its sum stays 0.
-    attends = lse > 0.5 * _MASKED
+    # A NaN is neither.
+    attends = ~(lse <= 0.5 * _MASKED)
     lse = jnp.where(attends, lse, -jnp.inf)
     shrink = jnp.ones_like(lse)
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
-        with_sinks = jnp.where(attends, jnp.logaddexp(lse, inputs.sinks.astype(lse.dtype)), -jnp.inf)
-        shrink = jnp.exp(jnp.where(attends, lse - with_sinks, 0))
-        lse = with_sinks
+        sinks = inputs.sinks.astype(lse.dtype)
+        row_max = jnp.maximum(lse, sinks)
+        total = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
+        shrink = jnp.exp(lse - row_max) / total
+        lse = jnp.where(attends, row_max + jnp.log(total), -jnp.inf)
     output = jnp.where(attends[..., None], output * shrink[..., None], 0).astype(call.dtype)
     # The names let a remat policy keep these two, all that the backward needs besides the inputs.
     output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
@@ -255,7 +258,7 @@ def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionI
 def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCall, residuals, cotangents):
     inputs, output, lse = residuals
     d_output, d_lse = cotangents
-    attends = lse > -jnp.inf
+    attends = lse != -jnp.inf
     # The softmax's pull on a row: Σ output·d_output, less what arrives through lse itself.
     pull = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1) - jnp.where(attends, d_lse, 0)
     # exp(logits − a huge lse) = 0 in rows that attend to nothing and in those that fill up the last tile.

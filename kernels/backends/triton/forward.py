@@ -110,7 +110,8 @@ def _forward_kernel(
         v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
         acc, peak, total = _add_tile(acc, peak, total, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
 
-    attends = total > 0
+    # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
+    attends = total != 0
     if has_sinks:
         sink = tl.load(sinks + head) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
@@ -119,7 +120,8 @@ def _forward_kernel(
         peak = new_peak
     total = tl.where(attends, total, 1.0)
     outputs = head_start(output, output_at, batch, head)
-    store_rows(outputs, begin, acc / total[:, None], q_len, output_at[2], value_dim, block_q, block_v)
+    result = tl.where(attends[:, None], acc / total[:, None], 0.0)
+    store_rows(outputs, begin, result, q_len, output_at[2], value_dim, block_q, block_v)
     index = begin + tl.arange(0, block_q)
     row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)

@@ -73,7 +73,7 @@ def run_backward(
     """The gradients of query, key, value and sinks."""
     assert tuning.key_value is not None
     assert tuning.query is not None
-    attends = lse > -jnp.inf
+    attends = lse != -jnp.inf
     pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     pull -= jnp.where(attends, d_lse.swapaxes(1, 2), 0)
     operands = Operands(matrices, Strided.of(d_output), lse, pull)

@@ -128,7 +128,7 @@ def attend_part_kernel(
     tl.store(lse + part_row, row_lse, mask=is_row)
     tl.store(
         output + tl.cast(part_row, tl.int64)[:, None] * value_dim + v_col,
-        acc / total[:, None],
+        tl.where(attends[:, None], acc / total[:, None], 0.0),
         mask=is_row[:, None] & (v_col < value_dim),
     )
 
@@ -165,7 +165,8 @@ def put_together_kernel(
         shrink = tl.exp(peak - new_peak)
         acc, peak, total = acc * shrink, new_peak, total * shrink + tl.exp(sink - new_peak)
     total = tl.where(attends, total, 1.0)
-    tl.store(output + tl.cast(row, tl.int64) * value_dim + column, acc / total, mask=column < value_dim)
+    result = tl.where(attends, acc / total, 0.0)
+    tl.store(output + tl.cast(row, tl.int64) * value_dim + column, result, mask=column < value_dim)
     tl.store(lse + row, tl.where(attends, peak + tl.log(total), float("-inf")))
 
 

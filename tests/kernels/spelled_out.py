@@ -1,0 +1,44 @@
+"""Attention spelled out pair by pair in float64 NumPy: the oracle that shares no code with what it checks."""
+
+import numpy as np
+
+from kernels import MultiHeadMask
+
+
+def allowed_keys(b: int, t: int, n: int, q_len: int, kv_len: int, mask, keywords) -> np.ndarray:
+    """Which keys query t of head n may attend to, in one element of the batch."""
+    q_pos, kv_pos = (
+        np.broadcast_to(np.asarray(keywords.get(name, np.arange(length))), (b + 1, length))[b]
+        if np.ndim(keywords.get(name, ())) < 2
+        else np.asarray(keywords[name])[b]
+        for name, length in (("query_positions", q_len), ("key_value_positions", kv_len))
+    )
+    head_mask = mask.masks[n] if isinstance(mask, MultiHeadMask) else mask
+    allowed = np.broadcast_to(head_mask(q_pos[t], kv_pos), kv_len).copy()
+    if "query_segment_ids" in keywords:
+        allowed &= np.asarray(keywords["query_segment_ids"][b, t] == keywords["key_value_segment_ids"][b])
+    return allowed
+
+
+def spelled_out(query, key, value, sinks, mask, keywords) -> tuple[np.ndarray, np.ndarray]:
+    """Output and lse, one query at a time. A logit of −inf counts as a pair that may not attend."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    batch, q_len, num_heads, head_dim = query.shape
+    kv_len, group = key.shape[1], num_heads // key.shape[2]
+    scale = head_dim**-0.5 if keywords["scale"] is None else keywords["scale"]
+    output, lse = np.zeros((batch, q_len, num_heads, value.shape[-1])), np.full((batch, q_len, num_heads), -np.inf)
+    for b, t, n in np.ndindex(lse.shape):
+        allowed = allowed_keys(b, t, n, q_len, kv_len, mask, keywords)
+        with np.errstate(invalid="ignore"):
+            logits = (key[b, allowed, n // group] @ query[b, t, n]) * scale
+            if keywords["logits_soft_cap"]:
+                logits = keywords["logits_soft_cap"] * np.tanh(logits / keywords["logits_soft_cap"])
+            if (logits == -np.inf).all():
+                continue
+            sink = -np.inf if sinks is None else np.float64(sinks[n])
+            row_max = np.maximum(logits.max(), sink)
+            terms = np.exp(logits - row_max)
+            total = terms.sum() + np.exp(sink - row_max)
+            output[b, t, n] = terms / total @ value[b, allowed, n // group]
+            lse[b, t, n] = row_max + np.log(total)
+    return output, lse
