@@ -156,7 +156,7 @@ CASES = [
 SPOILED = [
     Case("spoiled", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=1, segments="packed",
          spoiled=True),
-    Case("spoiled_sink", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=3, num_kv_heads=1, sinks=True,
+    Case("spoiled_sink", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=1, sinks=True,
          spoiled=True),
     Case("spoiled_and_capped", CausalMask(-3), batch=6, q_len=40, kv_len=40, num_heads=2, num_kv_heads=2,
          logits_soft_cap=2.0, spoiled=True),
