@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 import traceback
@@ -166,9 +167,9 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, ValueError):
         return message
     text = f"{type(error).__name__}: {message}"
-    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
-        # TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'learning_rat'
-        owner, unknown = text.split(": ", 1)[1].split(".", 1)[0], text.split("'")[1]
+    # TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'learning_rat'
+    if unexpected := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text):
+        owner, unknown = unexpected.groups()
         for cls in _config_classes(TrainConfig):
             if cls.__name__ == owner:
                 own = did_you_mean_field(unknown, [field.name for field in dataclasses.fields(cls)])

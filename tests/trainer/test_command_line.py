@@ -287,6 +287,7 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
         ("def get_config():\n    from os import _exit\n    _exit(3)\n", "config {path}:3: ends Python (exit status 3)"),
         ("raise GeneratorExit('odd')\n", "config {path}:1: GeneratorExit: odd"),
         ("class E(Exception):\n    __str__ = None\nraise E\n", "config {path}:3: E"),
+        ("raise TypeError('an unexpected keyword argument')\n", "config {path}:1: TypeError: an unexpected keyword"),
         ("def get_config():\n    return get_config()\n", "config {path}:2: RecursionError"),
         ("x = '\0'\n", "config {path}"),
         (
