@@ -74,7 +74,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     files, overrides = parser.parse_known_args(arguments)
     options = {"config": files.config, "workdir": files.workdir or Path("runs/NAME")}
     command = apply_overrides(CommandLine, options, overrides, program=PROGRAM)
-    return CommandLine(command.config, files.workdir or Path("runs") / command.train.name, command.train)
+    workdir = files.workdir or Path("runs") / command.train.name
+    return CommandLine(command.config, workdir.absolute(), command.train)  # as Orbax has it, in every message
 
 
 class OptionParser(argparse.ArgumentParser):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import rich.console
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column, Table
+from rich.text import Text
 
 from trainer.compilation import CompileReport
 from trainer.evaluate import Evaluation
@@ -38,7 +49,7 @@ class Window:
     """Expected seconds to the last step."""
 
     def short(self) -> str:
-        """What fits beside a progress bar."""
+        """What fits a terminal of 80 columns."""
         return (
             f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  MFU {self.mfu_causal:.1%}  "
             f"{format_seconds(self.left_s)} left"
@@ -66,9 +77,14 @@ class Console:
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
-    def note(self, line: str) -> None:
-        """One line of its own."""
-        self._output.print(line, markup=False, highlight=False, soft_wrap=True)
+    def note(self, line: str, *, whole: bool = False) -> None:
+        """One line of its own.
+
+        Args:
+          whole: whether it's to be copied, or as somebody else wrote it. Others are broken between words where a
+            terminal is too narrow for them.
+        """
+        self._output.print(line, markup=False, highlight=False, soft_wrap=whole or not self._is_terminal)
 
     def warning(self, line: str) -> None:
         """One line of its own, which says that it warns."""
@@ -88,6 +104,21 @@ class Console:
         """
         self._facts(title, self._description, facts)
 
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Shows on a terminal that work goes on, and for how long; elsewhere nothing.
+
+        Args:
+          what: the work, as in "compiling".
+        """
+        if not self._is_terminal:
+            yield
+            return
+        text = TextColumn("{task.description} …", markup=False)
+        with self._moving(SpinnerColumn(), text, TimeElapsedColumn(), transient=True) as progress:
+            progress.add_task(what, total=None)
+            yield
+
     def compiled(self, reports: Sequence[CompileReport]) -> None:
         """What compiling took, and what the largest program takes in memory."""
         for report in reports:
@@ -103,15 +134,14 @@ class Console:
     def start_steps(self, done: int, num_steps: int) -> None:
         """Shows the progress bar, on a terminal."""
         if self._is_terminal:
-            columns = (
+            self._progress = self._moving(
+                SpinnerColumn(),
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(bar_width=None),  # takes what the others leave of the line
                 TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
             )
-            self._progress = Progress(*columns, console=self._output, expand=True)
             self._task = self._progress.add_task("step", total=num_steps, completed=done, status="first step …")
-            self._progress.start()
 
     def advance(self, done: int) -> None:
         """Moves the bar to the number of steps that the device has finished."""
@@ -119,11 +149,13 @@ class Console:
             self._progress.update(self._task, completed=done)
 
     def window(self, window: Window) -> None:
-        """A log window: the bar's text on a terminal, a line elsewhere."""
-        if self._progress is None:
-            self.note(f"step {window.step}/{window.num_steps}  {window}")
-        else:
-            self._progress.update(self._task, completed=window.step, status=window.short())
+        """A log window: a line, on a terminal above the bar."""
+        line = f"step {window.step}/{window.num_steps}  {window}"
+        if self._is_terminal and len(line) > self._output.width:
+            line = f"step {window.step}/{window.num_steps}  {window.short()}"
+        self.note(line)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=window.step, status=f"{format_seconds(window.left_s)} left")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A validation loss."""
@@ -132,7 +164,7 @@ class Console:
     def sample(self, step: int, prompt: str, text: str) -> None:
         """A prompt and what the model makes of it."""
         sample = f"{prompt}▸{text}"
-        self.note(f"step {step}: sample: {visible(sample) if self._is_terminal else sample}")
+        self.note(f"step {step}: sample: {visible(sample) if self._is_terminal else sample}", whole=True)
 
     def stop_steps(self) -> None:
         """Takes the progress bar off the terminal's hands; safe to call at any time."""
@@ -140,9 +172,24 @@ class Console:
             self._progress.stop()
             self._progress = None
 
-    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]]) -> None:
-        """What came out, and where it lies."""
+    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]], next_commands: Sequence[str] = ()) -> None:
+        """What came out, where it lies, and what to do with it.
+
+        Args:
+          title: how it ended.
+          facts: label → value, or the lines of one.
+          next_commands: below the panel, so that they can be copied whole.
+        """
         self._facts(title, "", facts)
+        if next_commands:
+            self.note("\n".join(["next:", *(f"  {command}" for command in next_commands)]), whole=True)
+
+    def _moving(self, *columns: ProgressColumn, transient: bool = False) -> Progress:
+        """Starts a line at the bottom of the terminal that is drawn anew ten times a second, by a thread of its own."""
+        progress = Progress(*columns, console=self._output, expand=not transient, transient=transient)
+        progress.start()
+        self._output.show_cursor(True)  # a process that is killed could not bring it back
+        return progress
 
     def _facts(self, title: str, description: str, facts: Mapping[str, str | Sequence[str]]) -> None:
         lines = [(label, [value] if isinstance(value, str) else list(value)) for label, value in facts.items()]
@@ -161,7 +208,7 @@ class Console:
             content = Table.grid(padding=(0, 0, 1, 0))
             content.add_row(description)
             content.add_row(grid)
-        self._output.print(Panel(content, title=title, title_align="left"), markup=False)
+        self._output.print(Panel(content, title=Text(title), title_align="left"), markup=False)
 
 
 def visible(text: str) -> str:

@@ -14,7 +14,9 @@ from trainer.console import Console, Window, format_loss, format_seconds
 from trainer.errors import TrainingFailed
 from trainer.evaluate import evaluate
 from trainer.flops import StepFlops
+from trainer.loss_plot import draw_losses
 from trainer.metrics_log import VALIDATION_LOSS, MetricsLog
+from trainer.next_commands import next_commands
 from trainer.prepare import CompiledSteps, Setup, compile_steps
 from trainer.recompilation import Change
 from trainer.record import RunRecord, StepTimes, TimeAccount, measured_memory
@@ -81,7 +83,7 @@ class TrainingLoop:
             )
         self._begun_step = self._step
         self._set_finished(self._step)
-        with self._account.measure("compile"):
+        with self._account.measure("compile"), self._console.working("compiling"):
             self._programs = compile_steps(
                 self._setup.trainer, with_init=restored is None, on_recompile=self._recompiled
             )
@@ -352,18 +354,32 @@ class TrainingLoop:
             f"{name.removesuffix('_s').replace('_', ' ')} {format_seconds(seconds)}"
             for name, seconds in self._record["time"].items()
         )
-        facts["written"] = [
-            f"{path}{'/' if path.is_dir() else ''}"
-            for path in (
-                self._workdir.config,
-                self._workdir.record,
-                self._workdir.metrics,
-                self._workdir.tensorboard,
-                self._checkpoints.newest or self._workdir.checkpoints,
-            )
+        written = [
+            self._workdir.config,
+            self._workdir.record,
+            self._workdir.metrics,
+            self._workdir.tensorboard,
+            self._checkpoints.newest or self._workdir.checkpoints,
         ]
+        if self._draw_losses():
+            written.append(self._workdir.loss_picture)
+        facts["written"] = [f"{path}{'/' if path.is_dir() else ''}" for path in written]
         done = f"step {self._step} of {self._config.num_steps}"
         if status == "completed":
-            self._console.closing(f"completed: {done}", facts)
+            title = f"completed: {done}"
         else:
-            self._console.closing(f"stopped and saved at {done}; run the same command again to go on", facts)
+            title = f"stopped and saved at {done}; run the same command again to go on"
+        self._console.closing(title, facts, next_commands(self._config, self._workdir))
+
+    def _draw_losses(self) -> bool:
+        """Whether there is a picture of the losses. It is an extra: a run that has ended well doesn't fail for it."""
+        try:
+            return draw_losses(
+                self._workdir.metrics,
+                self._workdir.loss_picture,
+                title=self._config.name,
+                unigram_nats_per_token=self._setup.corpus.unigram_nats_per_token,
+            )
+        except Exception as error:
+            self._console.warning(f"{self._workdir.loss_picture} can't be drawn: {type(error).__name__}: {error}")
+            return False

@@ -53,6 +53,10 @@ class Workdir:
         return self.path / "tensorboard"
 
     @property
+    def loss_picture(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

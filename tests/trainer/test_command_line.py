@@ -176,7 +176,7 @@ def test_flags_override_the_config_file(trainer_command, tmp_path):
 
 def test_the_workdir_is_named_for_the_run_unless_given(trainer_command):
     command = parse_command_line(["--config", str(trainer_command.config), "--name", "other"])
-    assert str(command.workdir) == "runs/other"
+    assert command.workdir == Path.cwd() / "runs" / "other"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 
-import rich.console
-import rich.markup
-
 from trainer.compile import report
 from trainer.compile.command_line import Task
 from trainer.compile.comparison import Comparison
@@ -100,18 +97,12 @@ def _write(task: Task, content: dict[str, object]) -> None:
 
 
 class _Progress(Console):
-    """The trainer's console, with something to look at while a compiler runs."""
-
-    def __init__(self) -> None:
-        self._screen = rich.console.Console(highlight=False)
-        super().__init__(self._screen)
+    """The trainer's console, which says everywhere what is being compiled."""
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """A spinner on a terminal, a line elsewhere."""
-        if self._screen.is_terminal and not self._screen.is_dumb_terminal:
-            with self._screen.status(rich.markup.escape(f"{what} …")):
-                yield
-        else:
+        """As the trainer's, and a line where there is no terminal."""
+        if not self._is_terminal:
             self.note(f"{what} …")
+        with super().working(what):
             yield
