@@ -156,17 +156,17 @@ class Attention(nnx.Module):
 
         Args:
           inputs: as in a call. What follows a row's tokens is padding, unseen by a mask that only looks back.
-          cache: its sequences that the rows are to become hold no tokens yet.
+          cache: what its sequences that the rows become held before is dropped.
           rotation: the rotary embedding's angles at positions 0, 1, …
           sequences: the cache's sequence of each row; None: row i is sequence i.
-          num_tokens: tokens of each row; None: all.
+          num_tokens: tokens of each row, 0 for a sequence that is to stay as it is; None: all.
 
         Returns:
           What a call returns, and the cache.
         """
         query, key, value = self._project(inputs, rotation)
         outputs = self.output(self._attend(query, key, value, segment_ids=None, positions=None))
-        return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens)
+        return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens, from_start=True)
 
     def decode(
         self,

@@ -212,9 +212,9 @@ class GPT(nnx.Module):
 
         Args:
           tokens: token ids; what follows a row's own is padding, which no other token sees.
-          caches: from `init_caches`; the sequences that the rows are to become hold no tokens yet.
+          caches: from `init_caches`; what the sequences that the rows become held before is dropped.
           sequences: which sequence of the caches each row becomes; None: row i is sequence i.
-          num_tokens: tokens of each row; None: all.
+          num_tokens: tokens of each row, 0 for a sequence that is to stay as it is; None: all.
 
         Returns:
           Hidden states as from a call, and the caches.

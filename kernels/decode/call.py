@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import check_sequences, of_rows, which_sequences
+from kernels.decode.tokens import MOST_TOKENS, integers, of_rows, which_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import FullMask, Mask, MultiHeadMask
 from kernels.static_numbers import checked_scale, checked_soft_cap
@@ -103,17 +103,19 @@ def make_decode_call(
     mask = _checked_mask(mask, num_heads)
     scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
-    check_sequences(sequences, cache.num_sequences)
     rows = which_sequences(sequences, batch, cache.num_sequences)
     if query_positions is None:
         query_positions = of_rows(cache.lengths, rows)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
     else:
-        query_positions = jnp.asarray(query_positions)
-        if query_positions.shape != (batch, num_new) or not jnp.issubdtype(query_positions.dtype, jnp.integer):
+        query_positions = integers("query_positions", query_positions)
+        if query_positions.shape != (batch, num_new):
             raise ValueError(
                 f"query_positions must be integers [{batch}, {num_new}], "
-                f"got {query_positions.dtype}{query_positions.shape}"
+                f"got {query_positions.dtype}{list(query_positions.shape)}"
             )
+        known = isinstance(query_positions, np.ndarray)
+        if known and ((query_positions < -MOST_TOKENS) | (query_positions > MOST_TOKENS)).any():
+            raise ValueError(f"query_positions must be from {-MOST_TOKENS} to {MOST_TOKENS}, 32-bit integers")
     call = DecodeCall(
         batch=batch,
         num_new=num_new,
@@ -131,7 +133,7 @@ def make_decode_call(
         num_cells=cache.capacity,
         target=Target.of(device),
     )
-    return DecodeInputs(query, cache, rows, query_positions.astype(jnp.int32), sinks), call
+    return DecodeInputs(query, cache, rows, jnp.asarray(query_positions, jnp.int32), sinks), call
 
 
 def _checked_mask(mask: Mask | None, num_heads: int) -> Mask:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,17 @@ from jaxtyping import Array, Bool, Int, UInt32
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
+    MOST_TOKENS,
     CacheFull,
-    check_sequences,
     check_sizes,
     growth_on_host,
+    integer,
+    integers,
+    is_traced,
     num_tokens_of_rows,
     numbers_of_rows,
     of_rows,
-    which_sequences,
+    sequence_numbers,
 )
 
 WORD_BITS = 32
@@ -79,7 +83,7 @@ class CellTable:
             lengths=jnp.zeros(num_sequences, jnp.int32),
             last_cells=jnp.full(num_sequences, -1, jnp.int32),
             num_dropped=jnp.zeros((), jnp.int32),
-            block_size=block_size,
+            block_size=int(block_size),
         )
 
     @property
@@ -108,12 +112,15 @@ class CellTable:
 
         Returns:
           The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
+
+        Raises:
+          ValueError: `num_new` below 1, sequences that the table hasn't, or counts of tokens that aren't there.
         """
-        batch = self.num_sequences if sequences is None else len(sequences)
-        check_sequences(sequences, self.num_sequences, distinct=True)
-        rows = which_sequences(sequences, batch, self.num_sequences)
-        counts = num_tokens_of_rows(num_tokens, batch, num_new)
+        check_sizes(num_new=num_new)
+        rows = None if sequences is None else sequence_numbers(sequences, self.num_sequences, distinct=True)
         length, last_cell = of_rows(self.lengths, rows), of_rows(self.last_cells, rows)
+        counts = num_tokens_of_rows(num_tokens, num_new, length, rows, self.num_sequences)
+        batch = len(length)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
         # Each row's blocks: the one that it is filling up, which counts as full where there is none, then free ones.
@@ -147,48 +154,70 @@ class CellTable:
             self,
             positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
             owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
-            lengths=length + counts if rows is None else self.lengths.at[rows].add(counts),
-            last_cells=newest if rows is None else self.last_cells.at[rows].set(newest),
+            lengths=length + counts if rows is None else self.lengths.at[rows].add(counts, mode="drop"),
+            last_cells=newest if rows is None else self.last_cells.at[rows].set(newest, mode="drop"),
             num_dropped=self.num_dropped + (counted & ~fits).sum(dtype=jnp.int32),
         )
         return table._summarized(blocks.reshape(-1)), cells
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
         """Ends sequences. See `UnifiedCache.free`."""
-        check_sequences(sequences, self.num_sequences)
-        rows = jnp.atleast_1d(jnp.asarray(sequences, jnp.int32))
-        ended = jnp.bitwise_or.reduce(_sets(rows, self.owners.shape[-1]), axis=0)
+        rows = sequence_numbers(sequences, self.num_sequences)
+        sets = jnp.where((rows < self.num_sequences)[:, None], _sets(rows, self.owners.shape[-1]), 0)
+        ended = jnp.bitwise_or.reduce(sets, axis=0)
         owners = self.owners & ~ended
         table = dataclasses.replace(
             self,
             positions=jnp.where((owners == 0).all(-1), -1, self.positions),
             owners=owners,
-            lengths=self.lengths.at[rows].set(0),
-            last_cells=self.last_cells.at[rows].set(-1),
+            lengths=self.lengths.at[rows].set(0, mode="drop"),
+            last_cells=self.last_cells.at[rows].set(-1, mode="drop"),
         )
         return table._summarized()
 
     def share(self, source: int, target: int, num_tokens: int | None = None) -> CellTable:
         """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
-        if isinstance(source, int) and source == target:
-            raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
-        for sequence in (source, target):
-            check_sequences(sequence, self.num_sequences)
-        if num_tokens is not None and not isinstance(self.lengths, jax.core.Tracer):
-            held = int(self.lengths[source])
-            if num_tokens > held:
-                raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={num_tokens}; share fewer")
-        table = self.free(target)
-        length = table.lengths[source]
-        length = length if num_tokens is None else jnp.minimum(length, num_tokens)
-        shared = _sees(table.owners, jnp.asarray([source]))[0] & (table.positions < length)
-        joined = table.owners | _sets(jnp.asarray([target]), table.owners.shape[-1])
+        giver, taker = self._one_sequence("source", source), self._one_sequence("target", target)
+        known = isinstance(giver, int) and isinstance(taker, int)
+        if known and giver == taker:
+            raise ValueError(f"sequence {giver} can't be replaced by its own start; give two different sequences")
+        length = self.lengths.at[giver].get(mode="fill", fill_value=0)
+        if num_tokens is not None:
+            length = jnp.clip(self._tokens_to_share(num_tokens, giver, length), 0, length)
+        table = self.free(taker)
+        shared = self._sees(table.owners, jnp.asarray([giver]))[0] & (table.positions < length)
+        joined = table.owners | _sets(jnp.asarray([taker]), table.owners.shape[-1])
         table = dataclasses.replace(
             table,
             owners=jnp.where(shared[:, None], joined, table.owners),
-            lengths=table.lengths.at[target].set(length),
-        )
-        return table._summarized()
+            lengths=table.lengths.at[taker].set(length, mode="drop"),
+        )._summarized()
+        if known:
+            return table
+        changes = (giver != taker) & (giver < self.num_sequences) & (taker < self.num_sequences)
+        return jax.tree.map(lambda new, old: jnp.where(changes, new, old), table, self)
+
+    def _one_sequence(self, name: str, sequence: Any) -> int | Int[Array, ""]:
+        """A sequence's number; past the end if it's traced and the table hasn't it."""
+        number = integers(name, sequence)
+        if number.shape != ():
+            raise ValueError(f"{name} must be one sequence's number, got {sequence!r}")
+        (checked,) = sequence_numbers(sequence, self.num_sequences)
+        return int(number) if isinstance(number, np.ndarray) else checked
+
+    def _tokens_to_share(self, num_tokens: Any, source: Any, held: Int[Array, ""]) -> int | Int[Array, ""]:
+        """How many tokens are shared, which isn't checked against what the source holds where either is traced."""
+        if is_traced(num_tokens):
+            count = integers("num_tokens", num_tokens)
+            if count.shape != ():
+                raise ValueError(f"num_tokens must be one integer, got shape {list(count.shape)}")
+            return jnp.asarray(count)
+        known_count = integer("num_tokens", num_tokens)
+        if known_count < 0:
+            raise ValueError(f"num_tokens={known_count} must be at least 0")
+        if not is_traced(held) and known_count > int(held):
+            raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={known_count}; share fewer")
+        return min(known_count, MOST_TOKENS)
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
         """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""
@@ -214,8 +243,8 @@ class CellTable:
         return BlockSummary(
             self.lowest[None],
             self.highest[None],
-            some=_sees(self.some_cell, sequences),
-            every=_sees(self.every_cell, sequences),
+            some=self._sees(self.some_cell, sequences),
+            every=self._sees(self.every_cell, sequences),
         )
 
     def cells(
@@ -224,12 +253,18 @@ class CellTable:
         """Positions of some cells of each row, and whether its sequence sees them."""
         sequences = numbers_of_rows(sequences, self.num_sequences)
         word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
-        owners = self.owners[cells, word[:, None]]
-        return self.positions[cells], ((owners >> bit[:, None]) & 1).astype(bool)
+        seen = ((self.owners[cells, word[:, None]] >> bit[:, None]) & 1).astype(bool)
+        return self.positions[cells], seen & (sequences < self.num_sequences)[:, None]
 
     def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "1 C"], Bool[Array, "B C"]]:
         """Positions of all cells, and whether each row's sequence sees them."""
-        return self.positions[None], _sees(self.owners, numbers_of_rows(sequences, self.num_sequences))
+        return self.positions[None], self._sees(self.owners, numbers_of_rows(sequences, self.num_sequences))
+
+    def _sees(self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"]) -> Bool[Array, "B n"]:
+        """Whether each sequence is in each set; one past the end is in none."""
+        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        seen = ((sets.T[word] >> bit[:, None]) & 1).astype(bool)
+        return seen & (sequences < self.num_sequences)[:, None]
 
     def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
         """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
@@ -256,9 +291,3 @@ def _sets(sequences: Int[Array, " n"], num_words: int) -> UInt32[Array, "n W"]:
     """Each sequence as a set of its own."""
     word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
     return jnp.where(jnp.arange(num_words) == word[:, None], jnp.uint32(1) << bit[:, None], jnp.uint32(0))
-
-
-def _sees(sets: UInt32[Array, "n W"], sequences: Int[Array, " B"]) -> Bool[Array, "B n"]:
-    """Whether each sequence is in each set."""
-    word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
-    return ((sets.T[word] >> bit[:, None]) & 1).astype(bool)

@@ -17,13 +17,13 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
-    check_sequences,
     check_sizes,
     check_tokens,
     growth_on_host,
     num_tokens_of_rows,
     numbers_of_rows,
     of_rows,
+    sequence_numbers,
     which_sequences,
 )
 from kernels.masks import AndMask, Mask, MultiHeadMask, OrMask
@@ -89,7 +89,7 @@ class SlabCache:
             key=jnp.zeros((num_sequences, capacity, num_kv_heads, head_dim), dtype),
             value=jnp.zeros((num_sequences, capacity, num_kv_heads, value_dim), dtype),
             lengths=jnp.zeros(num_sequences, jnp.int32),
-            block_size=block_size,
+            block_size=int(block_size),
         )
 
     @property
@@ -114,23 +114,33 @@ class SlabCache:
         *,
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
+        from_start: bool = False,
     ) -> SlabCache:
         """Appends tokens to sequences.
+
+        A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
+        to the tokens that are there, and a row whose sequence the cache hasn't, or that an earlier row names too, is
+        left out.
 
         Args:
           key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
           sequences: the sequence of each row, no two the same; by default row i is sequence i.
           num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
+          from_start: the tokens take the place of what their sequences held.
 
         Raises:
-          ValueError: shapes or dtypes that don't fit the cache.
+          ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
+            aren't there.
         """
+        key, value = jnp.asarray(key), jnp.asarray(value)
         check_tokens(key, value, self.key, self.value)
         batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
-        check_sequences(sequences, self.num_sequences, distinct=True)
-        rows = which_sequences(sequences, batch, self.num_sequences)
-        counts = num_tokens_of_rows(num_tokens, batch, num_new)
-        length = of_rows(self.lengths, rows)[:, None]
+        rows = which_sequences(sequences, batch, self.num_sequences, distinct=True)
+        before = of_rows(self.lengths, rows)
+        start = jnp.zeros_like(before) if from_start else before
+        counts = num_tokens_of_rows(num_tokens, num_new, start, rows, self.num_sequences)
+        after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
+        length = start[:, None]
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
         position = length + token
@@ -150,13 +160,17 @@ class SlabCache:
             self,
             key=put(self.key, key),
             value=put(self.value, value),
-            lengths=self.lengths + counts if rows is None else self.lengths.at[rows].add(counts),
+            lengths=after if rows is None else self.lengths.at[rows].set(after, mode="drop"),
         )
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
-        """Ends sequences: they hold no tokens, and others may start in their cells."""
-        check_sequences(sequences, self.num_sequences)
-        return dataclasses.replace(self, lengths=self.lengths.at[jnp.asarray(sequences)].set(0))
+        """Ends sequences: they hold no tokens, and others may start in their cells.
+
+        Raises:
+          ValueError: the cache hasn't one of them; traced numbers that it hasn't end nothing.
+        """
+        numbers = sequence_numbers(sequences, self.num_sequences)
+        return dataclasses.replace(self, lengths=self.lengths.at[numbers].set(0, mode="drop"))
 
     def check_room(
         self,
@@ -176,10 +190,13 @@ class SlabCache:
 
         Raises:
           CacheFull: there's no room, with the sequence, the count and the capacity that would do.
+          ValueError: traced arguments, sequences that the cache hasn't, counts below 0.
         """
+        check_sizes(tokens_per_step=tokens_per_step)
         chosen, lengths, growth = growth_on_host(self.lengths, num_tokens, sequences)
         for sequence, length, gain in zip(chosen, lengths, growth, strict=True):
-            needed = slab_capacity(mask, int(length + gain), tokens_per_step)
+            total = int(length + gain)
+            needed = slab_capacity(mask, total, tokens_per_step) if total else 0
             if needed > self.capacity:
                 raise CacheFull(
                     f"sequence {sequence} holds {length} tokens and is to gain {gain}, for which this mask needs "
@@ -241,13 +258,15 @@ def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) 
       tokens_per_step: tokens that are written before a query looks.
 
     Raises:
-      ValueError: a count below 1.
+      ValueError: a count below 1, or something else than a mask.
 
     >>> from kernels import CausalMask, LocalMask
     >>> slab_capacity(CausalMask(), 32_768), slab_capacity(LocalMask(1023, 0), 32_768)
     (32768, 1024)
     """
     check_sizes(max_length=max_length, tokens_per_step=tokens_per_step)
+    if mask is not None and not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}")
     reach = None if mask is None else _reach(mask)
     return max_length if reach is None else min(max_length, reach + tokens_per_step)
 

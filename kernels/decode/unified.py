@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.cell_table import CellTable
-from kernels.decode.tokens import check_sizes, check_tokens, which_sequences
+from kernels.decode.tokens import check_sizes, check_tokens, integers, which_sequences
 
 
 @jax.tree_util.register_dataclass
@@ -112,14 +112,20 @@ class UnifiedCache:
     ) -> UnifiedCache:
         """Appends tokens to sequences. Tokens that find no room are dropped and counted: ask `check_room` before.
 
+        A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
+        to the tokens that are there, and a row whose sequence the cache hasn't, or that an earlier row names too, is
+        left out.
+
         Args:
           key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
           sequences: the sequence of each row, no two the same; by default row i is sequence i.
           num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
 
         Raises:
-          ValueError: shapes or dtypes that don't fit the cache.
+          ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
+            aren't there.
         """
+        key, value = jnp.asarray(key), jnp.asarray(value)
         check_tokens(key, value, self.key, self.value)
         which_sequences(sequences, key.shape[0], self.num_sequences)
         table, cells = self.table.allocate(key.shape[1], sequences=sequences, num_tokens=num_tokens)
@@ -128,20 +134,44 @@ class UnifiedCache:
     def store(
         self, table: CellTable, cells: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K V"]
     ) -> UnifiedCache:
-        """Puts tokens into cells that `table.allocate` gave: the part of `write` that differs between layers."""
+        """Puts tokens into cells that `table.allocate` gave: the part of `write` that differs between layers.
+
+        Args:
+          table, cells: what `table.allocate` returned, as they are.
+          key, value: of the new tokens.
+
+        Raises:
+          ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
+        """
+        key, value = jnp.asarray(key), jnp.asarray(value)
         check_tokens(key, value, self.key, self.value)
+        places = integers("cells", cells)
+        if table.capacity != self.capacity or places.shape != key.shape[:2]:
+            raise ValueError(
+                f"cells {list(places.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
+                f"and {self.capacity} cells; give what the cache's own table.allocate returned"
+            )
+        # A negative place would count from the end.
+        places = jnp.where(places < 0, self.capacity, places).astype(jnp.int32)
         return UnifiedCache(
-            key=self.key.at[cells].set(key, mode="drop", unique_indices=True),
-            value=self.value.at[cells].set(value, mode="drop", unique_indices=True),
+            key=self.key.at[places].set(key, mode="drop", unique_indices=True),
+            value=self.value.at[places].set(value, mode="drop", unique_indices=True),
             table=table,
         )
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> UnifiedCache:
-        """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free."""
+        """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free.
+
+        Raises:
+          ValueError: the cache hasn't one of them; traced numbers that it hasn't end nothing.
+        """
         return dataclasses.replace(self, table=self.table.free(sequences))
 
     def share(self, source: int, target: int, num_tokens: int | None = None) -> UnifiedCache:
         """Lets one sequence start with another's tokens, which stay where they are.
+
+        Under `jax.jit` nothing is known of traced numbers: a count is clamped to the tokens that are there, and the
+        cache stays as it is where source and target are one sequence, or it hasn't one of them.
 
         Args:
           source: the sequence whose tokens they are.
@@ -149,8 +179,7 @@ class UnifiedCache:
           num_tokens: how many, from the first; by default all.
 
         Raises:
-          ValueError: source and target are one sequence, the cache hasn't one of them, or fewer tokens are there (the
-            last two where the numbers aren't traced).
+          ValueError: source and target are one sequence, the cache hasn't one of them, or fewer tokens are there.
         """
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 
@@ -163,6 +192,7 @@ class UnifiedCache:
 
         Raises:
           CacheFull: there's no room, with the blocks needed and free, or tokens have been dropped already.
+          ValueError: traced arguments, sequences that the cache hasn't, counts below 0.
         """
         self.table.check_room(num_tokens, sequences=sequences)
 

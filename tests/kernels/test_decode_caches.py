@@ -1,5 +1,6 @@
 """The two forms of cache: which cells tokens go to, what the table knows of them, what has no room."""
 
+import functools
 import re
 
 import jax
@@ -39,6 +40,16 @@ def look(cache, sequence):
 def tokens(rng, rows: int, count: int):
     """Keys and values of new tokens, of one head with one number each."""
     return tuple(jnp.asarray(rng.standard_normal((rows, count, 1, 1)), jnp.float32) for _ in range(2))
+
+
+ONES = (jnp.ones((2, 1, 1, 1)), jnp.ones((2, 1, 1, 1)))
+
+
+@functools.cache
+def filled() -> UnifiedCache:
+    """Two sequences of four tokens in eight blocks."""
+    cache = UnifiedCache.empty(2, 8 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    return write(cache, tuple(jnp.ones((2, 4, 1, 1)) for _ in range(2)), jnp.arange(2), jnp.array([4, 4]))
 
 
 def held(cache, sequence: int) -> dict[int, tuple[float, float]]:
@@ -250,8 +261,68 @@ def test_slab_capacity(mask, capacity):
         ),
         (
             lambda: jax.jit(lambda cache: cache.check_room(1))(UnifiedCache.empty(2, 128, 1, 1)),
-            "check_room reads the cache on the host; call it outside jax.jit",
+            "check_room reads the cache and its arguments on the host; call it outside jax.jit",
         ),
+        (lambda: filled().write(*ONES, num_tokens=[2, 1]), "num_tokens=[2, 1] must all be from 0 to 1, the tokens"),
+        (lambda: filled().write(*ONES, num_tokens=jnp.array([-1, 1])), "num_tokens=[-1, 1] must all be from 0 to 1"),
+        (lambda: filled().write(*ONES, num_tokens=[2**32 + 1, 1]), "num_tokens=[4294967297, 1] must all be from 0"),
+        (lambda: filled().write(*ONES, num_tokens=[True, False]), "num_tokens must be integers, got bool[2]"),
+        (lambda: filled().write(*ONES, num_tokens=np.ones(2)), "num_tokens must be integers, got float64[2]"),
+        (lambda: filled().write(*ONES, num_tokens=1), "num_tokens must be integers [2], one for each row, got int64[]"),
+        (lambda: filled().write(*ONES, sequences=[0.0, 1.0]), "sequences must be integers, got float64[2]"),
+        (lambda: filled().write(*ONES, sequences=[0, 2**70]), "sequences must be integers, got object[2]"),
+        (lambda: filled().write(*ONES, sequences=1), "sequences must be integers [2], one for each row, got int64[]"),
+        (lambda: filled().write(*(x[:, :0] for x in ONES)), "key of shape (2, 0, 1, 1) holds no tokens"),
+        (lambda: filled().table.allocate(-1), "num_new=-1 must be at least 1"),
+        (lambda: filled().table.allocate(True), "num_new must be integers, got bool[]"),
+        (lambda: filled().table.allocate(1, num_tokens=[0, 3]), "num_tokens=[0, 3] must all be from 0 to 1"),
+        (lambda: filled().table.share(1, 1), "sequence 1 can't be replaced by its own start"),
+        (lambda: filled().share(np.int64(1), 1), "sequence 1 can't be replaced by its own start"),
+        (lambda: filled().share(np.array(0), jnp.array(0)), "sequence 0 can't be replaced by its own start"),
+        (lambda: filled().share(0, 1, -3), "num_tokens=-3 must be at least 0"),
+        (lambda: filled().share(0, 1, jnp.array(-3)), "num_tokens=-3 must be at least 0"),
+        (lambda: jax.jit(lambda cache: cache.share(0, 1, -3))(filled()), "num_tokens=-3 must be at least 0"),
+        (lambda: filled().share(0, 1, 2.0), "num_tokens must be integers, got float64[]"),
+        (lambda: filled().share(0, 1, [2]), "num_tokens must be one integer that isn't traced, got [2]"),
+        (lambda: filled().share([0], 1), "source must be one sequence's number, got [0]"),
+        (lambda: filled().share(False, 1), "source must be integers, got bool[]"),
+        (lambda: filled().free([True, False]), "sequences must be integers, got bool[2]"),
+        (lambda: filled().free([[0]]), "sequences must be one number or a vector of them, got shape [1, 1]"),
+        (lambda: filled().free("all"), "sequences must be integers, got <U3[]"),
+        (
+            lambda: filled().check_room(-1),
+            "num_tokens must be one integer of at least 0, or one for each of 2 sequences",
+        ),
+        (lambda: filled().check_room([1, 2, 3]), "or one for each of 2 sequences, got [1, 2, 3]"),
+        (lambda: filled().check_room(1.5), "num_tokens must be integers, got float64[]"),
+        (
+            lambda: filled().check_room(2**31 - 1),
+            "sequence 0 holds 4 tokens and is to gain 2147483647; a sequence holds at most 2147483647",
+        ),
+        (lambda: filled().check_room(2**63 - 1, sequences=[1]), "a sequence holds at most 2147483647"),
+        (
+            lambda: jax.jit(lambda count: filled().check_room(count))(1),
+            "check_room reads the cache and its arguments on the host; call it outside jax.jit",
+        ),
+        (
+            lambda: filled().store(UnifiedCache.empty(2, 128, 1, 1).table, jnp.zeros((2, 1), int), *ONES),
+            "cells [2, 1] of a table of 128 don't fit [2, 1] tokens and 32 cells",
+        ),
+        (
+            lambda: filled().store(filled().table, jnp.zeros(2, int), *ONES),
+            "cells [2] of a table of 32 don't fit [2, 1]",
+        ),
+        (
+            lambda: decode_attention(ONES[0], filled(), query_positions=[[2**31], [0]]),
+            "query_positions must be from -2147483647 to 2147483647, 32-bit integers",
+        ),
+        (
+            lambda: decode_attention(ONES[0], filled(), query_positions=[[0.0], [1.0]]),
+            "must be integers, got float64[2, 1]",
+        ),
+        (lambda: decode_attention(ONES[0], filled(), sequences=[True, False]), "sequences must be integers, got bool"),
+        (lambda: UnifiedCache.empty(2.0, 128, 1, 1), "num_sequences must be integers, got float64[]"),
+        (lambda: slab_capacity("causal", 5), "mask must be a kernels.Mask such as CausalMask(), got str"),
     ],
 )
 def test_refusals(make, message):
