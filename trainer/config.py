@@ -44,6 +44,9 @@ class DataConfig:
     """Attention and positions stay within a document. False: a packed sequence is read as one text, as nanoGPT does."""
     num_prefetch_batches: int = 4
     """Batches prepared ahead of the step."""
+    allow_changed: bool = False
+    """When a run resumes: go on although the documents are other ones (more files, say), with a new epoch. False: stop
+    and tell."""
 
     def __post_init__(self):
         for name in ("files", "validation_files"):

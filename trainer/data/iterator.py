@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from trainer.data.packing import Batch, PackedSequences, empty_row
 from trainer.errors import UserMistake
 
 _MAX_READ_THREADS = 8
+# Half of what grain can count, so that no place is too near to the end of its endless stream.
+_MAX_POSITION = 2**62
 
 
 class TrainIterator:
@@ -25,50 +29,130 @@ class TrainIterator:
         padding_fraction: share of an epoch's positions that holds no target.
     """
 
-    def __init__(self, sequences: PackedSequences, grain_iterator: Any, stream: dict[str, Any], tokenizer: str):
+    def __init__(
+        self,
+        sequences: PackedSequences,
+        open_at: Callable[[int], Any],
+        *,
+        batch_size: int,
+        stream: dict[str, Any],
+        tokenizer: str,
+    ):
         self.num_sequences = len(sequences)
         self.padding_fraction = sequences.padding_fraction
-        self._grain_iterator = grain_iterator
+        self._open_at = open_at
+        self._batch_size = batch_size
         self._stream = stream
         self._tokenizer = tokenizer
+        self._start = 0
+        self._batches = open_at(0)
 
     def __iter__(self) -> TrainIterator:
         return self
 
     def __next__(self) -> Batch:
-        return next(self._grain_iterator)
+        return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
         """The place in the stream, ready for JSON; a few hundred bytes, the same on every process.
 
-        It also holds the tokenizer's identity, for whoever reads a checkpoint to know what its ids mean.
+        `position` counts the sequences, of all epochs, before the next batch, so that batches of another size can go
+        on from there. The state also holds the tokenizer's identity, for whoever reads a checkpoint to know what its
+        ids mean.
         """
         return {
             "stream": dict(self._stream),
             "tokenizer": self._tokenizer,
-            "grain": self._grain_iterator.get_state(),
+            "position": self._start + self._batches.get_state()["next_index"] * self._batch_size,
+            "num_sequences": self.num_sequences,
         }
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Any, *, allow_changed: bool = False) -> list[str]:
         """Go to the place that `get_state` told of; what follows is what followed there, bit for bit.
 
-        Takes the same short time wherever the place is.
+        Takes the same short time wherever the place is. The batch size may differ. Where the sequences are other ones,
+        there is no such place, and a new epoch of them begins: another sequence length always packs others, and
+        other documents are taken if `allow_changed` says so.
+
+        Args:
+            state: JSON values.
+            allow_changed: whether the documents may differ.
+
+        Returns:
+            Lines that tell what couldn't go on exactly; none if everything did.
 
         Raises:
-            DataError: the state is of another stream; names what differs.
+            DataError: the state is no such state, or of another stream; names what differs.
         """
-        for name, mine in self._stream.items():
-            theirs = state["stream"].get(name)
-            if theirs != mine:
-                raise DataError(
-                    f"the saved data state has {name}={theirs!r} but this run has {mine!r}: a place in another "
-                    f"stream; go back to the {name} that the checkpoint was made with, or start in a new workdir"
+        theirs, position, num_sequences = _read_state(state)
+        notes = []
+        if changed := [name for name in self._stream if theirs.get(name) != self._stream[name]]:
+            self._refuse(changed, state, allow_changed)
+            num_epochs = position / (num_sequences or self.num_sequences)
+            epoch = min(math.ceil(num_epochs), _MAX_POSITION // self.num_sequences)
+            notes.append(
+                f"the sequences are other ones than before ({' and '.join(changed)} changed): the run has seen about "
+                f"{num_epochs:.2f} epochs of those before and begins epoch {epoch + 1} with the new ones, none left "
+                "out, so that what it has seen of an unfinished epoch comes again"
+            )
+            if "corpus" in changed:
+                notes.append(
+                    "the validation documents may be other ones, too, and such as have been trained on: losses don't "
+                    "compare with those up to here"
                 )
-        self._grain_iterator.set_state(state["grain"])
+            position = epoch * self.num_sequences
+        self._batches.close()
+        self._start, self._batches = position, self._open_at(position)
+        return notes
 
     def close(self) -> None:
         """Stop the threads that prepare batches; the iterator is of no use afterwards."""
-        self._grain_iterator.close()
+        self._batches.close()
+
+    def _refuse(self, changed: list[str], state: dict[str, Any], allow_changed: bool) -> None:
+        """Refuses what a new epoch wouldn't put right."""
+        theirs = state["stream"]
+        if "seed" in changed:
+            raise DataError(
+                f"the saved data state has seed={theirs.get('seed')!r} but this run has {self._stream['seed']!r}: "
+                "a place in another order; go back to the seed that the checkpoint was made with, or start in a new "
+                "workdir"
+            )
+        if "corpus" in changed and state.get("tokenizer") != self._tokenizer:
+            raise DataError(
+                f"the checkpoint's tokens were made by tokenizer {state.get('tokenizer')!r}, and this run's by "
+                f"{self._tokenizer!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
+                "back to that tokenizer, or start in a new workdir"
+            )
+        if "corpus" in changed and not allow_changed:
+            raise DataError(
+                f"the saved data state has corpus={theirs.get('corpus')!r} but this run has "
+                f"{self._stream['corpus']!r}: the documents, or their split, have changed since the checkpoint; put "
+                "them back, or go on with a new epoch of those that are there now: --data.allow-changed True"
+            )
+
+
+def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
+    """The stream, the position, and the sequences of an epoch that a state tells; None: it was saved before it did."""
+    try:
+        stream = state["stream"]
+        if "grain" in state:
+            counts = (state["grain"]["next_index"], stream["batch_size"])
+        else:
+            counts = (state["position"], state["num_sequences"])
+        if not isinstance(stream, dict):
+            raise TypeError(f"stream={stream!r}")
+        for count, least in zip(counts, (0, 1), strict=True):
+            if type(count) is not int or not least <= count <= _MAX_POSITION:
+                raise ValueError(f"{count!r} is no count of sequences")
+    except (TypeError, KeyError, ValueError) as error:
+        raise DataError(
+            f"the checkpoint's data state can't be read ({type(error).__name__}: {str(error)[:80]}); move the "
+            "checkpoint elsewhere to go on from the one before it, or start in a new workdir"
+        ) from error
+    if "grain" in state:
+        return stream, min(counts[0] * counts[1], _MAX_POSITION), None
+    return stream, *counts
 
 
 def make_train_iterator(
@@ -116,25 +200,24 @@ def make_train_iterator(
         )
     # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    dataset = (
-        grain.MapDataset.source(sequences)
-        .shuffle(seed=shuffle_seed)
-        .repeat()[process_index::process_count]
-        # Nothing remains of an endless stream, but unless told so grain rounds its length up past len()'s limit.
-        .batch(batch_size // process_count, drop_remainder=True)
-        .to_iter_dataset(
-            grain.ReadOptions(
-                num_threads=min(num_prefetch_batches, _MAX_READ_THREADS), prefetch_buffer_size=num_prefetch_batches
+
+    def open_at(position: int) -> Any:
+        dataset = (
+            grain.MapDataset.source(sequences)
+            .shuffle(seed=shuffle_seed)
+            .repeat()[position + process_index :: process_count]
+            # Nothing remains of an endless stream, but unless told so grain rounds its length up past len()'s limit.
+            .batch(batch_size // process_count, drop_remainder=True)
+            .to_iter_dataset(
+                grain.ReadOptions(
+                    num_threads=min(num_prefetch_batches, _MAX_READ_THREADS), prefetch_buffer_size=num_prefetch_batches
+                )
             )
         )
-    )
-    stream = {
-        "corpus": corpus.fingerprint,
-        "sequence_length": sequence_length,
-        "batch_size": batch_size,
-        "seed": seed,
-    }
-    return TrainIterator(sequences, iter(dataset), stream, corpus.tokenizer.identity)
+        return iter(dataset)
+
+    stream = {"corpus": corpus.fingerprint, "sequence_length": sequence_length, "seed": seed}
+    return TrainIterator(sequences, open_at, batch_size=batch_size, stream=stream, tokenizer=corpus.tokenizer.identity)
 
 
 def make_validation_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -120,7 +121,7 @@ def test_restoring_far_into_the_stream_replays_nothing(make_iterator, monkeypatc
     monkeypatch.setattr(PackedSequences, "__getitem__", lambda self, index: built.append(index) or build(self, index))
     iterator = make_iterator()
     state = iterator.get_state()
-    state["grain"]["next_index"] = 10**9
+    state["position"] = 10**9
     iterator.set_state(state)
     next(iterator)
     iterator.close()
@@ -133,14 +134,91 @@ def test_state_is_small(make_iterator):
     assert len(json.dumps(iterator.get_state())) < 500
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [({"seed": 8}, "seed"), ({"batch_size": 2}, "batch_size"), ({"sequence_length": 32}, "sequence_length")],
-)
-def test_the_state_of_another_stream_is_refused(make_iterator, options, name):
+def test_the_order_of_another_seed_is_refused(make_iterator):
     state = make_iterator().get_state()
-    with pytest.raises(DataError, match=rf"saved data state has {name}=.* but this run has .*go back to the {name}"):
-        make_iterator(**options).set_state(state)
+    with pytest.raises(DataError, match=r"saved data state has seed=7 but this run has 8.*go back to the seed"):
+        make_iterator(seed=8).set_state(state)
+
+
+def test_batches_of_another_size_go_on_with_the_next_sequence(make_iterator, rng):
+    rows = _rows(_take(make_iterator(batch_size=1), 100))
+    original = make_iterator(batch_size=5)
+    _take(original, int(rng.integers(1, 9)))
+    state, position = original.get_state(), original.get_state()["position"]
+    for batch_size in (2, 3, 5):
+        changed = make_iterator(batch_size=batch_size)
+        assert changed.set_state(state) == []
+        assert changed.get_state() == state
+        assert _rows(_take(changed, 4)) == rows[position : position + 4 * batch_size]
+        state, position = changed.get_state(), position + 4 * batch_size
+    shares = [make_iterator(batch_size=4, process_index=i, process_count=2) for i in range(2)]
+    for share in shares:
+        share.set_state(state)
+    assert sorted(_rows([next(share) for share in shares])) == sorted(rows[position : position + 4])
+
+
+def test_sequences_of_another_length_begin_an_epoch(make_iterator):
+    original = make_iterator()
+    _take(original, original.num_sequences // 4 + 1)  # just into the second epoch
+    changed = make_iterator(sequence_length=32, batch_size=1)
+    [note] = changed.set_state(original.get_state())
+    seen = 4 * (original.num_sequences // 4 + 1) / original.num_sequences
+    assert f"(sequence_length changed): the run has seen about {seen:.2f} epochs of those before and begins" in note
+    epoch = 3 if seen > 1 else 2
+    assert f"begins epoch {epoch} with the new ones" in note
+    fresh = make_iterator(sequence_length=32, batch_size=1)
+    epochs = [_rows(_take(fresh, fresh.num_sequences)) for _ in range(epoch)]
+    assert _rows(_take(changed, changed.num_sequences)) == epochs[-1], "every new sequence comes once"
+
+
+def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corpus):
+    state = make_iterator().get_state()
+    grown = dataclasses.replace(corpus, fingerprint="e" * 64)
+    with pytest.raises(DataError, match=r"has corpus='ffff.* but this run has 'eeee.*--data\.allow-changed True"):
+        make_iterator(grown).set_state(state)
+    iterator = make_iterator(grown)
+    notes = iterator.set_state(state, allow_changed=True)
+    assert len(notes) == 2
+    assert "(corpus changed): the run has seen about 0.00 epochs" in notes[0]
+    assert "the validation documents may be other ones" in notes[1]
+    again = make_iterator(grown)
+    assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"
+
+
+def test_another_tokenizers_documents_are_refused_whatever_is_allowed(make_iterator, corpus):
+    state = make_iterator().get_state() | {"tokenizer": "tokenizers 1 abc"}
+    grown = dataclasses.replace(corpus, fingerprint="e" * 64)
+    with pytest.raises(DataError, match=r"made by tokenizer 'tokenizers 1 abc', and this run's by 'byte'"):
+        make_iterator(grown).set_state(state, allow_changed=True)
+    make_iterator().set_state(state)  # the same tokens: only the library's version can differ
+
+
+def test_the_state_of_an_earlier_version_is_understood(make_iterator):
+    original = make_iterator()
+    _take(original, 7)
+    state = original.get_state()
+    stream = state["stream"] | {"batch_size": 4}
+    restored = make_iterator()
+    assert restored.set_state({"stream": stream, "tokenizer": "byte", "grain": {"next_index": 7}}) == []
+    assert restored.get_state() == state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"position": value} for value in (-1, 2**63, 10**30, 1.5, True, None, "7", [], {}, float("nan"))]
+    + [{"num_sequences": value} for value in (0, -3, 10**30, None, "1")]
+    + [{"stream": value} for value in (None, [], "x", 3)]
+    + [{"grain": value} for value in (None, [], {}, {"next_index": "x" * 9}, {"next_index": 10**30})],
+)
+def test_a_state_that_is_none_is_told(make_iterator, change):
+    iterator = make_iterator()
+    state = iterator.get_state()
+    with pytest.raises(DataError, match="the checkpoint's data state can't be read"):
+        iterator.set_state(state | change)
+    for whole in (None, [], 3, "x", {}):
+        with pytest.raises(DataError, match="the checkpoint's data state can't be read"):
+            iterator.set_state(whole)
+    assert iterator.get_state() == state, "it stays where it was"
 
 
 def test_processes_partition_each_batch(make_iterator):
