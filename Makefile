@@ -26,7 +26,7 @@ DEV_STAMP := $(VENV)/.installed-for-dev
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: $(RUN_STAMP) ## train a GPT at 32k context (EXTRAS=cuda13, CONFIG=FILE, ARGS="--num-steps 50")
+train: $(RUN_STAMP) ## train a GPT at 32k context (EXTRAS=cuda13, CONFIG=FILE, ARGS="--num-steps 100")
 	$(BIN)/python -m trainer --config $(CONFIG) $(ARGS)
 
 # Both groups always run, so that one report holds every failure; the larger one is last, and so is its summary.

@@ -7,6 +7,8 @@
         SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
       400.tmp/             one being written, or cut short by a kill
       200.damaged/         one that fails its digests, set aside when its step was saved again or its removal was due
+      note.txt             anything else isn't the run's: it is named once and left alone; a name that a save needs is
+                           freed by a renaming to NAME.foreign
 
 A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk, so that a kill leaves
 either all of it or none under that name. Reading verifies the digests first: Orbax notices a missing or a cut file, but
@@ -17,21 +19,35 @@ garbage.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
+from trainer.checkpoint_folder import (
+    DIGESTS,
+    Hold,
+    Metadata,
+    cannot_restore,
+    claim_for_removal,
+    digests,
+    find_damage,
+    list_checkpoints,
+    printable,
+    read_metadata,
+)
 from trainer.errors import TrainingFailed
-from trainer.workdir import sync, write_atomically
+from trainer.workdir import set_aside, sync, write_atomically
 
-_DIGESTS = "SHA256SUMS"
+# Checkpoints that may vanish one after another while they are looked at, on a file system without locks.
+_MAX_VANISHED = 20
 
 
 @dataclass(frozen=True)
@@ -49,11 +65,14 @@ class Damaged:
 class Restored:
     """What a checkpoint held."""
 
+    path: Path
     step: int
     state: Any
     """The training state, on the devices."""
     data_state: Any
     """The data iterator's state, as JSON values."""
+    config_history: Any
+    """What `save` was given, as JSON values; None: saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
 
@@ -64,18 +83,25 @@ class Checkpoints:
     Args:
       folder: the run's `checkpoints/`; what earlier kills left half-written in it is removed.
       num_kept: newest checkpoints kept. One that `restore_newest` found damaged isn't counted. Each is verified before
-        it is removed, and set aside instead if it is damaged.
+        it is removed, and set aside instead if it is damaged. One that is being read is removed after a later save.
+      on_note: told, in one line, of what isn't the run's own and of what can't be removed.
     """
 
-    def __init__(self, folder: Path, num_kept: int):
+    def __init__(self, folder: Path, num_kept: int, on_note: Callable[[str], None] = lambda line: None):
         self._folder = folder.absolute()
         self._num_kept = num_kept
         self._orbax = ocp.StandardCheckpointer()
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
-        for unfinished in self._folder.glob("*.tmp"):
-            shutil.rmtree(unfinished)
-        self._steps = _steps_in(self._folder)
+        listing = list_checkpoints(self._folder)
+        if foreign := listing.describe_foreign():
+            on_note(foreign)
+        for unfinished in listing.unfinished:
+            try:
+                shutil.rmtree(unfinished)
+            except OSError as error:
+                on_note(f"{unfinished} can't be removed: {error.strerror}; it is left there and takes up space")
+        self._steps = list(listing.steps)
 
     @property
     def newest_step(self) -> int:
@@ -103,22 +129,23 @@ class Checkpoints:
             path = self._path(step)
             reason = find_damage(path)
             if reason is None:
-                run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+                metadata = read_metadata(path)
                 state = self._restore(path, abstract_state)
                 self._steps = [known for known in self._steps if known <= step]
-                return Restored(step, state, run["data"], tuple(damaged))
+                return Restored(path, step, state, metadata.data, metadata.config_history, tuple(damaged))
             damaged.append(Damaged(path, reason))
         if damaged:
             raise _all_damaged(damaged, "put a good copy back, or start afresh with another --workdir")
         return None
 
-    def save(self, step: int, state: Any, data_state: Any) -> None:
+    def save(self, step: int, state: Any, data_state: Any, config_history: Any = None) -> None:
         """Starts saving, and returns once the state may be overwritten; an earlier save is waited for first.
 
         Args:
           step: the steps behind the state; must be more than any saved or restored before.
           state: tree of arrays.
           data_state: JSON values from which the data goes on with the batch after this step.
+          config_history: JSON values that tell the config and its changes up to this step.
 
         Raises:
           TrainingFailed: this or the earlier save failed (a full disk, for example). Nothing is left of it, the
@@ -128,8 +155,11 @@ class Checkpoints:
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
         unfinished = self._folder / f"{step}.tmp"
         try:
+            if os.path.lexists(unfinished):
+                set_aside(unfinished, "foreign")
             unfinished.mkdir()
-            write_atomically(unfinished / "run.json", json.dumps({"step": step, "data": data_state}) + "\n")
+            metadata = Metadata(step, data_state, config_history)
+            write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
             self._orbax.save(unfinished / "state", state)
         except Exception as error:
             self._abandon(unfinished)
@@ -165,8 +195,7 @@ class Checkpoints:
         try:
             return self._orbax.restore(path / "state", abstract_state)
         except Exception as error:
-            # Its digests are right, so it isn't damaged, and to pass over it would quietly lose the newest steps.
-            raise _cannot_restore(path, error) from error
+            raise cannot_restore(path, error) from error
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -174,13 +203,14 @@ class Checkpoints:
     def _finish(self, step: int, unfinished: Path) -> None:
         try:
             self._orbax.wait_until_finished()
-            digests = "".join(f"{digest}  {name}\n" for name, digest in _digests(unfinished).items())
-            write_atomically(unfinished / _DIGESTS, digests)
+            listed = "".join(f"{digest}  {name}\n" for name, digest in digests(unfinished).items())
+            write_atomically(unfinished / DIGESTS, listed)
             for path in (unfinished, *unfinished.rglob("*")):
                 sync(path)
-            if self._path(step).exists():
-                self._set_aside(self._path(step))
-            unfinished.replace(self._path(step))
+            path = self._path(step)
+            if os.path.lexists(path):
+                set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
+            unfinished.replace(path)
             sync(self._folder)
             self._steps.append(step)
         except Exception as error:  # raised by wait(), in the thread that can tell of it
@@ -212,21 +242,25 @@ class Checkpoints:
             "see that the disk has room and can be written to"
         )
 
-    def _set_aside(self, damaged: Path) -> None:
-        names = (f"{damaged.name}.damaged{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
-        damaged.replace(next(self._folder / name for name in names if not (self._folder / name).exists()))
-
     def _remove_oldest(self) -> None:
-        while len(self._steps) > self._num_kept:
-            oldest = self._path(self._steps[0])
-            if find_damage(oldest) is not None:
-                self._set_aside(oldest)
-                self._steps.pop(0)
-                continue
-            # Renamed first: a kill amid the removal must not leave half a checkpoint under a whole one's name.
-            removed = oldest.replace(oldest.with_name(f"{oldest.name}.tmp"))
-            self._steps.pop(0)
-            shutil.rmtree(removed)
+        for step in self._steps[: -self._num_kept]:
+            if self._remove(self._path(step)):
+                self._steps.remove(step)
+
+    def _remove(self, oldest: Path) -> bool:
+        """Removes a checkpoint; returns False if it is being read, so that a later save has to."""
+        if oldest.is_symlink() or not oldest.is_dir():
+            return True  # somebody has moved it, and a link's target isn't the run's to remove
+        with claim_for_removal(oldest) as is_free:
+            if is_free and find_damage(oldest) is not None:
+                set_aside(oldest, "damaged")
+            elif is_free:
+                # Renamed first: a kill amid the removal must not leave half a checkpoint under a whole one's name.
+                removed = oldest.with_name(f"{oldest.name}.tmp")
+                if os.path.lexists(removed):
+                    set_aside(removed, "foreign")
+                shutil.rmtree(oldest.replace(removed))
+            return is_free
 
 
 @dataclass(frozen=True)
@@ -239,6 +273,12 @@ class FoundCheckpoint:
     """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
+    hold: Hold
+    """Keeps its run from removing it, until `restore_params` has read it."""
+
+
+class _VanishedError(Exception):
+    """A checkpoint was removed while it was looked at, so there is a newer one."""
 
 
 def find_newest(folder: Path) -> FoundCheckpoint | None:
@@ -251,83 +291,95 @@ def find_newest(folder: Path) -> FoundCheckpoint | None:
       None if there is no checkpoint.
 
     Raises:
-      TrainingFailed: there are checkpoints, but all are damaged.
+      TrainingFailed: there are checkpoints, but all are damaged, or the folder can't be read.
     """
+    for _ in range(_MAX_VANISHED):
+        try:
+            return _find_newest(folder.absolute())
+        except _VanishedError:
+            continue
+        except OSError as error:
+            raise TrainingFailed(f"{folder} can't be read: {error.strerror}") from error
+    raise _too_fast(folder)
+
+
+def _find_newest(folder: Path) -> FoundCheckpoint | None:
     damaged: list[Damaged] = []
-    for step in reversed(_steps_in(folder) if folder.is_dir() else []):
-        path = folder.absolute() / str(step)
+    for step in reversed(list_checkpoints(folder).steps if folder.is_dir() else ()):
+        path = folder / str(step)
+        try:
+            hold = Hold(path)
+        except FileNotFoundError:
+            raise _VanishedError from None
+        except OSError as error:
+            damaged.append(Damaged(path, f"it can't be opened: {error.strerror}"))
+            continue
         reason = find_damage(path)
+        if not hold.is_there():
+            raise _VanishedError
         if reason is None:
-            run = json.loads((path / "run.json").read_text(encoding="utf-8"))
-            return FoundCheckpoint(path, step, run["data"].get("tokenizer"), tuple(damaged))
+            data = read_metadata(path).data
+            tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+            if not isinstance(tokenizer, str | None):
+                raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
+            return FoundCheckpoint(path, step, tokenizer, tuple(damaged), hold)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise _all_damaged(damaged, "put a good copy back")
     return None
 
 
-def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
-    """Reads the model's parameters alone.
+def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[FoundCheckpoint, Any]:
+    """Reads the model's parameters alone, and lets go of the checkpoint.
 
     Args:
       checkpoint: from `find_newest`.
       abstract_params: their tree of `jax.ShapeDtypeStruct`s with shardings.
 
+    Returns:
+      The checkpoint that they are from, which is a newer one if the run has removed the one given, and the parameters.
+
     Raises:
       TrainingFailed: they are of another form, or can't be read.
     """
+    for _ in range(_MAX_VANISHED):
+        try:
+            return checkpoint, _restore_params(checkpoint, abstract_params)
+        except _VanishedError:
+            newer = find_newest(checkpoint.path.parent)
+            if newer is None:
+                raise TrainingFailed(
+                    f"checkpoint {checkpoint.path} was removed while it was being read, and there is no other"
+                ) from None
+            checkpoint = newer
+    raise _too_fast(checkpoint.path.parent)
+
+
+def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
     wanted = {"params": abstract_params}
     arguments = ocp.args.PyTreeRestore(
         wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
     )
     with ocp.PyTreeCheckpointer() as orbax:
         try:
-            return orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+            params = orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+            # Where the checkpoint has no such array, Orbax leaves the request in its place.
+            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
+                raise ValueError("it holds the parameters of another model")
+            return params
         except Exception as error:
-            raise _cannot_restore(checkpoint.path, error) from error
+            if not checkpoint.hold.is_there():
+                raise _VanishedError from error
+            raise cannot_restore(checkpoint.path, error) from error
+        finally:
+            checkpoint.hold.release()
 
 
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its digests, or None if every file is as it was written."""
-    try:
-        lines = (path / _DIGESTS).read_text(encoding="utf-8").split("\n")
-        expected = {name: digest for digest, name in (line.split("  ", 1) for line in lines if line)}
-        found = _digests(path)
-    except FileNotFoundError:
-        return f"{_DIGESTS} is missing"
-    except (OSError, ValueError) as error:
-        return f"{_DIGESTS} can't be read: {error}"
-    return _first_difference(expected, found)
-
-
-def _steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+def _too_fast(folder: Path) -> TrainingFailed:
+    return TrainingFailed(
+        f"the run removes the checkpoints in {folder} faster than they can be read; raise its checkpoint.num_kept"
+    )
 
 
 def _all_damaged(damaged: list[Damaged], remedy: str) -> TrainingFailed:
     return TrainingFailed("\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)]) + f"\n{remedy}")
-
-
-def _cannot_restore(path: Path, error: Exception) -> TrainingFailed:
-    return TrainingFailed(f"checkpoint {path} is whole, but this version can't restore it: {error}")
-
-
-def _first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    if not expected:
-        return f"{_DIGESTS} is empty"
-    for name, digest in expected.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name] != digest:
-            return f"{name} is not what was written"
-    unlisted = sorted(found.keys() - expected.keys())
-    return f"{_DIGESTS} doesn't list {unlisted[0]}" if unlisted else None
-
-
-def _digests(path: Path) -> dict[str, str]:
-    digests = {}
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != _DIGESTS:
-            with file.open("rb") as content:
-                digests[str(file.relative_to(path))] = hashlib.file_digest(content, "sha256").hexdigest()
-    return digests

@@ -81,13 +81,27 @@ def load_saved_config(path: Path) -> TrainConfig:
       UserMistake: the file is missing, isn't a config, or holds what no longer is one.
     """
     try:
-        config = _from_json(json.loads(path.read_text(encoding="utf-8")), TrainConfig)
+        return config_from_json(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserMistake(f"config {path} can't be read: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
+    except UserMistake as mistake:
+        raise UserMistake(f"config {path}: {mistake}") from mistake
+    except (ValueError, RecursionError) as error:
         raise UserMistake(f"config {path} can't be read back: {error}") from error
+
+
+def config_from_json(value: Any) -> TrainConfig:
+    """Reads back what `config_to_json` made; fields that it lacks get their defaults.
+
+    Raises:
+      UserMistake: it isn't a config, or no longer one.
+    """
+    try:
+        config = _from_json(value, TrainConfig)
+    except Exception as error:  # values of any type come to the config classes here
+        raise UserMistake(f"it can't be read back: {error}") from error
     for name, problem in _ill_typed(config):
-        raise UserMistake(f"config {path}: {name}{problem}")
+        raise UserMistake(f"{name}{problem}")
     return config
 
 

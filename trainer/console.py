@@ -235,8 +235,10 @@ def format_origin(report: CompileReport) -> str:
     return "read from the cache" if report.cache_hit else "compiled"
 
 
-def format_loss(nats_per_token: float, bits_per_byte: float | None) -> str:
-    """A loss with its units."""
+def format_loss(nats_per_token: float | None, bits_per_byte: float | None) -> str:
+    """A loss with its units; None: it was not finite, which the logs keep as null."""
+    if nats_per_token is None:
+        return "not finite"
     return f"{nats_per_token:.4f} nats/token" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte")
 
 

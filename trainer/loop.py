@@ -10,6 +10,7 @@ import jax
 from trainer.checkpoint import Checkpoints
 from trainer.compilation import CompileReport
 from trainer.compile_history import CompileHistory
+from trainer.config_changes import ConfigHistory, changes_to_json
 from trainer.console import Console, Window, format_loss, format_seconds
 from trainer.errors import TrainingFailed
 from trainer.evaluate import evaluate
@@ -20,6 +21,7 @@ from trainer.next_commands import next_commands
 from trainer.prepare import CompiledSteps, Setup, compile_steps
 from trainer.recompilation import Change
 from trainer.record import RunRecord, StepTimes, TimeAccount, measured_memory
+from trainer.resume import go_on_from
 from trainer.signals import PREEMPTED, StopRequest
 from trainer.step import StepMetrics, TrainState
 from trainer.workdir import Workdir
@@ -54,9 +56,10 @@ class TrainingLoop:
     ):
         self._setup, self._config, self._workdir = setup, setup.config, workdir
         self._console, self._record, self._account, self._stop = console, record, account, stop
-        self._checkpoints = Checkpoints(workdir.checkpoints, setup.config.checkpoint.num_kept)
+        self._checkpoints = Checkpoints(workdir.checkpoints, setup.config.checkpoint.num_kept, console.note)
         self._times = StepTimes()
         self._history = CompileHistory(setup.config.compilation.cache_dir)
+        self._config_history = ConfigHistory(setup.config)
         self._step = 0
         """Steps behind the state, of which the device may still have some to do."""
         self._begun_step = 0
@@ -75,12 +78,14 @@ class TrainingLoop:
         if restored is not None:
             for damaged in restored.damaged:
                 self._console.note(f"{damaged}; it is kept, and the run goes on from the one before")
-            self._setup.batches.set_state(restored.data_state)
+            self._config_history, changes = go_on_from(restored, self._setup, self._workdir)
             self._state, self._step = restored.state, restored.step
-            done = "; no step is left to make" if self._step == self._config.num_steps else ""
+            done = "; no step is left to make" if self._step >= self._config.num_steps else ""
             self._console.note(
                 f"resumed at step {self._step}/{self._config.num_steps} from {self._workdir.checkpoints}{done}"
             )
+            for change in changes:
+                self._console.note(change)
         self._begun_step = self._step
         self._set_finished(self._step)
         with self._account.measure("compile"), self._console.working("compiling"):
@@ -99,6 +104,7 @@ class TrainingLoop:
             resumed_from=None
             if restored is None
             else {"step": restored.step, "passed_over": {str(item.path): item.reason for item in restored.damaged}},
+            config_changes=changes_to_json(self._config_history.changes),
             compile=self._history.to_json(),
         )
 
@@ -118,7 +124,7 @@ class TrainingLoop:
                 self._update_record()
             self._save_at_last()
         self._console.stop_steps()
-        completed = self._step == config.num_steps and config.num_steps in self._log.evaluations
+        completed = self._step >= config.num_steps and self._step in self._log.evaluations
         self._finish("completed" if completed else "preempted")
         return COMPLETED if completed else PREEMPTED
 
@@ -266,7 +272,7 @@ class TrainingLoop:
     def _evaluate_if_due(self) -> None:
         """Evaluates at the end and every so many steps, unless an earlier attempt has, or a stop signal hurries."""
         step, config = self._step, self._config
-        due = step == config.num_steps or (step > 0 and step % config.evaluation.every_num_steps == 0)
+        due = step >= config.num_steps or (step > 0 and step % config.evaluation.every_num_steps == 0)
         if not due or step in self._log.evaluations or self._stop.requested:
             return
         with self._account.measure("evaluation"):
@@ -310,7 +316,8 @@ class TrainingLoop:
 
     def _start_save(self) -> None:
         with self._account.measure("checkpoint"):
-            self._checkpoints.save(self._step, self._state, self._setup.batches.get_state())
+            place, config_history = self._setup.batches.get_state(), self._config_history.to_json()
+            self._checkpoints.save(self._step, self._state, place, config_history)
 
     def _finish_save(self) -> None:
         """Waits for the save in progress, and tells if it failed."""

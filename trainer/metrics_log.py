@@ -30,8 +30,11 @@ from trainer.compilation import CompileReport
 from trainer.compile_history import Recompile, report_scalars, reports_to_markdown
 from trainer.console import Console
 from trainer.log_file import AppendedLog
+from trainer.workdir import set_aside
 
 VALIDATION_LOSS = "validation_nats_per_token"
+# A row has a few hundred.
+_MAX_ROW_BYTES = 65_536
 _OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
 _NO_VALUES = ("step", "time")
 _COMPILE = "compile/"
@@ -58,7 +61,10 @@ class MetricsLog:
         console: Console,
         reports: Sequence[CompileReport] = (),
     ):
-        kept = _read_until(metrics, restored_step)
+        kept, num_unreadable = _read_until(metrics, restored_step)
+        if num_unreadable:
+            whole = set_aside(metrics, "damaged")
+            console.warning(f"{metrics}: {num_unreadable} unreadable lines are left out; {whole.name} has them all")
         self.evaluations: dict[int, dict[str, Any]] = {
             row["step"]: {name: value for name, value in row.items() if name != "time"}
             for row in kept
@@ -95,7 +101,7 @@ class MetricsLog:
 
 def last_logged_step(metrics: Path) -> int:
     """The last step in `metrics.jsonl`; 0 if there is none."""
-    return max((row["step"] for row in _read_until(metrics, sys.maxsize)), default=0)
+    return max((row["step"] for row in _read_until(metrics, sys.maxsize)[0]), default=0)
 
 
 def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
@@ -135,19 +141,36 @@ def _to_event(row: Row) -> Event:
     return tensorboard.scalars(values, int(row["step"] or 0), row.get("time") or time.time())
 
 
-def _read_until(metrics: Path, last_step: int) -> list[dict[str, Any]]:
-    """The rows up to a step; a line that a kill cut short is after it, or the checkpoint would not exist."""
+def _read_until(metrics: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows up to a step, and how many lines are none.
+
+    A last line that a kill cut short isn't counted: it is after that step, or the checkpoint would not exist.
+    """
     if last_step == 0 or not metrics.exists():
-        return []
-    rows = []
-    for line in metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row["step"] <= last_step:
-            rows.append(row)
-    return rows
+        return [], 0
+    rows, num_unreadable = [], 0
+    with metrics.open("rb") as file:
+        while line := file.readline(_MAX_ROW_BYTES):
+            row = _parse_row(line)
+            if row is not None and row["step"] <= last_step:
+                rows.append(row)
+            # What is too long for a row comes in pieces, of which the last one counts.
+            num_unreadable += row is None and line.endswith(b"\n")
+    return rows, num_unreadable
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # ValueError: not UTF-8, or not JSON
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return None
+    return row if all(value is None or _is_number(value) for value in row.values()) else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _tag(name: str) -> str:

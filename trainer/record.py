@@ -25,7 +25,7 @@ import jax
 from trainer.console import Console
 from trainer.log_file import LogWrites
 from trainer.resident_memory import peak_resident_bytes
-from trainer.workdir import write_atomically
+from trainer.workdir import set_aside, write_atomically
 
 SCHEMA_VERSION = 1
 Activity = Literal["compile", "data_wait", "step", "evaluation", "checkpoint"]
@@ -121,7 +121,7 @@ class RunRecord:
         self._account = account
         self._lock = threading.Lock()  # a stop signal is recorded from a thread of its own
         self._writes = LogWrites(path, console)
-        previous = _read_previous(path)
+        previous = _read_previous(path, console)
         attempts = list(previous.get("attempts", []))
         if previous:
             attempt = {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}
@@ -138,6 +138,7 @@ class RunRecord:
             "command": list(command),
             "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
             "resumed_from": None,
+            "config_changes": [],
             "step": previous.get("step", 0),
             "steps": previous.get("steps"),
             "attempts": attempts,
@@ -230,14 +231,21 @@ def measured_memory(device: jax.Device) -> dict[str, int | None]:
     }
 
 
-def _read_previous(path: Path) -> dict[str, Any]:
+def _read_previous(path: Path, console: Console) -> dict[str, Any]:
     """An earlier attempt's record. One that can't be read is set aside, not overwritten."""
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        path.replace(path.with_name("record.json.damaged"))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        attempts = record.get("attempts", [])
+        if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+            raise ValueError("its attempts are no list of objects")
+        if type(record.get("step", 0)) is not int:
+            raise ValueError("its step is no integer")
+        return record
+    except (OSError, ValueError, AttributeError, RecursionError):  # AttributeError: JSON, but no object
+        with contextlib.suppress(OSError):  # what can't be renamed is told when the record can't be written
+            console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
         return {}
 
 

@@ -40,6 +40,8 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
     drain_event_loops()
     console, account = Console(), TimeAccount(started)
     console.description(config.description)
+    for note in workdir.notes:
+        console.warning(note)
     started_at = time.time() - account.total()
     record = RunRecord(workdir.record, command, started_at, account, console, last_logged_step(workdir.metrics))
     training: list[TrainingLoop] = []

@@ -77,7 +77,9 @@ def text(tag: str, markdown: str, step: int, at: float) -> Event:
 
 def event_files(folder: Path) -> list[Path]:
     """The files that this module has written into a folder, oldest first."""
-    return sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name)) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name) and path.is_file())
 
 
 def read_events(path: Path, tag_prefix: str) -> Iterator[Event]:

@@ -7,27 +7,16 @@ import errno
 import fcntl
 import json
 import os
+import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from trainer.checkpoint_folder import list_checkpoints
 from trainer.config import TrainConfig
-from trainer.config_file import config_to_json
+from trainer.config_changes import refuse_other_run
+from trainer.config_file import config_to_json, load_saved_config
 from trainer.errors import UserMistake
-
-# What may change between a run and its resumption, because no parameter, loss or validation loss depends on it.
-FREE_TO_CHANGE = (
-    "name",
-    "description",
-    "log_every_num_steps",
-    "data.num_prefetch_batches",
-    "data.token_cache_dir",
-    "checkpoint.",
-    "compilation.",
-    "evaluation.every_num_steps",
-    "samples.",
-)
-_ABSENT = "(absent)"
 
 
 @dataclass(frozen=True)
@@ -35,6 +24,8 @@ class Workdir:
     """The paths of a run's files."""
 
     path: Path
+    notes: tuple[str, ...] = ()
+    """What was put right when the folder was claimed, a line each."""
 
     @property
     def config(self) -> Path:
@@ -60,24 +51,44 @@ class Workdir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def write_config(self, config: TrainConfig) -> None:
+        """Keeps the config that the run goes on with.
+
+        Raises:
+          OSError: it can't be written.
+        """
+        write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
+
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
-    """Makes the folder this process's own, and writes the config into it.
+    """Makes the folder this process's own, and writes the config into it unless it holds checkpoints.
+
+    Where a file of the run should lie and something of another kind does (a folder, a named pipe), that is set aside.
 
     Args:
       path: the folder; made if missing.
       config: what is about to be trained.
 
     Raises:
-      UserMistake: the folder can't be written, another run is using it, or it holds checkpoints of another config.
+      UserMistake: the folder can't be written, another run is using it, or it holds checkpoints that this config can't
+        go on from.
     """
     workdir = Workdir(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         _lock(path)
-        _refuse_other_config(workdir, config)
+        if os.path.lexists(workdir.checkpoints) and not workdir.checkpoints.is_dir():
+            raise UserMistake(
+                f"{workdir.checkpoints} is not a folder, or a link to one that isn't there; "
+                "put the checkpoints back, move it elsewhere to start afresh, or choose another --workdir"
+            )
         workdir.checkpoints.mkdir(exist_ok=True)
-        write_atomically(workdir.config, json.dumps(config_to_json(config), indent=2) + "\n")
+        holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
+        if holds_checkpoints:
+            refuse_other_run(_held_config(workdir), config, str(path))
+        workdir = Workdir(path, tuple(_set_wrong_kinds_aside(workdir)))
+        if not holds_checkpoints:
+            workdir.write_config(config)
     except OSError as error:
         raise UserMistake(
             f"workdir {path} can't be written: {error.strerror}; choose another with --workdir"
@@ -98,7 +109,10 @@ def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | Non
     """
     unfinished = unfinished or path.with_name(f"{path.name}.tmp")
     try:
-        with unfinished.open("wb") as file:
+        if unfinished.is_dir() and not unfinished.is_symlink():
+            set_aside(unfinished, "foreign")
+        unfinished.unlink(missing_ok=True)
+        with unfinished.open("xb") as file:  # a link that lies there isn't followed
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
@@ -108,6 +122,16 @@ def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | Non
             unfinished.unlink()
         raise
     sync(path.parent)
+
+
+def set_aside(path: Path, suffix: str) -> Path:
+    """Renames what lies at a path to `NAME.suffix`, or `NAME.suffix-2` and so on if there is one; returns the new path.
+
+    Raises:
+      OSError: the folder can't be written.
+    """
+    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
+    return path.replace(next(name for name in names if not os.path.lexists(name)))
 
 
 def sync(path: Path) -> None:
@@ -121,7 +145,17 @@ def sync(path: Path) -> None:
 
 def _lock(path: Path) -> None:
     """Holds the folder until this process ends, however it ends: the kernel drops the lock with the process."""
-    descriptor = os.open(path / ".lock", os.O_CREAT | os.O_RDWR)
+    lock = path / ".lock"
+    try:
+        # O_NOFOLLOW: whoever can write to the folder must not choose which file is made. O_NONBLOCK: for a named pipe.
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if not os.path.lexists(lock):
+            raise
+        raise UserMistake(f"{lock} can't be opened as the run's lock: {error.strerror}; remove it") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserMistake(f"{lock} is not a file, so it can't be the run's lock; remove it")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,32 +169,24 @@ def _lock(path: Path) -> None:
             raise
 
 
-def _refuse_other_config(workdir: Workdir, config: TrainConfig) -> None:
-    if not workdir.checkpoints.is_dir() or not any(workdir.checkpoints.iterdir()):
-        return
-    held: Any = None
-    with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: not UTF-8, or not JSON
-        held = json.loads(workdir.config.read_text(encoding="utf-8"))
-    if not isinstance(held, dict):
+def _held_config(workdir: Workdir) -> TrainConfig:
+    try:
+        if not workdir.config.is_file():
+            raise UserMistake("it is missing, or not a file")
+        return load_saved_config(workdir.config)
+    except UserMistake as mistake:
         raise UserMistake(
-            f"workdir {workdir.path} holds checkpoints, but no readable config.json to tell whose; "
-            "choose another with --workdir"
-        )
-    before, now = _flatten(held), _flatten(config_to_json(config))
-    differing = [
-        f"{name}: {before.get(name, _ABSENT)} in {workdir.path}, {now.get(name, _ABSENT)} now"
-        for name in dict.fromkeys([*now, *before])
-        if before.get(name, _ABSENT) != now.get(name, _ABSENT) and not name.startswith(FREE_TO_CHANGE)
-    ]
-    if differing:
-        raise UserMistake(
-            "\n  ".join([f"workdir {workdir.path} holds checkpoints of another config:", *differing])
-            + "\nchoose another with --workdir"
-        )
+            f"workdir {workdir.path} holds checkpoints, but no readable config.json to tell whose: {mistake}; "
+            "put it back, or choose another with --workdir"
+        ) from mistake
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+def _set_wrong_kinds_aside(workdir: Workdir) -> Iterator[str]:
+    for path, expected, is_kind, access in (
+        (workdir.config, "a file", os.path.isfile, os.R_OK),
+        (workdir.record, "a file", os.path.isfile, os.R_OK),
+        (workdir.metrics, "a file", os.path.isfile, os.R_OK),
+        (workdir.tensorboard, "a folder", os.path.isdir, os.R_OK | os.X_OK),
+    ):
+        if os.path.lexists(path) and not (is_kind(path) and os.access(path, access)):
+            yield f"{path} is not {expected} that can be read; it is now {set_aside(path, 'damaged').name}"

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.checkpoint import Checkpoints, find_damage
+from trainer.checkpoint import Checkpoints
+from trainer.checkpoint_folder import find_damage
 from trainer.errors import TrainingFailed
 
 
@@ -195,7 +196,7 @@ def full(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("place", ["write_atomically", "_digests"], ids=["at once", "in the background"])
+@pytest.mark.parametrize("place", ["write_atomically", "digests"], ids=["at once", "in the background"])
 def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(saved, rng, monkeypatch, place):
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
@@ -203,7 +204,7 @@ def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(sa
     monkeypatch.setattr(f"trainer.checkpoint.{place}", full)
     with pytest.raises(TrainingFailed) as caught:  # noqa: PT012
         checkpoints.save(20, make_state(rng), None)
-        assert place == "_digests"
+        assert place == "digests"
         checkpoints.wait()
     monkeypatch.undo()
     assert str(caught.value).startswith(f"saving checkpoint {folder / '20'} failed: OSError: [Errno 28] No space left")
@@ -239,7 +240,7 @@ def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch
     closed = []
     checkpoints = Checkpoints(tmp_path, num_kept=3)
     monkeypatch.setattr(checkpoints._orbax, "close", lambda close=checkpoints._orbax.close: closed.append(close()))
-    monkeypatch.setattr("trainer.checkpoint._digests", full)
+    monkeypatch.setattr("trainer.checkpoint.digests", full)
     checkpoints.save(1, make_state(rng), None)
     with pytest.raises(TrainingFailed, match="the newest good checkpoint is not there yet"):
         checkpoints.close()

@@ -277,7 +277,7 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
     loop.close()
 
 
-@pytest.mark.parametrize("place", ["trainer.checkpoint.write_atomically", "trainer.checkpoint._digests"])
+@pytest.mark.parametrize("place", ["trainer.checkpoint.write_atomically", "trainer.checkpoint.digests"])
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its second try."""
     loop = make_loop()
@@ -315,7 +315,7 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
 
 def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
     loop = make_loop()
-    monkeypatch.setattr("trainer.checkpoint._digests", full)
+    monkeypatch.setattr("trainer.checkpoint.digests", full)
     loop._run_window()
     loop._save()
     bad = StepMetrics(*map(jnp.asarray, (float("nan"), 0.0, 1.0, 1.0, 512, False)))

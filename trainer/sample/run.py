@@ -45,7 +45,8 @@ def run(command: SampleCommand) -> None:
     use_compilation_cache(trained.config.compilation.cache_dir)
     device = make_mesh(MeshConfig()).devices.flat[0]
     generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
-    params = generator.lay_out(trained.restore_params(device))
+    trained, restored = trained.restore_params(device)
+    params = generator.lay_out(restored)
     console.note(
         f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
         f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "

@@ -36,8 +36,11 @@ class TrainedRun:
         """Tokens that the model can look back on: the trained length, times what RoPE scaling makes of it."""
         return int(self.config.sequence_length * self.model.rope_scaling.factor)
 
-    def restore_params(self, device: jax.Device) -> Any:
-        """The model's parameters, on one device.
+    def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
+        """Reads the model's parameters onto one device.
+
+        Returns:
+          This run, with a newer checkpoint if the run has removed the one that was found; and its parameters.
 
         Raises:
           TrainingFailed: the checkpoint can't be read.
@@ -45,7 +48,8 @@ class TrainedRun:
         shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(self.model, rngs=nnx.Rngs(0))), nnx.Param))
         sharding = jax.sharding.SingleDeviceSharding(device)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-        return restore_params(self.checkpoint, abstract)
+        checkpoint, params = restore_params(self.checkpoint, abstract)
+        return dataclasses.replace(self, checkpoint=checkpoint), params
 
 
 def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) -> TrainedRun:

@@ -1,0 +1,378 @@
+"""A workdir is claimed by one run, with a lock that is a file of its own; damage in it is told or mended."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from kernels import CausalMask
+from layers import GPTConfig
+from trainer.config import TrainConfig
+from trainer.config_file import config_to_json
+from trainer.console import Console
+from trainer.data import Corpus, make_train_iterator
+from trainer.data.documents import DOCUMENT_DTYPE, Documents
+from trainer.data.tokenizers import ByteTokenizer
+from trainer.data.unigram import UnigramEstimate
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.loop import TrainingLoop
+from trainer.metrics_log import MetricsLog
+from trainer.record import RunRecord, TimeAccount
+from trainer.workdir import claim_workdir, write_atomically
+
+CONFIG = TrainConfig(
+    "tiny",
+    GPTConfig(vocab_size=260, num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_dim=8, masks=(CausalMask(),)),
+    num_steps=200,
+    sequence_length=64,
+)
+
+
+def make_batches():
+    length = 640
+    table = np.zeros(1, DOCUMENT_DTYPE)
+    table["length"] = length
+    documents = Documents((np.arange(length) % 251,), table, 256)
+    corpus = Corpus("text", ByteTokenizer(), documents, documents, "f" * 64, UnigramEstimate(5.0, 1), 1.0)
+    return make_train_iterator(corpus, sequence_length=64, batch_size=1, seed=0, num_prefetch_batches=1)
+
+
+class Watched(Console):
+    """Prints nowhere, and keeps the notes and warnings."""
+
+    def __init__(self):
+        super().__init__(rich.console.Console(file=io.StringIO()))
+        self.notes: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.notes.append(line.removeprefix("warning: "))
+
+
+@dataclasses.dataclass
+class Started:
+    """A run that has come to its first step."""
+
+    loop: TrainingLoop
+    record: dict
+    rows: list[dict]
+    notes: list[str]
+
+
+@pytest.fixture(scope="module")
+def start() -> Iterator[Callable[[Path], Started]]:
+    """Starts a run in a workdir as the command does, but compiles nothing; a few numbers are its state."""
+
+    def compile_nothing(*_: object, with_init: bool, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(init_state=(lambda: {"w": jnp.zeros(3)}) if with_init else None, reports=())
+
+    def run(path: Path) -> Started:
+        console, account = Watched(), TimeAccount(time.perf_counter())
+        workdir = claim_workdir(path, CONFIG)
+        console.notes += workdir.notes
+        record = RunRecord(workdir.record, ["command"], time.time(), account, console)
+        zeros = jnp.zeros(3)
+        state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
+        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), trainer=SimpleNamespace(abstract_state=state))
+        loop = TrainingLoop(setup, workdir, console, record, account, SimpleNamespace(requested=False))
+        try:
+            loop.restore_and_compile()
+            for _ in range(5):
+                next(setup.batches)
+            loop._step += 5
+            loop._save()
+            record.update(status="preempted")
+        finally:
+            loop.close()
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return Started(loop, json.loads((path / "record.json").read_text()), rows, console.notes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.loop.compile_steps", compile_nothing)
+        yield run
+
+
+@pytest.fixture(scope="module")
+def resumed_once(start, tmp_path_factory) -> Path:
+    """The workdir of a run with two checkpoints, 5 and 10, and some metrics."""
+    path = tmp_path_factory.mktemp("resumed") / "run"
+    start(path)
+    log = MetricsLog(path / "metrics.jsonl", path / "tensorboard", 0, Watched())
+    log.write([{"step": step, "loss": 1.0} for step in range(1, 6)])
+    log.write([{"step": 5, "validation_nats_per_token": 1.0}])
+    log.close()
+    again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
+    start(again)
+    return again
+
+
+@pytest.fixture
+def workdir(resumed_once, tmp_path) -> Path:
+    """A copy to spoil."""
+    return Path(shutil.copytree(resumed_once, tmp_path / "run"))
+
+
+def test_the_lock_is_for_its_owner_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        claim_workdir(tmp_path, CONFIG)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / ".lock").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe"])
+def test_a_lock_that_is_not_a_file_is_refused(tmp_path, kind):
+    lock, elsewhere = tmp_path / "run" / ".lock", tmp_path / "elsewhere"
+    lock.parent.mkdir()
+    if kind == "link":
+        elsewhere.write_text("mine")
+    match kind:
+        case "link" | "dangling link":
+            lock.symlink_to(elsewhere)
+        case "folder":
+            lock.mkdir()
+        case "pipe":
+            os.mkfifo(lock)
+    with pytest.raises(UserMistake, match=r"/run/\.lock .*; remove it$"):
+        claim_workdir(lock.parent, CONFIG)
+    assert [path.name for path in lock.parent.iterdir()] == [".lock"]
+    assert elsewhere.exists() == (kind == "link")
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "file"])
+def test_what_lies_where_a_file_is_written_first_is_not_written_to(tmp_path, kind):
+    unfinished, elsewhere = tmp_path / "record.json.tmp", tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    match kind:
+        case "link":
+            unfinished.symlink_to(elsewhere)
+        case "folder":
+            unfinished.mkdir()
+        case "pipe":
+            os.mkfifo(unfinished)
+        case "file":
+            unfinished.write_text("half")
+    write_atomically(tmp_path / "record.json", "whole")
+    assert (tmp_path / "record.json").read_text() == "whole"
+    assert not (tmp_path / "record.json").is_symlink()
+    assert elsewhere.read_text() == "mine"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"record.json", "elsewhere"} | ({"record.json.tmp.foreign"} if kind == "folder" else set())
+
+
+def test_files_that_cannot_be_read_are_set_aside(workdir, start, monkeypatch):
+    access = os.access  # to root everything is readable
+    monkeypatch.setattr(
+        "trainer.workdir.os.access", lambda path, mode: path.name != "record.json" and access(path, mode)
+    )
+    started = start(workdir)
+    assert f"{workdir}/record.json is not a file that can be read; it is now record.json.damaged" in started.notes
+    assert started.record["attempts"] == []
+
+
+def test_event_files_of_another_kind_are_left_alone(workdir, start):
+    odd = workdir / "tensorboard" / "events.out.tfevents.0999999999.flax-longcontext"
+    odd.mkdir()
+    os.mkfifo(workdir / "tensorboard" / "events.out.tfevents.2999999999.flax-longcontext")
+    assert start(workdir).loop._step == 15
+    assert odd.is_dir()
+
+
+def replace(path: Path, kind: str) -> None:
+    """Puts something of another kind in a place."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    match kind:
+        case "folder":
+            path.mkdir()
+            (path / "mine").write_text("mine")
+        case "file":
+            path.write_text("mine")
+        case "pipe":
+            os.mkfifo(path)
+        case "dangling link":
+            path.symlink_to("nowhere")
+
+
+def test_an_undamaged_workdir_resumes_without_a_word(workdir, start):
+    started = start(workdir)
+    assert started.notes == [f"resumed at step 10/200 from {workdir}/checkpoints"]
+    assert [row["step"] for row in started.rows] == [1, 2, 3, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in ("record.json", "metrics.jsonl") for kind in ("folder", "pipe", "dangling link")]
+    + [("tensorboard", kind) for kind in ("file", "pipe", "dangling link")],
+)
+def test_what_is_of_another_kind_is_set_aside(workdir, start, name, kind):
+    replace(workdir / name, kind)
+    before = os.lstat(workdir / name)
+    (workdir / f"{name}.damaged").write_text("an earlier one")
+    started = start(workdir)
+    expected = "a folder" if name == "tensorboard" else "a file"
+    assert f"{workdir / name} is not {expected} that can be read; it is now {name}.damaged-2" in started.notes
+    assert os.path.samestat(os.lstat(workdir / f"{name}.damaged-2"), before)
+    assert (workdir / f"{name}.damaged").read_text() == "an earlier one"
+    assert started.loop._step == 15
+    assert started.record["step"] == 10
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"{",
+        b'\xff{"step": 3}',
+        b"\0" * 4096,
+        b"[" * 100_000,
+        b'{"attempts": 3}',
+        b'{"attempts": null}',
+        b'{"attempts": [3]}',
+        b'{"attempts": {"a": 1}}',
+        b'{"step": 1' + b"0" * 5000 + b"}",
+        b'{"step": "3"}',
+        b'{"step": null}',
+    ],
+)
+def test_a_damaged_record_is_set_aside(tmp_path, content):
+    path = tmp_path / "record.json"
+    path.write_bytes(content)
+    console = Watched()
+    RunRecord(path, ["command"], time.time(), TimeAccount(time.perf_counter()), console)
+    assert console.notes == [f"{path} can't be read as a record; it is now record.json.damaged"]
+    assert (tmp_path / "record.json.damaged").read_bytes() == content
+    assert json.loads(path.read_text())["attempts"] == []
+
+
+@pytest.mark.parametrize("content", [b"{}", b'{"steps": 3, "status": [], "attempts": [{}]}'])
+def test_a_record_of_few_words_is_an_attempt_all_the_same(tmp_path, content):
+    path = tmp_path / "record.json"
+    path.write_bytes(content)
+    console = Watched()
+    RunRecord(path, ["command"], time.time(), TimeAccount(time.perf_counter()), console)
+    assert console.notes == []
+    json.loads(path.read_text())
+
+
+WHOLE = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 2, "validation_nats_per_token": 3}\n'
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        b"null",
+        b"",
+        b"3",
+        b"[]",
+        b"{}",
+        b'{"loss": 3.0}',
+        b'{"step": null}',
+        b'{"step": "2"}',
+        b'{"step": true}',
+        b'{"step": 2.0}',
+        b'{"step": [2]}',
+        b'{"step": 2, "validation_nats_per_token": "low"}',
+        b'{"step": 2, "loss": {}}',
+        b'{"step": -1, "loss": 1.0}',
+        b'{"step": 2, "loss": 1' + b"0" * 400 + b"}",
+        b'{"step": 2, "loss": NaN}',
+        b'{"step": 2, "loss": 1' + b"0" * 5000 + b"}",
+        b'\xff\xfe{"step": 2}',
+        b"\0" * 100,
+        b"[" * 60_000,
+        b"x" * 300_000,
+    ],
+)
+def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad):
+    metrics = tmp_path / "metrics.jsonl"
+    content = bad + b"\n" + WHOLE + bad + b"\n" + b'{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
+    metrics.write_bytes(content)
+    console = Watched()
+    log = MetricsLog(metrics, tmp_path / "tensorboard", 2, console)
+    log.close()
+    assert metrics.read_bytes() == WHOLE
+    assert set(log.evaluations) == {2}
+    assert console.notes == [f"{metrics}: 2 unreadable lines are left out; metrics.jsonl.damaged has them all"]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
+    again = Watched()
+    log = MetricsLog(metrics, tmp_path / "tensorboard", 2, again)
+    log.close()
+    assert again.notes == [], "the last line of a killed run is no damage"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"null", b"[]", b"{}", b"{", b"\xff", b"[" * 100_000, b'{"name": {"name": ' * 400, "folder", "pipe"]
+    + [b'{"name": "x", "model": {}, "num_steps": 5, "mesh": %s}' % odd for odd in (b"3", b"[]", b'{"data": []}')],
+)
+def test_checkpoints_whose_config_cannot_be_read_are_left_alone(tmp_path, content):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    if isinstance(content, str):
+        replace(tmp_path / "config.json", content)
+    elif content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserMistake, match=r"holds checkpoints, but no readable config\.json to tell whose: .*--work"):
+        claim_workdir(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "dangling link"])
+def test_a_config_of_another_kind_is_set_aside_where_nothing_has_been_trained(tmp_path, kind):
+    replace(tmp_path / "config.json", kind)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "note.txt").write_text("mine")
+    workdir = claim_workdir(tmp_path, CONFIG)
+    assert workdir.notes == (f"{tmp_path}/config.json is not a file that can be read; it is now config.json.damaged",)
+    assert json.loads(workdir.config.read_text()) == config_to_json(CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "dangling link"])
+def test_checkpoints_that_are_not_a_folder_are_not_written_over(tmp_path, kind):
+    replace(tmp_path / "checkpoints", kind)
+    with pytest.raises(UserMistake, match="checkpoints is not a folder, or a link to one that isn't there; put the"):
+        claim_workdir(tmp_path, CONFIG)
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "checkpoints"}
+
+
+def test_a_config_that_an_earlier_version_wrote_lacks_fields(tmp_path):
+    held = config_to_json(CONFIG)
+    del held["data"]["allow_changed"], held["samples"]
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "config.json").write_text(json.dumps(held))
+    claim_workdir(tmp_path, CONFIG)
+    assert json.loads((tmp_path / "config.json").read_text()) == held, "not before the run has resumed"
+
+
+def test_a_checkpoint_that_tells_no_config_or_an_odd_one(workdir, start):
+    run_json = workdir / "checkpoints" / "10" / "run.json"
+    whole = json.loads(run_json.read_text())
+
+    def resume_with(name: str, history: object) -> Started:
+        copy = Path(shutil.copytree(workdir, workdir.with_name(name)))
+        changed, sums = copy / "checkpoints" / "10" / "run.json", copy / "checkpoints" / "10" / "SHA256SUMS"
+        before = hashlib.sha256(changed.read_bytes()).hexdigest()
+        changed.write_text(json.dumps(whole | {"config_history": history}))
+        sums.write_text(sums.read_text().replace(before, hashlib.sha256(changed.read_bytes()).hexdigest()))
+        return start(copy)
+
+    assert resume_with("earlier", None).record["config_changes"] == [], "an earlier version's: config.json has it"
+    with pytest.raises(TrainingFailed, match="10 is whole, but this version can't restore it: its config: "):
+        resume_with("odd", {"config": 3, "changes": []})
