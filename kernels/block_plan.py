@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from kernels.intervals import TileKind
+from kernels.intervals import LAST_POSITION, TileKind
 from kernels.masks import Mask, MultiHeadMask
 
 _logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ def make_block_plan(
       `MaskFn.classify_fn` calls them PARTIAL.
 
     Raises:
-      ValueError: for lengths or blocks below 1, or a `MultiHeadMask`.
+      ValueError: for lengths or blocks below 1, positions past 2³¹ − 1, or a `MultiHeadMask`.
 
     >>> from kernels import LocalMask
     >>> make_block_plan(LocalMask(1023, 0), 1 << 20, 1 << 20, 128, 128)
@@ -205,6 +205,12 @@ def make_block_plan(
     for name, size in (("q_len", q_len), ("kv_len", kv_len), ("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
+    for side, length, offset in (("q", q_len, q_offset), ("kv", kv_len, kv_offset)):
+        if offset + length > LAST_POSITION + 1:
+            raise ValueError(
+                f"{side}_len={length} from position {side}_offset={offset} on goes past the last position, "
+                f"{LAST_POSITION}: positions are int32; plan a shorter part"
+            )
     return _make_block_plan(mask, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
 
 

@@ -5,6 +5,9 @@ EMPTY (no pair allowed), FULL (every pair allowed) or PARTIAL. The three kinds a
 Kleene's logic, ordered EMPTY < PARTIAL < FULL, so `&` is a minimum, `|` a maximum and `~` a reflection.
 
 Everything here is elementwise and takes Python integers, NumPy arrays and traced JAX arrays alike.
+
+Positions are int32 on devices, from 0 to `LAST_POSITION`. A mask's width may be any Python integer: `Band` drops the
+bounds that no position can break, and the comparisons below don't wrap around for the others.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 Integers = Any  # an int, a NumPy or a JAX array of integers
+
+LAST_POSITION = (1 << 31) - 1
+"""The highest position of a token: positions are int32 on devices."""
+# Less than any difference of two int32: a width of which no pair of positions is within reach.
+_OUT_OF_REACH = -(1 << 32)
 
 
 class TileKind(enum.IntEnum):
@@ -53,6 +61,72 @@ def kleene_not(a):
     return 2 - a
 
 
+def at_most(a: Integers, b: Integers, distance: int) -> Any:
+    """a ≤ b + distance, elementwise, for any integer `distance`.
+
+    Small distances cost one addition and one comparison: the distance is taken off the side where that makes it
+    smaller, so nothing from 0 to the type's end wraps around. Larger ones, of more than half of what the type holds,
+    cost a minimum or a maximum more, and wrap around nowhere.
+    """
+    a, b = _of_one_kind(a, b)
+    if distance > 0:
+        return b >= (a - distance if _is_small(a, distance) else shifted(a, -distance))
+    if _is_small(b, -distance):
+        return a <= b + distance
+    # Held at the type's lowest number, nothing is less than it, but something may equal it.
+    return a < shifted(b, distance + 1)
+
+
+def shifted(position: Integers, distance: int) -> Any:
+    """position + distance, where what the position's type can't hold becomes its lowest or highest number."""
+    if isinstance(position, int):
+        return position + distance
+    xp, info = array_namespace(position), np.iinfo(position.dtype)
+    # The amount may be more than the type holds, so it is added by halves.
+    amount = min(abs(distance), info.max - info.min, 2 * info.max)
+    half = amount // 2
+    if distance > 0:
+        return xp.minimum(position, info.max - amount) + half + (amount - half)
+    return xp.maximum(position, info.min + amount) - half - (amount - half)
+
+
+def chunk_start(position: Integers, size: int) -> Any:
+    """The first position of the chunk that a position lies in."""
+    # A remainder and no quotient: Mosaic lowers integer division only where it knows the TPU it compiles for.
+    return position - position % size
+
+
+def _is_small(position: Integers, distance: int) -> bool:
+    """Whether a distance of at least 0 can be taken off positions without a thought of their type's lowest number."""
+    if isinstance(position, int):
+        return True
+    info = np.iinfo(position.dtype)
+    return info.min < 0 and distance <= info.max // 2
+
+
+def _of_one_kind(a: Integers, b: Integers) -> tuple[Any, Any]:
+    """Both as Python integers, as NumPy or as JAX arrays, so that neither is cut to the other's type unseen."""
+    xp = array_namespace(a, b)
+    if xp is np and isinstance(a, int) and isinstance(b, int):
+        return a, b
+    kind = jax.Array if xp is jnp else (np.ndarray, np.generic)
+    a, b = (x if isinstance(x, kind) else xp.asarray(x) for x in (a, b))
+    return a, b
+
+
+def _at_most_constant(position: Integers, constant: int) -> Any:
+    """The lesser of a position and any integer; an integer below all that the type holds counts as its lowest."""
+    if isinstance(position, int):
+        return min(position, constant)
+    info = np.iinfo(position.dtype)
+    return array_namespace(position).minimum(position, max(info.min, min(constant, info.max)))
+
+
+def _within_reach(width: int | None) -> int | None:
+    """A band's width: None if no position can exceed it, and one lower bound for all that none can be within."""
+    return None if width is None or width >= LAST_POSITION else max(width, _OUT_OF_REACH)
+
+
 def _tightest(combine, *bounds: int | None) -> int | None:
     """The tightest of some bounds, where None is no bound."""
     finite = [bound for bound in bounds if bound is not None]
@@ -66,12 +140,22 @@ class Band:
     lower(q) = max(q - left, start of q's chunk for each chunk size), upper(q) = min(q + right, kv_stop - 1);
     None means no such bound. Bands are closed under intersection. Because both bounds are non-decreasing
     and `upper` rises by at most one per row, the corners of a rectangle decide its kind.
+
+    Any integer may be given. A bound that no position up to `LAST_POSITION` can break becomes None, so bands that allow
+    the same pairs in that way are equal, and what is kept is a little wider than int32 at most.
     """
 
     left: int | None = None
     right: int | None = None
     kv_stop: int | None = None
     chunk_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        stop = None if self.kv_stop is None or self.kv_stop > LAST_POSITION else self.kv_stop
+        object.__setattr__(self, "left", _within_reach(self.left))
+        object.__setattr__(self, "right", _within_reach(self.right))
+        object.__setattr__(self, "kv_stop", stop)
+        object.__setattr__(self, "chunk_sizes", tuple(size for size in self.chunk_sizes if size <= LAST_POSITION))
 
     def __and__(self, other: Band) -> Band:
         return Band(
@@ -102,16 +186,15 @@ class Band:
 
     def classify(self, q_lo: Integers, q_hi: Integers, kv_lo: Integers, kv_hi: Integers):
         """Kind of the rectangle, elementwise over broadcast integers. See `Mask.classify`."""
-        xp = array_namespace(q_lo, q_hi, kv_lo, kv_hi)
         never = self.left is not None and self.right is not None and self.left + self.right < 0
 
         # Rows past the last one whose interval isn't empty allow nothing: leave them out.
         last_row = q_hi
         if self.kv_stop is not None:
             if self.left is not None:
-                last_row = xp.minimum(last_row, self.kv_stop - 1 + self.left)
+                last_row = _at_most_constant(last_row, self.kv_stop - 1 + self.left)
             for size in self.chunk_sizes:
-                last_row = xp.minimum(last_row, -(-self.kv_stop // size) * size - 1)
+                last_row = _at_most_constant(last_row, -(-self.kv_stop // size) * size - 1)
 
         nonempty = (q_lo <= last_row) & (not never)
         nonempty = nonempty & self._lower_reaches(q_lo, kv_hi) & self._upper_reaches(last_row, kv_lo)
@@ -122,16 +205,16 @@ class Band:
         """lower(q) <= kv."""
         reaches = kv == kv
         if self.left is not None:
-            reaches = reaches & (q - self.left <= kv)
+            reaches = reaches & at_most(q, kv, self.left)
         for size in self.chunk_sizes:
-            reaches = reaches & (q // size * size <= kv)
+            reaches = reaches & (chunk_start(q, size) <= kv)
         return reaches
 
     def _upper_reaches(self, q, kv):
         """upper(q) >= kv."""
         reaches = kv == kv
         if self.right is not None:
-            reaches = reaches & (q + self.right >= kv)
+            reaches = reaches & at_most(kv, q, self.right)
         if self.kv_stop is not None:
             reaches = reaches & (kv < self.kv_stop)
         return reaches

@@ -7,6 +7,7 @@ import os
 import numpy as np
 
 from kernels.block_plan import make_block_plan
+from kernels.intervals import LAST_POSITION
 from kernels.masks import Mask, MultiHeadMask, largest_parameter
 
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
@@ -92,6 +93,6 @@ def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) 
     natural = 4 * largest_parameter(mask)
     if not mask.exact:
         natural = min(natural, _LONGEST_EVALUATED)
-    natural = -(-natural // num_tiles) * num_tiles
+    natural = min(-(-natural // num_tiles) * num_tiles, LAST_POSITION + 1)
     q_len = q_len or kv_len or natural
     return q_len, kv_len or q_len

@@ -8,6 +8,9 @@ may attend. It answers two questions, and these are all that a backend may ask:
 
 Masks combine with `&`, `|` and `~`. The names follow JAX's splash attention masks.
 
+Positions are integers from 0 to 2³¹ − 1, int32 on devices. (Negative ones down to −2³⁰ are evaluated, too.) A mask's
+widths may be any integers: a width that no position can reach is no bound, as None is.
+
 >>> sliding_window = CausalMask() & LocalMask(1023, 0)
 >>> sliding_window(q_pos=2000, kv_pos=1500)
 True
@@ -28,10 +31,13 @@ from typing import Any
 import numpy as np
 
 from kernels.intervals import (
+    LAST_POSITION,
     Band,
     Integers,
     TileKind,
     array_namespace,
+    at_most,
+    chunk_start,
     kleene_and,
     kleene_not,
     kleene_or,
@@ -155,7 +161,8 @@ class CausalMask(Mask):
         _require_int(self, "offset")
 
     def __call__(self, q_pos, kv_pos):
-        return kv_pos <= q_pos + self.offset
+        right = self.band.right
+        return FullMask()(q_pos, kv_pos) if right is None else at_most(kv_pos, q_pos, right)
 
     @property
     def band(self) -> Band:
@@ -177,11 +184,11 @@ class LocalMask(Mask):
         _require_int(self, "right", optional=True)
 
     def __call__(self, q_pos, kv_pos):
-        allowed = FullMask()(q_pos, kv_pos)
-        if self.left is not None:
-            allowed = allowed & (kv_pos >= q_pos - self.left)
-        if self.right is not None:
-            allowed = allowed & (kv_pos <= q_pos + self.right)
+        allowed, band = FullMask()(q_pos, kv_pos), self.band
+        if band.left is not None:
+            allowed = allowed & at_most(q_pos, kv_pos, band.left)
+        if band.right is not None:
+            allowed = allowed & at_most(kv_pos, q_pos, band.right)
         return allowed
 
     @property
@@ -199,8 +206,10 @@ class ChunkedCausalMask(Mask):
         _require_int(self, "chunk_size", minimum=1)
 
     def __call__(self, q_pos, kv_pos):
-        # A remainder and no quotient: Mosaic lowers integer division only where it knows the TPU it compiles for.
-        return (kv_pos <= q_pos) & (kv_pos >= q_pos - q_pos % self.chunk_size)
+        allowed = kv_pos <= q_pos
+        for size in self.band.chunk_sizes:
+            allowed = allowed & (kv_pos >= chunk_start(q_pos, size))
+        return allowed
 
     @property
     def band(self) -> Band:
@@ -217,7 +226,8 @@ class PrefixMask(Mask):
         _require_int(self, "length", minimum=0)
 
     def __call__(self, q_pos, kv_pos):
-        return (q_pos == q_pos) & (kv_pos < self.length)
+        stop = self.band.kv_stop
+        return FullMask()(q_pos, kv_pos) if stop is None else (q_pos == q_pos) & (kv_pos < stop)
 
     @property
     def band(self) -> Band:
@@ -486,9 +496,13 @@ def leaves(mask: Mask) -> Iterator[Mask]:
 
 
 def largest_parameter(mask: Mask) -> int:
-    """The largest integer (or array side) in a mask's definition: the length at which its shape shows."""
+    """The largest integer (or array side) in a mask's definition: the length at which its shape shows.
+
+    Integers that no position can reach show nowhere, and don't count.
+    """
     largest = 1
     for leaf in leaves(mask):
         values = leaf.array.shape if isinstance(leaf, NumpyMask) else vars(leaf).values()
-        largest = max(largest, *(abs(value) for value in values if isinstance(value, int)), 1)
+        sizes = [abs(value) for value in values if isinstance(value, int)]
+        largest = max([largest, *(size for size in sizes if size < LAST_POSITION)])
     return largest

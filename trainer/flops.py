@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Int
 
 from kernels import Mask, MultiHeadMask, count_allowed_pairs
+from kernels.intervals import chunk_start
 from layers import GPTConfig
 
 # Dense bfloat16 FLOP/s of one JAX device, by device_kind; the first full match counts. GPU: the data sheets at
@@ -137,7 +138,7 @@ def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:
     if band.left is not None:
         lower = np.maximum(lower, q - band.left)
     for size in band.chunk_sizes:
-        lower = np.maximum(lower, q // size * size)
+        lower = np.maximum(lower, chunk_start(q, size))
     return np.concatenate([[0], np.cumsum(np.maximum(upper - lower + 1, 0))])
 
 

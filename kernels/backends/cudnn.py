@@ -50,13 +50,15 @@ def attention(inputs: AttentionInputs, call: AttentionCall, tuning: None = None)
     """Attention of one call; the lse is None, since cuDNN's has no gradient. See `kernels.dot_product_attention`."""
     band = call.mask.band
     assert band is not None, "refused by unsupported_reason"
+    # A window as long as the sequence is none.
+    window = None if band.left is None or band.left >= call.q_len - 1 else (band.left, 0)
     output = jax.nn.dot_product_attention(
         inputs.query,
         inputs.key,
         inputs.value,
         scale=call.scale,
         is_causal=band.right == 0,
-        local_window_size=None if band.left is None else (band.left, 0),
+        local_window_size=window,
         implementation="cudnn",
     )
     return output, None

@@ -70,10 +70,10 @@ def test_intervals_of_keys_are_the_mask(mask, longest, given, rng, monkeypatch):
     intervals = make_key_intervals(inputs, call)
     constant = longest == 90 and not given
     assert all(isinstance(x, np.ndarray) == constant and x.dtype == jnp.int32 for x in intervals[:2])
-    first, stop, _ = (None if x is None else np.asarray(x)[..., None] for x in intervals)
-    allowed = (first <= kv_pos[:, None]) & (kv_pos[:, None] < stop)
+    first, last, _ = (None if x is None else np.asarray(x)[..., None] for x in intervals)
+    allowed = (first <= kv_pos[:, None]) & (kv_pos[:, None] <= last)
     np.testing.assert_array_equal(allowed, np.asarray(mask(q_pos[:, :, None], kv_pos[:, None])))
-    assert stop.max() <= 120 or given, "no interval reaches past the last key"
+    assert last.max() < 120 or given, "no interval reaches past the last key"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 
-from kernels import CausalMask, LocalMask, PrefixMask
+from kernels import CausalMask, ChunkedCausalMask, LocalMask, PrefixMask
 from layers import GPT, ActivationSharding, GPTConfig, RopeScaling
 
 WINDOW = CausalMask() & LocalMask(5, 0)
@@ -59,6 +59,20 @@ def loss_and_gradients(model, tokens, *ids_and_positions):
         return jnp.square(model.logits(model(tokens, *ids_and_positions))).mean()
 
     return nnx.jit(nnx.value_and_grad(loss))(model)
+
+
+def test_a_window_that_no_position_reaches_trains_as_none(rng):
+    small = dataclasses.replace(
+        CONFIG, num_layers=1, masks=(CausalMask(),), mlp="gelu", qk_norm=False, sinks=False, rope_base=None,
+        remat="none", scan_layers=False,
+    )  # fmt: skip
+    tokens = rng.integers(0, 64, (1, 12)).astype(np.int32)
+    expected = loss_and_gradients(make_model(small, np.random.default_rng(7)), tokens)
+    mask = (LocalMask(2**31 - 1, 0), ChunkedCausalMask(10**30), CausalMask() & PrefixMask(2**31))[rng.integers(3)]
+    config = dataclasses.replace(small, masks=(mask,))
+    config.check_looks_back_only()
+    actual = loss_and_gradients(make_model(config, np.random.default_rng(7)), tokens)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def parameters(model):

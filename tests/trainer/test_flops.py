@@ -53,6 +53,13 @@ def test_documents_that_are_not_kept_apart_are_one(rng):
         (PrefixMask(6), FullMask()),
         (CausalMask() | PrefixMask(9), CausalMask() & PrefixMask(11)),
         (LocalMask(3, 4), ~CausalMask()),
+        (
+            LocalMask(2**31 - 1, 0),
+            CausalMask(2**40),
+            ChunkedCausalMask(10**30),
+            PrefixMask(2**31),
+            CausalMask(-(2**31)),
+        ),
         (MultiHeadMask([CausalMask(), CausalMask(), LocalMask(2, 0), FullMask()]),),
     ],
     ids=repr,

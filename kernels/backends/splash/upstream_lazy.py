@@ -54,17 +54,23 @@ def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) ->
 
 def lazy_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
     """One of JAX's lazy masks, or ours evaluated slice by slice where JAX has none."""
-    shape = (q_len, kv_len)
+    shape, longest = (q_len, kv_len), max(q_len, kv_len)
+
+    def within(width: int) -> int:
+        """A width as JAX's masks can add it to positions: no more than the sequences are long."""
+        return max(-longest, min(width, longest))
+
     if true_kv_len == kv_len:
         match mask:
             case FullMask():
                 return upstream.FullMask(shape)
             case CausalMask(offset):
-                return upstream.CausalMask(shape, offset)
+                return upstream.CausalMask(shape, within(offset))
             case LocalMask(left, right):
+                left, right = (None if side is None else within(side) for side in (left, right))
                 return upstream.LocalMask(shape, (left, right), 0)
             case ChunkedCausalMask(chunk_size):
-                return upstream.ChunkedCausalMask(shape, chunk_size)
+                return upstream.ChunkedCausalMask(shape, min(chunk_size, longest))
             case AndMask(a, b):
                 return lazy_mask(a, q_len, kv_len, kv_len) & lazy_mask(b, q_len, kv_len, kv_len)
             case OrMask(a, b):

@@ -171,8 +171,8 @@ def _key_value_kernel(
     for step in range(group_size * num_partial):
         member, rank = _head_and_rank(step, num_partial, group_size)
         at = partial_tile(rank, num_before, row_start, full_stop) * block_q
-        row_first, row_stop = load_intervals(intervals + batch * interval_stride, at, q_len, block_q)
-        allowed = (row_first[None, :] <= position) & (position < row_stop[None, :])
+        row_first, row_last = load_intervals(intervals + batch * interval_stride, at, q_len, block_q)
+        allowed = (row_first[None, :] <= position) & (position <= row_last[None, :])
         if has_ids:
             allowed &= load_tokens(query_ids + batch * q_len, at, q_len, block_q, 0)[None, :] == own_ids
         dk, dv = _add_query_tile(
@@ -270,7 +270,7 @@ def _query_kernel(
     rows = (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len
     row_lse = _load_lse(lse + rows, begin, q_len, block_q)[:, None]
     row_pull = load_tokens(pull + rows, begin, q_len, block_q, 0.0)[:, None]
-    row_first, row_stop = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
+    row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
     if has_ids:
         row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
@@ -281,7 +281,7 @@ def _query_kernel(
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
         position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
-        allowed = (row_first[:, None] <= position) & (position < row_stop[:, None])
+        allowed = (row_first[:, None] <= position) & (position <= row_last[:, None])
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
         dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, allowed, True, to_cap, to_log2)

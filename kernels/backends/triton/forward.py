@@ -92,7 +92,7 @@ def _forward_kernel(
     # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed pair.
     peak = tl.full((block_q,), -1e30, tl.float32)
 
-    row_first, row_stop = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
+    row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     if has_ids:
         row_ids = load_tokens(query_ids + batch * q_len, begin, q_len, block_q, 0)[:, None]
     for rank in range(num_partial):
@@ -100,7 +100,7 @@ def _forward_kernel(
         k = load_rows(keys, at, kv_len, key_at[2], head_dim, block_kv, block_h, kv_len % block_kv == 0)
         v = load_rows(values, at, kv_len, value_at[2], value_dim, block_kv, block_v, kv_len % block_kv == 0)
         position = load_key_positions(key_positions + batch * kv_len, at, kv_len, block_kv, has_positions)[None, :]
-        allowed = (row_first[:, None] <= position) & (position < row_stop[:, None])
+        allowed = (row_first[:, None] <= position) & (position <= row_last[:, None])
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
         logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))

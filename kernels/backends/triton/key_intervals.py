@@ -12,25 +12,28 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.intervals import Band, array_namespace
+from kernels.intervals import LAST_POSITION, Band, array_namespace, at_most, chunk_start, shifted
 from kernels.masks import AndMask, Mask, OrMask
 
-_LARGEST = np.iinfo(np.int32).max
+# The lowest int32 but one. The lowest stands for keys that aren't there: no interval holds it.
+_FIRST = -LAST_POSITION
 # Intervals that are known ahead are constants of the program: to work them out on the device takes two kernels, which a
 # short call feels. A long one doesn't, but would feel megabytes of constants.
 _MOST_CONSTANT = 8192
 
 
 class KeyIntervals(NamedTuple):
-    """Query q may attend to the keys whose position is in `first[q] ≤ … < stop[q]`. W is 1, or B for given positions.
+    """Query q may attend to the keys whose position is in `first[q] ≤ … ≤ last[q]`. W is 1, or B for given positions.
+
+    Both ends are inclusive, since int32 has no number after the last position.
 
     Attributes:
-      first, stop: the intervals; an empty one has `stop ≤ first`.
+      first, last: the intervals; an empty one has `last < first`.
       key_positions: where the keys stand; None if they count from 0.
     """
 
     first: Int[Array, "W T"]
-    stop: Int[Array, "W T"]
+    last: Int[Array, "W T"]
     key_positions: Int[Array, "B S"] | None
 
 
@@ -42,10 +45,10 @@ def make_key_intervals(inputs: AttentionInputs, call: AttentionCall) -> KeyInter
         positions = xp.arange(call.q_len, dtype=xp.int32)[None]
     interval = interval_of_rows(call.mask, positions)
     assert interval is not None, "refused by unsupported_reason"
-    first, stop = interval
+    first, last = interval
     if inputs.key_value_positions is None:
-        stop = array_namespace(stop).minimum(stop, call.kv_len)
-    return KeyIntervals(first, stop, inputs.key_value_positions)
+        last = array_namespace(last).minimum(last, call.kv_len - 1)
+    return KeyIntervals(first, last, inputs.key_value_positions)
 
 
 def has_key_intervals(mask: Mask) -> bool:
@@ -54,7 +57,7 @@ def has_key_intervals(mask: Mask) -> bool:
 
 
 def interval_of_rows(mask: Mask, q_pos):
-    """(first, stop) of the rows at some positions, in NumPy or JAX as these are, or None."""
+    """(first, last) of the rows at some positions, int32 in NumPy or JAX as these are, or None."""
     xp = array_namespace(q_pos)
     if mask.band is not None:
         return _interval_of_band(mask.band, q_pos)
@@ -72,13 +75,16 @@ def interval_of_rows(mask: Mask, q_pos):
 
 def _interval_of_band(band: Band, q_pos):
     xp = array_namespace(q_pos)
-    first, stop = xp.full_like(q_pos, -_LARGEST), xp.full_like(q_pos, _LARGEST)
-    if band.left is not None:
-        first = xp.maximum(first, q_pos - band.left)
-    for size in band.chunk_sizes:
-        first = xp.maximum(first, q_pos // size * size)
+    first, last = xp.full_like(q_pos, _FIRST), xp.full_like(q_pos, LAST_POSITION)
     if band.right is not None:
-        stop = xp.minimum(stop, q_pos + band.right + 1)
+        last = xp.minimum(last, shifted(q_pos, band.right))
     if band.kv_stop is not None:
-        stop = xp.minimum(stop, band.kv_stop)
-    return first, stop
+        last = xp.minimum(last, band.kv_stop - 1)
+    if band.left is not None:
+        first = xp.maximum(first, shifted(q_pos, -band.left))
+        if band.left < 0:
+            # Rows whose first key would stand past the last position are empty.
+            last = xp.where(at_most(q_pos, LAST_POSITION, band.left), last, _FIRST - 1)
+    for size in band.chunk_sizes:
+        first = xp.maximum(first, chunk_start(q_pos, size))
+    return first, last

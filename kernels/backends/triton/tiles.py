@@ -89,8 +89,8 @@ def make_walk(inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, 
       transposed: rows of query tiles for each key/value tile.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
-    first, stop, key_positions = make_key_intervals(inputs, call)
-    intervals = jnp.asarray(array_namespace(first, stop).stack([first, stop], axis=1))
+    first, last, key_positions = make_key_intervals(inputs, call)
+    intervals = jnp.asarray(array_namespace(first, last).stack([first, last], axis=1))
     operands = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
     constants = {
         "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
@@ -172,15 +172,15 @@ def load_tokens(start, first, length: tl.constexpr, size: tl.constexpr, other):
 
 @triton.jit
 def load_intervals(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
-    """The intervals of queries `first` …, as their first keys and where they stop; empty past the last query."""
-    return load_tokens(start, first, q_len, block_q, 0), load_tokens(start + q_len, first, q_len, block_q, 0)
+    """The intervals of queries `first` …, as their first and their last keys; empty past the last query."""
+    return load_tokens(start, first, q_len, block_q, 0), load_tokens(start + q_len, first, q_len, block_q, -1)
 
 
 @triton.jit
 def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, has_positions: tl.constexpr):
     """Where keys `first` … stand; no interval holds those past the last."""
     if has_positions:
-        return load_tokens(start, first, kv_len, size, 2147483647)
+        return load_tokens(start, first, kv_len, size, -2147483648)
     else:
         return first + tl.arange(0, size)
 

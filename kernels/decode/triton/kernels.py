@@ -38,7 +38,7 @@ def list_blocks_kernel(kinds, blocks, counts, num_blocks: tl.constexpr, chunk: t
 
 @triton.jit
 def attend_part_kernel(
-    query, key, value, first, stop, blocks, counts, sequences, lengths, positions, owners,
+    query, key, value, first, last, blocks, counts, sequences, lengths, positions, owners,
     output, lse,
     num_new: tl.constexpr, num_heads: tl.constexpr, num_kv_heads: tl.constexpr, group_size: tl.constexpr,
     head_dim: tl.constexpr, value_dim: tl.constexpr, interval_heads: tl.constexpr,
@@ -96,8 +96,8 @@ def attend_part_kernel(
 
     interval = (batch * num_new + token) * interval_heads + (head if interval_heads > 1 else 0)
     row_first = tl.load(first + interval, mask=is_row, other=2147483647)
-    row_stop = tl.load(stop + interval, mask=is_row, other=-2147483647)
-    lowest, highest = tl.min(row_first, 0), tl.max(row_stop, 0)
+    row_last = tl.load(last + interval, mask=is_row, other=-2147483648)
+    lowest, highest = tl.min(row_first, 0), tl.max(row_last, 0)
     for turn in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
         first_of_tile = next_block * block_size + turn % tiles_per_block * tile_cells
         next_block = tl.load(blocks + tl.minimum((turn + 1) // tiles_per_block, end - 1))
@@ -113,11 +113,11 @@ def attend_part_kernel(
             position = newest - tl.where(back < 0, back + slab_capacity, back)
             seen = (cell < slab_capacity) & (position >= 0)
         # What no row may see isn't even read: a weight of 0 doesn't stop a NaN.
-        seen = (seen & (lowest <= position) & (position < highest))[:, None]
+        seen = (seen & (lowest <= position) & (position <= highest))[:, None]
         at = tl.cast(first_of_tile, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
         v = tl.load(value + at * (num_kv_heads * value_dim) + value_offset, mask=seen & (v_col < value_dim), other=0.0)
-        seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] < row_stop[:, None])
+        seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
         seen_by_row &= tl.trans(seen)
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
         acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)

@@ -98,7 +98,7 @@ def _attend_parts(
 ) -> tuple[Float[Array, "P B T N V"], Float[Array, "P B T N"]]:
     """Output and lse of each part; the output of a part without blocks, whose lse is −inf, is anything."""
     cache, cap = inputs.cache, call.logits_soft_cap
-    first, stop = _intervals(inputs, call)
+    first, last = _intervals(inputs, call)
     sequences = numbers_of_rows(inputs.sequences, cache.num_sequences)
     # A slab's positions follow from its lengths; the kernel doesn't read the last two.
     whose = (cache.lengths,) * 3
@@ -107,7 +107,7 @@ def _attend_parts(
     rows = (num_parts, call.batch, call.num_new, call.num_heads)
     output, lse = launch(
         attend_part_kernel,
-        (inputs.query, cache.key, cache.value, first, stop, visits.blocks, visits.counts, sequences, *whose),
+        (inputs.query, cache.key, cache.value, first, last, visits.blocks, visits.counts, sequences, *whose),
         (jax.ShapeDtypeStruct((*rows, call.value_dim), jnp.float32), jax.ShapeDtypeStruct(rows, jnp.float32)),
         grid=(call.num_kv_heads * num_row_tiles, num_parts, call.batch),
         constants={
@@ -137,14 +137,14 @@ def _attend_parts(
 
 
 def _intervals(inputs: DecodeInputs, call: DecodeCall) -> tuple[Int[Array, "B T n"], Int[Array, "B T n"]]:
-    """The interval of positions that each query allows, `first ≤ … < stop`; n is 1 unless heads differ."""
+    """The interval of positions that each query allows, `first ≤ … ≤ last`; n is 1 unless heads differ."""
     shape = inputs.query_positions.shape
     bounds = [interval_of_rows(mask, inputs.query_positions) for mask in masks_of_heads(call.mask)]
-    first, stop = (
+    first, last = (
         jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in side], axis=-1)
         for side in zip(*bounds, strict=True)
     )
-    return first, stop
+    return first, last
 
 
 def _put_together(
