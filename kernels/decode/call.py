@@ -38,8 +38,8 @@ class DecodeInputs(NamedTuple):
 class DecodeCall(NamedTuple):
     """The static description: hashable, all that the choice of an implementation looks at.
 
-    `num_blocks` blocks of `num_cells` cells in all are those that each row may look at: its sequence's slab, or all
-    that the sequences share.
+    `num_blocks` blocks of `num_cells` cells in all are those that each row may look at: its sequence's slab, or, with
+    `one_slab`, all that the sequences share.
     """
 
     batch: int
@@ -56,6 +56,7 @@ class DecodeCall(NamedTuple):
     block_size: int
     num_blocks: int
     num_cells: int
+    one_slab: bool
     target: Target
 
     @property
@@ -131,6 +132,7 @@ def make_decode_call(
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         num_cells=cache.capacity,
+        one_slab=isinstance(cache, UnifiedCache),
         target=Target.of(device),
     )
     return DecodeInputs(query, cache, rows, jnp.asarray(query_positions, jnp.int32), sinks), call

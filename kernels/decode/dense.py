@@ -17,8 +17,13 @@ from jaxtyping import Array, Float
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
 
-# Multiplications up to which this is faster on GPUs than reading only the blocks that a row sees. Provisional.
-_MOST_MULTIPLICATIONS = 1 << 23
+# Up to these this is faster on GPUs than reading only the blocks that a row sees: cells of one slab that all rows look
+# at, cells of each row's own, and multiplications. Measured with 12 heads of 64 in bfloat16, 1 to 32 sequences (H200,
+# 2026-11-22, `python -m experiments.benchmarks.decode --implementation dense`, and `triton`): 172 and 190 µs a step for
+# 2 × 1,280 cells of one slab, but 253 and 223 for 3 × 1,920; 165 and 229 for 8 slabs of 160, but 196 and 164 for 2 of
+# 544; 169 and 215 for 8 × 1,024, the most multiplications at which it is.
+_MOST_SHARED_CELLS, _MOST_OWN_CELLS = 1280, 160
+_MOST_MULTIPLICATIONS = 8 * 12 * 1024 * (64 + 64)
 
 
 def unsupported_reason(call: DecodeCall) -> str | None:
@@ -30,12 +35,17 @@ def slower_reason(call: DecodeCall) -> str | None:
     """Why another implementation is faster for this call, or None if none is."""
     if call.target.platform != "gpu":
         return f"is faster on GPUs only, not on {call.target.device_kind}"
-    num_rows = call.batch * call.num_new * call.num_heads
-    num_multiplications = num_rows * call.num_cells * (call.head_dim + call.value_dim)
+    is_shared = call.one_slab or call.batch == 1
+    most_cells = _MOST_SHARED_CELLS if is_shared else _MOST_OWN_CELLS
+    if call.num_cells > most_cells:
+        whose = "in the slab" if is_shared else "of each row"
+        return f"reads all {call.num_cells} cells {whose}; over {most_cells}, skipping blocks is faster"
+    num_rows, width = call.batch * call.num_new * call.num_heads, call.head_dim + call.value_dim
+    num_multiplications = num_rows * call.num_cells * width
     if num_multiplications > _MOST_MULTIPLICATIONS:
         return (
-            f"{num_rows} query rows × {call.num_cells} cells × {call.head_dim + call.value_dim} are "
-            f"{num_multiplications} multiplications; over {_MOST_MULTIPLICATIONS}, skipping blocks is faster"
+            f"{num_rows} query rows × {call.num_cells} cells × {width} are {num_multiplications} multiplications; "
+            f"over {_MOST_MULTIPLICATIONS}, skipping blocks is faster"
         )
     return None
 

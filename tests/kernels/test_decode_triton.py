@@ -114,14 +114,30 @@ def test_refusals(change, reason, monkeypatch, caplog):
 def test_a_small_cache_is_read_whole_on_gpus(monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     attention._log_once.cache_clear()
-    assert select_implementation(call_of(num_cells=64)) is dense
-    assert select_implementation(call_of(dtype=jnp.float32, num_cells=64)) is dense
+    for small in (
+        call_of(num_cells=160),
+        call_of(dtype=jnp.float32, num_cells=64),
+        call_of(num_cells=1280)._replace(one_slab=True),
+        call_of(num_cells=1280)._replace(batch=1),
+    ):
+        assert select_implementation(small) is dense
     with caplog.at_level(logging.INFO, "kernels.decode.attention"):
         assert select_implementation(call_of()) is triton
+        assert select_implementation(call_of(num_cells=1281)._replace(one_slab=True)) is triton
+        assert select_implementation(call_of(num_cells=160)._replace(num_new=2000)) is triton
         assert select_implementation(call_of(num_cells=64, target=Target("cpu", "cpu", None))) is blockwise
     passed_over = [message for message in caplog.messages if message.startswith("decoding: dense passed over: ")]
-    assert "12 query rows × 1048576 cells × 20 are 251658240 multiplications" in passed_over[0]
-    assert "is faster on GPUs only, not on cpu" in passed_over[1]
+    for message, part in zip(
+        passed_over,
+        (
+            "reads all 1048576 cells of each row; over 160, skipping blocks is faster",
+            "reads all 1281 cells in the slab; over 1280",
+            "24000 query rows × 160 cells × 20 are 76800000 multiplications; over 12582912",
+            "is faster on GPUs only, not on cpu",
+        ),
+        strict=True,
+    ):
+        assert part in message
     assert select_implementation(call_of(), "dense") is dense, "who names it gets it"
 
 
