@@ -39,7 +39,9 @@ class DataConfig:
     """Token (text or id) that ends a document. None: the tokenizer's own; for `bin` without one 50256, in llm.c's
     Llama 3 files 128000."""
     token_cache_dir: str = "~/.cache/flax-longcontext/tokens"
-    """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, memory-mapped."""
+    """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, then checked."""
+    token_cache_gib: float = 100.0
+    """Size to which that folder is held: past it, what was unused for longest is removed, never what a run is using."""
     keep_documents_apart: bool = True
     """Attention and positions stay within a document. False: a packed sequence is read as one text, as nanoGPT does."""
     num_prefetch_batches: int = 4
@@ -59,6 +61,8 @@ class DataConfig:
             raise ValueError(f"data.source={self.source!r} needs data.files, one or more globs; got none")
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"data.validation_fraction={self.validation_fraction} must lie strictly between 0 and 1")
+        if not 0 <= self.token_cache_gib < math.inf:
+            raise ValueError(f"data.token_cache_gib={self.token_cache_gib} must be at least 0 and finite")
         if self.num_prefetch_batches < 1:
             raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
         _check_path("data.token_cache_dir", self.token_cache_dir)

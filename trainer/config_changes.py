@@ -69,6 +69,7 @@ KIND_OF_FIELD: dict[str, Kind] = {
     "data.end_of_document_token": "tokenizer",
     "data.allow_changed": "free",
     "data.token_cache_dir": "free",
+    "data.token_cache_gib": "free",
     "data.keep_documents_apart": "evaluation",
     "data.num_prefetch_batches": "free",
     "optimizer.learning_rate": "schedule",

@@ -1,58 +1,30 @@
-"""Pre-tokenized `.bin` files, memory-mapped: nanoGPT's and llm.c's.
+"""The documents of pre-tokenized `.bin` files.
 
-nanoGPT writes raw uint16 ids (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py). llm.c writes
-256 int32 of header – magic, version, number of tokens, zeros – and then the ids, uint16 for GPT-2 and uint32 for
-Llama 3 (https://github.com/karpathy/llm.c, dev/data/data_common.py). All are little-endian. nanoGPT puts the
-end-of-document token after each document, llm.c before; a document here is what lies between two of them, or
-between one and an end of the file.
+nanoGPT puts the end-of-document token after each document, llm.c before; a document here is what lies between two of
+them, or between one and an end of the file.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
+from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, describe_assumptions, read_layout
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
 from trainer.data.errors import DataError
+from trainer.data.files import OpenFile, printable
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
+from trainer.data.token_files import TokenFile, open_tokens, reopening_files
 
-_HEADER_BYTES = 256 * 4
-_ENTRY_FORMAT = 1
+_ENTRY_FORMAT = 2
 _TOKENS_READ_AT_ONCE = 2**24
-
-
-@dataclass(frozen=True)
-class BinLayout:
-    """How a file stores its tokens.
-
-    Args:
-        name: the writer, for people.
-        dtype: of one token.
-        version: of the header; None: no header.
-        end_of_document_id: the token that ends (nanoGPT) or begins (llm.c) a document.
-    """
-
-    name: str
-    dtype: np.dtype
-    version: int | None
-    end_of_document_id: int
-
-    @property
-    def num_header_bytes(self) -> int:
-        return 0 if self.version is None else _HEADER_BYTES
-
-
-_RAW = BinLayout("raw uint16 (nanoGPT)", np.dtype("<u2"), None, 50_256)
-_LAYOUT_OF_MAGIC = {
-    20240520: BinLayout("llm.c GPT-2", np.dtype("<u2"), 1, 50_256),
-    20240801: BinLayout("llm.c Llama 3", np.dtype("<u4"), 7, 128_000),
-}
 
 
 @dataclass(frozen=True)
@@ -66,91 +38,39 @@ class BinFiles(TokenizedFiles):
     largest_ids: tuple[int, ...]
 
 
-def read_layout(path: Path) -> BinLayout:
-    """Tell a file's layout by its header.
-
-    Raises:
-        DataError: the header is of another version or kind, or the file's size does not match it.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = np.frombuffer(file.read(_HEADER_BYTES), "<i4", count=min(size, _HEADER_BYTES) // 4)
-    magic = int(header[0]) if len(header) else 0
-    if magic not in _LAYOUT_OF_MAGIC:
-        if 20_230_101 <= magic <= 20_291_231 and len(header) == 256 and not header[4:].any():
-            raise DataError(
-                f"{path}: header magic {magic} is not one of llm.c's token files "
-                f"({', '.join(map(str, _LAYOUT_OF_MAGIC))}); give files that its dev/data scripts wrote for training"
-            )
-        if size % _RAW.dtype.itemsize:
-            raise DataError(
-                f"{path}: {size:,} bytes is not a whole number of uint16 tokens; "
-                "the file was cut short, or is neither nanoGPT's nor llm.c's"
-            )
-        return _RAW
-    layout = _LAYOUT_OF_MAGIC[magic]
-    if size < _HEADER_BYTES:
-        raise DataError(
-            f"{path}: {size:,} bytes end inside the {_HEADER_BYTES}-byte {layout.name} header; write it again"
-        )
-    version, num_tokens = int(header[1]), int(header[2])
-    if version != layout.version:
-        raise DataError(
-            f"{path}: version {version} of {layout.name}, expected {layout.version}; write it with a current llm.c"
-        )
-    expected = _HEADER_BYTES + num_tokens * layout.dtype.itemsize
-    if size != expected:
-        raise DataError(
-            f"{path}: its header promises {num_tokens:,} tokens, which make {expected:,} bytes, but it has {size:,}; "
-            "the file was cut short or damaged, write or download it again"
-        )
-    return layout
-
-
-def default_end_of_document_id(files: Sequence[Path]) -> int:
-    """The end-of-document token of the files' layouts.
-
-    Raises:
-        DataError: they differ, or a file's header is wrong.
-    """
-    first_of_id: dict[int, Path] = {}
-    for path in files:
-        first_of_id.setdefault(read_layout(path).end_of_document_id, path)
-    if len(first_of_id) > 1:
-        (one, path), (other, other_path) = first_of_id.items()
-        raise DataError(
-            f"{path} and {other_path} come from different tokenizers (end-of-document {one} and {other}); "
-            "train on one kind"
-        )
-    return next(iter(first_of_id))
-
-
 def open_bin_files(
     files: Sequence[Path], end_of_document_id: int, cache: TokenCache, on_progress: OnProgress
 ) -> BinFiles:
-    """Memory-map files and find their documents; the first time each file is read through once.
+    """Open files and find their documents; the first time each file is read through once.
 
     Args:
         files: the files, in order.
         end_of_document_id: the token that separates documents.
         cache: where the places of the documents are kept.
-        on_progress: told, in one line, of each file that is read through.
+        on_progress: told, in one line, of what is assumed of files without a header, and of each that is read through.
 
     Raises:
-        DataError: a file's header or size is wrong, or it holds no documents.
+        DataError: a file's header or size is wrong, it holds no documents, or can't be read.
+        TrainingFailed: a file changes while it is read.
     """
-    layouts = [read_layout(path) for path in files]
+    open_file = reopening_files()
+    tokens = tuple(_open(path, open_file) for path in files)
     key = cache_key(files, format=_ENTRY_FORMAT, source="bin", end_of_document_id=end_of_document_id)
-    arrays = tuple(_memory_map(path, layout) for path, layout in zip(files, layouts, strict=True))
+    for file in tokens:
+        if not file.is_at_its_path():  # The key would tell of another file than was opened.
+            raise DataError(f"{file.path} was changed while it was opened; run again")
+    samples = {file.path: file[:NUM_SAMPLED_TOKENS] for file in tokens if not file.offset}
+    for line in describe_assumptions(samples, end_of_document_id):
+        on_progress(line)
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> dict[str, Any]:
         tables, largest_ids, digest = [], [], hashlib.sha256()
-        for number, (path, tokens) in enumerate(zip(files, arrays, strict=True)):
-            on_progress(f"finding the documents of {path} ({len(tokens):,} tokens)")
-            table, largest = _scan(tokens, end_of_document_id, digest)
+        for number, file in enumerate(tokens):
+            on_progress(f"finding the documents of {printable(file.path)} ({len(file):,} tokens)")
+            table, largest = _scan(file, end_of_document_id, digest)
             if not len(table):
                 raise DataError(
-                    f"{path} holds no token but end-of-document {end_of_document_id}; leave it out of data.files"
+                    f"{file.path} holds no token but end-of-document {end_of_document_id}; leave it out of data.files"
                 )
             table["array"] = number
             tables.append(table)
@@ -158,18 +78,15 @@ def open_bin_files(
         table = np.concatenate(tables)
         table["hash"] = _splitmix64(np.arange(len(table), dtype=np.uint64))
         np.save(folder / "documents.npy", table)
-        about = {"digest": digest.hexdigest(), "largest_ids": largest_ids}
-        (folder / "entry.json").write_text(json.dumps(about))
+        return {"digest": digest.hexdigest(), "largest_ids": largest_ids}
 
     entry = cache.get_or_build(key, build)
-    try:
-        about = json.loads((entry / "entry.json").read_text())
-        table = np.load(entry / "documents.npy", mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{entry}: this entry of the token cache is damaged ({error}); delete it and run again"
-        ) from error
-    return BinFiles(Documents(arrays, table, end_of_document_id), about["digest"], tuple(about["largest_ids"]))
+    tokens = tuple(
+        dataclasses.replace(file, largest_id=largest)
+        for file, largest in zip(tokens, entry.about["largest_ids"], strict=True)
+    )
+    documents = Documents(tokens, entry.load_array("documents.npy"), end_of_document_id)
+    return BinFiles(documents, entry.about["digest"], tuple(entry.about["largest_ids"]))
 
 
 def check_ids(files: Sequence[Path], opened: BinFiles, vocab_size: int, remedy: str) -> None:
@@ -186,29 +103,39 @@ def check_ids(files: Sequence[Path], opened: BinFiles, vocab_size: int, remedy: 
     """
     for path, tokens, largest in zip(files, opened.documents.arrays, opened.largest_ids, strict=True):
         if largest >= vocab_size:
-            index = next(
-                start + int(np.argmax(tokens[start : start + _TOKENS_READ_AT_ONCE] >= vocab_size))
-                for start in range(0, len(tokens), _TOKENS_READ_AT_ONCE)
-                if (tokens[start : start + _TOKENS_READ_AT_ONCE] >= vocab_size).any()
-            )
+            index, token = _first_beyond(tokens, vocab_size)
             offset = read_layout(path).num_header_bytes + index * tokens.itemsize
             raise DataError(
-                f"{path}: token {int(tokens[index])} at index {index:,} (byte {offset:,}) is outside the vocabulary of "
+                f"{path}: token {token} at index {index:,} (byte {offset:,}) is outside the vocabulary of "
                 f"{vocab_size:,}; the largest in the file is {largest}. {remedy}"
             )
 
 
-def _memory_map(path: Path, layout: BinLayout) -> np.memmap:
-    if path.stat().st_size == layout.num_header_bytes:
+def _first_beyond(tokens: TokenFile | np.ndarray, vocab_size: int) -> tuple[int, int]:
+    for start in range(0, len(tokens), _TOKENS_READ_AT_ONCE):
+        part = tokens[start : start + _TOKENS_READ_AT_ONCE]
+        if part.max() >= vocab_size:
+            index = int(np.argmax(part >= vocab_size))
+            return start + index, int(part[index])
+    raise AssertionError("the largest id was found in this file")
+
+
+def _open(path: Path, open_file: Callable[[Path], OpenFile]) -> TokenFile:
+    layout = read_layout(path)
+    try:
+        tokens = open_tokens(path, layout.dtype, offset=layout.num_header_bytes, open_file=open_file)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; check the file, or leave it out") from error
+    if not len(tokens):
         raise DataError(f"{path} has a header but no tokens; leave it out of data.files")
-    return np.memmap(path, layout.dtype, mode="r", offset=layout.num_header_bytes)
+    return tokens
 
 
-def _scan(tokens: np.ndarray, end_of_document_id: int, digest: hashlib._Hash) -> tuple[np.ndarray, int]:
+def _scan(tokens: TokenFile, end_of_document_id: int, digest: hashlib._Hash) -> tuple[np.ndarray, int]:
     ends, largest = [], 0
     digest.update(len(tokens).to_bytes(8, "little"))
     for start in range(0, len(tokens), _TOKENS_READ_AT_ONCE):
-        part = np.asarray(tokens[start : start + _TOKENS_READ_AT_ONCE])
+        part = tokens[start : start + _TOKENS_READ_AT_ONCE]
         ends.append(start + np.flatnonzero(part == end_of_document_id))
         largest = max(largest, int(part.max()))
         digest.update(part.data)

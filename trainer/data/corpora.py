@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import DataConfig
-from trainer.data.bin_files import BinFiles, check_ids, default_end_of_document_id, open_bin_files
+from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
+from trainer.data.bin_layout import default_end_of_document_id
 from trainer.data.documents import Documents, TokenizedFiles
 from trainer.data.errors import DataError
 from trainer.data.files import find_files
@@ -94,6 +95,7 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
 
     Raises:
         DataError: the data cannot be trained on.
+        TrainingFailed: a file changes while it is read.
 
     Example:
         >>> corpus = load_corpus(DataConfig(), vocab_size=257)
@@ -135,15 +137,16 @@ def _load_stdlib(config: DataConfig, vocab_size: int) -> _Loaded:
             "install its library's sources, or set data.source and data.files"
         )
     chunks, tables = zip(*encode_documents(texts, tokenizer), strict=True)
-    documents = Documents((np.concatenate(chunks),), np.concatenate(tables), tokenizer.end_of_document_id)
-    digest.update(documents.arrays[0].data)
+    tokens = np.concatenate(chunks)
+    documents = Documents((tokens,), np.concatenate(tables), tokenizer.end_of_document_id)
+    digest.update(tokens.data)
     return tokenizer, TokenizedFiles(documents, digest.hexdigest()), None
 
 
 def _load_text(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _Loaded:
     files, validation_files = _find_files(config)
     tokenizer = _load_tokenizer(config, vocab_size)
-    cache = TokenCache(Path(config.token_cache_dir))
+    cache = _token_cache(config, on_progress)
 
     def tokenize(files: tuple[Path, ...]) -> TokenizedFiles:
         return tokenize_files(files, config.source, config.text_field, tokenizer, cache, on_progress)
@@ -170,7 +173,7 @@ def _load_bin(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _
             f"{files[0]}: its end-of-document token {end_of_document_id} is outside the vocabulary of {vocab_size:,}; "
             f"set model.vocab_size to at least {end_of_document_id + 1}, or data.end_of_document_token to another id"
         )
-    cache = TokenCache(Path(config.token_cache_dir))
+    cache = _token_cache(config, on_progress)
 
     def open_files(files: tuple[Path, ...]) -> BinFiles:
         opened = open_bin_files(files, end_of_document_id, cache, on_progress)
@@ -185,6 +188,10 @@ def _load_bin(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _
         return named, opened, opened_validation
     largest_ids = opened.largest_ids + (opened_validation.largest_ids if opened_validation else ())
     return PretokenizedIds(max(*largest_ids, end_of_document_id) + 1, end_of_document_id), opened, opened_validation
+
+
+def _token_cache(config: DataConfig, on_progress: OnProgress) -> TokenCache:
+    return TokenCache(Path(config.token_cache_dir), config.token_cache_gib * 2**30, on_progress)
 
 
 def _load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
@@ -234,7 +241,7 @@ def _bytes_per_token(documents: Documents, tokenizer: Tokenizer) -> float | None
         return None
     num_bytes = num_tokens = 0
     for document in range(len(documents)):
-        tokens = documents.tokens(document)[:_NUM_DECODED_TOKENS]
+        tokens = documents.tokens(document, _NUM_DECODED_TOKENS)
         num_bytes += len(tokenizer.decode(tokens.tolist()).encode())
         num_tokens += len(tokens) + 1
         if num_tokens >= _NUM_DECODED_TOKENS:

@@ -5,10 +5,13 @@ Shapes: D documents.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
+
+from trainer.data.token_files import TokenFile, check_tokens
 
 # One row for each document. `array` says which token array holds it, `num_bytes` is the size of its
 # UTF-8 text (-1: unknown), `hash` decides whether it is held out for validation.
@@ -19,18 +22,18 @@ DOCUMENT_DTYPE = np.dtype(
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as slices of a few flat token arrays, in memory or memory-mapped.
+    """Documents as slices of a few flat token arrays, in memory or in files.
 
     A document of tokens b0 … bn-1 stands for the stream [eod, b0, …, bn-1, eod], in which each token
     after the first is a target: n + 1 targets.
 
     Args:
-        arrays: flat arrays of token ids.
+        arrays: flat arrays of token ids; those in files are read a slice at a time.
         table: [D] rows of `DOCUMENT_DTYPE`.
         end_of_document_id: the token eod.
     """
 
-    arrays: tuple[np.ndarray, ...]
+    arrays: tuple[np.ndarray | TokenFile, ...]
     table: np.ndarray
     end_of_document_id: int
 
@@ -56,18 +59,36 @@ class Documents:
         """The chosen documents, sharing the tokens."""
         return Documents(self.arrays, self.table[chosen], self.end_of_document_id)
 
-    def tokens(self, document: int) -> np.ndarray:
-        """The tokens of one document, without end-of-document, as a view."""
+    def tokens(self, document: int, num_tokens: int | None = None) -> np.ndarray:
+        """The first tokens of one document, without end-of-document; all of them by default.
+
+        Raises:
+            TrainingFailed: they are in a file that has changed since it was opened.
+        """
         row = self.table[document]
-        return self.arrays[row["array"]][row["start"] : row["start"] + row["length"]]
+        start, length = int(row["start"]), int(row["length"])
+        return self.arrays[row["array"]][start : start + (length if num_tokens is None else min(num_tokens, length))]
 
     def stream(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " L"]:
-        """Part [start, stop) of one document's stream [eod, b0, …, bn-1, eod]."""
-        tokens = self.tokens(document)
-        first, last = max(start, 1), min(stop, len(tokens) + 1)
-        part = np.full(stop - start, self.end_of_document_id, np.int32)
-        part[first - start : last - start] = tokens[first - 1 : last - 1]
-        return part
+        """Part [start, stop) of one document's stream [eod, b0, …, bn-1, eod]; raises as `tokens` does."""
+        return self.streams([(document, start, stop)])
+
+    def streams(self, parts: Sequence[tuple[int, int, int]]) -> Int32[np.ndarray, " L"]:
+        """Parts (document, start, stop) of several documents' streams, end to end; raises as `tokens` does."""
+        flat = np.full(sum(stop - start for _, start, stop in parts), self.end_of_document_id, np.int32)
+        offset, from_files = 0, []
+        for document, start, stop in parts:
+            array, place, length, _, _ = self.table[document].item()
+            first, last = max(start, 1), min(stop, length + 1)
+            source, of_flat = self.arrays[array], flat[offset + first - start : offset + last - start]
+            if isinstance(source, TokenFile):
+                of_flat[:] = source.read(place + first - 1, place + last - 1)
+                from_files.append((source, of_flat))
+            else:
+                of_flat[:] = source[place + first - 1 : place + last - 1]
+            offset += stop - start
+        check_tokens(from_files)
+        return flat
 
 
 @dataclass(frozen=True)

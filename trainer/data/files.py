@@ -1,13 +1,82 @@
-"""From globs to files that can be read."""
+"""From globs to files, and files read within bounds."""
 
 from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.data.errors import DataError
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class OpenFile:
+    """A file held open for reading, from several threads at once; closed when the last user lets go of it.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: there is no such file, or it is none that has a size and places: a folder, a device, a pipe.
+    """
+
+    _descriptor = -1
+
+    def __init__(self, path: Path):
+        # Without O_NONBLOCK, opening a pipe waits for its other end.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        mode = self.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(0, f"it is {_kind(mode)}, not a file")
+
+    def __del__(self):
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def stat(self) -> os.stat_result:
+        return os.fstat(self._descriptor)
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        """The bytes from a place in the file on, fewer only where it ends."""
+        data = os.pread(self._descriptor, num_bytes, offset)
+        while 0 < len(data) < num_bytes:  # At once the system reads no more than 2 GiB, a network disk maybe less.
+            more = os.pread(self._descriptor, num_bytes - len(data), offset + len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+
+def printable(path: Path) -> str:
+    """A path as it can be printed, whatever bytes are in its name."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def read_at_most(path: Path, num_bytes: int) -> bytes | None:
+    """The content of a file or pipe, or None where there is more of it.
+
+    Args:
+        path: what to read; a device that never ends is left after `num_bytes`.
+        num_bytes: the most that is read.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with path.open("rb") as file:
+        content = file.read(num_bytes + 1)
+    return content if len(content) <= num_bytes else None
 
 
 def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
@@ -20,21 +89,62 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
     Raises:
         DataError: a glob matches no file, or a file is empty or unreadable.
     """
-    file_of_target: dict[Path, Path] = {}  # Two names of one file count once.
+    file_of_target: dict[str, Path] = {}  # Two names of one file count once.
     for pattern in patterns:
-        matches = [Path(match).absolute() for match in glob.glob(os.path.expanduser(pattern), recursive=True)]
-        matches = [match for match in sorted(matches) if match.is_file()]
-        if not matches:
+        others, any_file = [], False
+        for path in sorted({Path(match).absolute() for match in _expand(os.path.expanduser(pattern))}):
+            try:
+                mode = path.stat().st_mode
+            except PermissionError as error:
+                raise DataError(f"{path} cannot be read: permission denied; leave it out of {field}") from error
+            except OSError:  # A link that leads nowhere or in a circle, or a file that was just removed.
+                others.append(f"{path} is a link that leads nowhere")
+                continue
+            if stat.S_ISREG(mode):
+                any_file = True
+                file_of_target.setdefault(os.path.realpath(path), path)
+            else:
+                others.append(f"{path} is {_kind(mode)}")
+        if not any_file:
             raise DataError(
-                f"{field}: {pattern!r} matches no file (looked from {os.getcwd()}); "
-                "correct the path, and use `**/*` to reach into folders"
+                f"{field}: {pattern!r} matches no file (looked from {os.getcwd()}"
+                f"{f'; {others[0]}' if others else ''}); correct the path, and use `**/*` to reach into folders"
             )
-        for match in matches:
-            file_of_target.setdefault(match.resolve(), match)
     files = tuple(sorted(file_of_target.values()))
     for path in files:
-        if path.stat().st_size == 0:
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}; leave it out of {field}") from error
+        if size == 0:
             raise DataError(f"{path} is empty (0 bytes); remove it or leave it out of {field}")
         if not os.access(path, os.R_OK):
             raise DataError(f"{path} cannot be read: permission denied; change its mode or leave it out of {field}")
     return files
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """What a glob matches.
+
+    `**` enters each folder once, by whatever names: `glob` follows links in circles, and if two links do, for ever.
+    """
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    head, tail = "/".join(parts[:at]), "/".join(parts[at + 1 :]) or "*"
+    entered = set()
+    for top in glob.iglob(head or "/") if at else ["."]:
+        for folder, subfolders, _ in os.walk(top, followlinks=True):
+            target = os.path.realpath(folder)
+            if target in entered:
+                subfolders.clear()
+                continue
+            entered.add(target)
+            subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+            yield from _expand(f"{glob.escape(folder)}/{tail}")
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "something else")

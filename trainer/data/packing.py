@@ -137,11 +137,16 @@ class PackedSequences:
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         row = empty_row(self.sequence_length)
         first = self._ends[index - 1] if index else 0
+        pieces = self._pieces_by_sequence[first : self._ends[index]]
+        documents, starts = self.pieces.document[pieces].tolist(), self.pieces.start[pieces].tolist()
+        lengths = self.pieces.length[pieces].tolist()
+        parts = zip(documents, starts, lengths, strict=True)
+        streams = self.documents.streams([(document, start, start + length + 1) for document, start, length in parts])
         offset = 0
-        for segment, piece in enumerate(self._pieces_by_sequence[first : self._ends[index]], start=1):
-            start, length = int(self.pieces.start[piece]), int(self.pieces.length[piece])
-            stream = self.documents.stream(int(self.pieces.document[piece]), start, start + length + 1)
+        for segment, length in enumerate(lengths, start=1):
             place = slice(offset, offset + length)
+            # A stream is one token longer than its piece has targets.
+            stream = streams[offset + segment - 1 : offset + segment + length]
             row["tokens"][place], row["targets"][place] = stream[:-1], stream[1:]
             row["target_mask"][place] = True
             row["segment_ids"][place] = segment

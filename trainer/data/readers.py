@@ -1,17 +1,29 @@
 """Text, JSON-lines and Parquet files, as streams of documents.
 
 A reader yields each document's text as valid UTF-8 bytes, in file order, and holds one document (Parquet:
-one record batch) in memory at a time.
+one record batch) in memory at a time. A document has a largest size, so that a file that is not what it
+should be ends in a message before it fills the memory.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.data.errors import DataError
+from trainer.data.files import OpenFile, read_at_most
+
+# A text file, of which a few copies are in memory while it is tokenized, and a line of JSON, whose text Python holds
+# with up to 4 bytes for each character.
+_MAX_TEXT_BYTES = 2**30
+_MAX_LINE_BYTES = 2**28
+_CHECKED_AT_ONCE = 2**20
+_NUM_NAMES_SHOWN = 20
+_BYTE_ORDER_MARK = codecs.BOM_UTF8
+_JSON_NAMES = {dict: "an object", list: "an array", float: "a number", bool: "a boolean", type(None): "null"}
 
 
 def read_documents(path: Path, source: str, text_field: str) -> Iterator[bytes]:
@@ -37,20 +49,42 @@ def read_documents(path: Path, source: str, text_field: str) -> Iterator[bytes]:
 
 def read_text(path: Path) -> Iterator[bytes]:
     """The whole file as one document, its bytes unchanged."""
-    data = path.read_bytes()
-    _check_utf8(data, path)
+    try:
+        OpenFile(path)  # Refuses what need not end.
+        data = read_at_most(path, _MAX_TEXT_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if data is None:
+        raise DataError(
+            f"{path} has more than {_MAX_TEXT_BYTES:,} bytes, the most that one document may have; "
+            "cut it into several files"
+        )
+    if not _is_utf8(data):
+        _decode(data, path)
     yield data
 
 
 def read_jsonl(path: Path, text_field: str) -> Iterator[bytes]:
     """The text of each line's object. Lines of white space alone separate nothing and are passed over."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            _check_utf8(line, path, first_line=number, offset=offset)
-            offset += len(line)
-            if line.strip():
-                yield _text_of_line(line, f"{path}:{number}", text_field)
+    offset = number = 0
+    try:
+        OpenFile(path)  # Refuses what need not end.
+        with path.open("rb") as file:
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                number += 1
+                if len(line) > _MAX_LINE_BYTES:
+                    raise DataError(
+                        f"{path}:{number}: the line at offset {offset} has more than {_MAX_LINE_BYTES:,} bytes, the "
+                        "most that one may have; is this one object to a line? Cut long documents"
+                    )
+                text = _text_of_line(line, path, number, offset, text_field)
+                offset += len(line)
+                del line  # It may be large, and need not wait here until its text is tokenized.
+                if text is not None:
+                    yield text
+                del text
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
@@ -64,50 +98,112 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         ) from error
     row = 0
     try:
+        OpenFile(path)  # Refuses what need not end.
         with parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if text_field not in columns:
-                raise DataError(f"{path}: no column {text_field!r}; it has {', '.join(columns)}. Set data.text_field")
+            _check_column(path, file.schema_arrow, text_field)
+            # As bytes, because what a file calls text need not be UTF-8.
             for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-                for text in batch.column(0).to_pylist():
-                    yield _encode(text, f"{path}: row {row}", f"column {text_field!r}")
+                for value in batch.column(0).cast(arrow.large_binary()):
+                    yield _text_of_row(value.as_py(), f"{path}: row {row}", text_field)
                     row += 1
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not readable as Parquet after row {row}: {error}; write the file again") from error
 
 
-def _text_of_line(line: bytes, place: str, text_field: str) -> bytes:
+def _text_of_line(line: bytes, path: Path, number: int, offset: int, text_field: str) -> bytes | None:
+    line = line.removeprefix(_BYTE_ORDER_MARK)
+    if not line or line.isspace():
+        return None
+    place = f"{path}:{number}"
     try:
-        record = json.loads(line)
+        # Of numbers nothing is wanted, and Python makes no integer of more than 4,300 digits.
+        record = json.loads(_decode(line, path, first_line=number, offset=offset), parse_int=float)
     except json.JSONDecodeError as error:
         raise DataError(
             f"{place}: not valid JSON at column {error.colno}: {error.msg}; each line must be one JSON object"
         ) from error
+    except RecursionError as error:
+        raise DataError(f"{place}: arrays or objects nested too deep to be read; drop the document") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: expected a JSON object, got {type(record).__name__}; each line must be one object")
+        raise DataError(f"{place}: expected a JSON object, got {_json_name(record)}; each line must be one object")
     if text_field not in record:
-        raise DataError(f"{place}: no field {text_field!r}; it has {', '.join(record) or 'none'}. Set data.text_field")
-    return _encode(record[text_field], place, f"field {text_field!r}")
-
-
-def _encode(text: Any, place: str, what: str) -> bytes:
+        raise DataError(f"{place}: no field {text_field!r}; it has {_names(list(record))}. Set data.text_field")
+    text = record[text_field]
     if not isinstance(text, str):
-        raise DataError(f"{place}: {what} is {type(text).__name__}, expected text; fill it in or drop the document")
+        raise DataError(
+            f"{place}: field {text_field!r} is {_json_name(text)}, expected text; fill it in or drop the document"
+        )
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place}: {what} holds a lone surrogate U+{ord(text[error.start]):04X} at character {error.start}, "
-            "which is not text; repair or drop the document"
+            f"{place}: field {text_field!r} holds a lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start}, which is not text; repair or drop the document"
         ) from error
 
 
-def _check_utf8(data: bytes, path: Path, *, first_line: int = 1, offset: int = 0) -> None:
+def _json_name(value: Any) -> str:
+    return _JSON_NAMES.get(type(value), "text")
+
+
+def _check_column(path: Path, schema: Any, text_field: str) -> None:
+    from pyarrow import types
+
+    if (number := schema.names.count(text_field)) != 1:
+        has = f"{number} columns" if number else "no column"
+        raise DataError(f"{path}: {has} {text_field!r}; it has {_names(schema.names)}. Set data.text_field")
+    column = schema.field(text_field).type
+    stored = column.value_type if types.is_dictionary(column) else column
+    if not any(is_text(stored) for is_text in (types.is_string, types.is_large_string, types.is_string_view)):
+        raise DataError(
+            f"{path}: column {text_field!r} is {str(column)[:80]}, expected text (string); "
+            "set data.text_field, or write the column as text"
+        )
+
+
+def _text_of_row(value: bytes | None, place: str, text_field: str) -> bytes:
+    if value is None:
+        raise DataError(f"{place}: column {text_field!r} is null, expected text; fill it in or drop the document")
     try:
-        data.decode()
+        value.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: column {text_field!r} has byte 0x{value[error.start]:02x} at byte {error.start}, which is not "
+            f"UTF-8 ({error.reason}); repair or drop the document"
+        ) from error
+    return value
+
+
+def _is_utf8(data: bytes) -> bool:
+    """A part at a time: the characters of a whole file would take up to four times its size."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(data)
+    try:
+        for start in range(0, len(data), _CHECKED_AT_ONCE):
+            decoder.decode(view[start : start + _CHECKED_AT_ONCE])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _decode(data: bytes, path: Path, *, first_line: int = 1, offset: int = 0) -> str:
+    try:
+        return data.decode()
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
+        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not offset
         raise DataError(
             f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {offset + error.start} is not UTF-8 "
-            f"({error.reason}); convert the file (`iconv -f latin1 -t utf-8`) or leave it out"
+            f"({error.reason}); convert the file (`iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8`) "
+            "or leave it out"
         ) from error
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = [name[:60] for name in names[:_NUM_NAMES_SHOWN]]
+    return ", ".join(shown + ["…"] * (len(names) > _NUM_NAMES_SHOWN)) or "none"
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path} cannot be read: {error.strerror}; check the file, or leave it out")

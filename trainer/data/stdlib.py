@@ -13,6 +13,7 @@ In it is every non-empty `.py` file under `sysconfig.get_paths()["stdlib"]` but 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -37,4 +38,10 @@ def find_stdlib_files(root: Path | None = None) -> Iterator[tuple[str, Path]]:
             path = Path(folder, name)
             if name.endswith(".py") and not name.startswith("_sysconfigdata") and not path.is_symlink():
                 found.append((path.relative_to(root).as_posix(), path))
-    return ((relative, path) for relative, path in sorted(found) if path.stat().st_size)
+    return ((relative, path) for relative, path in sorted(found) if not _is_empty(path))
+
+
+def _is_empty(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # Whoever reads the file says what is wrong with it.
+        return path.stat().st_size == 0
+    return False

@@ -1,15 +1,15 @@
 """Files of text → documents of token ids, in memory or in an entry of the token cache.
 
-An entry holds tokens.bin (the ids of all documents, flat), documents.npy (their table) and entry.json.
+An entry holds tokens.bin (the ids of all documents, flat) and documents.npy (their table).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.tokenizers import Tokenizer, token_dtype
 
 # Part of every key: entries of another layout, or cut by another rule, are another entry.
-_ENTRY_FORMAT = 1
+_ENTRY_FORMAT = 2
 # Text handed to the tokenizer at a time: enough to keep its threads busy, little next to a model.
 _CHUNK_BYTES = 4 * 2**20
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -42,15 +42,25 @@ def encode_documents(
     """
     num_tokens = 0
     for chunk in _chunks(documents):
-        encoded = tokenizer.encode_documents([text for text, _ in chunk])
-        kept = [(text, digest, len(ids)) for (text, digest), ids in zip(chunk, encoded, strict=True) if len(ids)]
-        table = np.zeros(len(kept), DOCUMENT_DTYPE)
-        table["num_bytes"] = [len(text) for text, _, _ in kept]
-        table["hash"] = np.array([digest for _, digest, _ in kept], np.uint64)
-        table["length"] = [length for _, _, length in kept]
-        table["start"] = num_tokens + np.cumsum(table["length"]) - table["length"]
-        num_tokens += int(table["length"].sum())
-        yield np.concatenate(encoded), table
+        tokens, table = _encode_chunk(chunk, tokenizer)
+        table["start"] += num_tokens
+        num_tokens += len(tokens)
+        # A document may be large: nothing of it waits here until the next one is read.
+        chunk.clear()
+        encoded = [(tokens, table)]
+        del tokens
+        yield encoded.pop()
+
+
+def _encode_chunk(chunk: Sequence[tuple[bytes, int]], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    encoded = tokenizer.encode_documents([text for text, _ in chunk])
+    kept = [(len(text), digest, len(ids)) for (text, digest), ids in zip(chunk, encoded, strict=True) if len(ids)]
+    table = np.zeros(len(kept), DOCUMENT_DTYPE)
+    table["num_bytes"] = [num_bytes for num_bytes, _, _ in kept]
+    table["hash"] = np.array([digest for _, digest, _ in kept], np.uint64)
+    table["length"] = [length for _, _, length in kept]
+    table["start"] = np.cumsum(table["length"]) - table["length"]
+    return encoded[0] if len(encoded) == 1 else np.concatenate(encoded), table
 
 
 def tokenize_files(
@@ -68,7 +78,7 @@ def tokenize_files(
         source: `text`, `jsonl` or `parquet`.
         text_field: where the text is; unused by `text`.
         tokenizer: the tokenizer.
-        cache: where tokens are kept, memory-mapped from then on.
+        cache: where tokens are kept.
         on_progress: told, in one line, when tokenizing starts, every few seconds, and when it ends.
 
     Raises:
@@ -82,30 +92,23 @@ def tokenize_files(
         tokenizer=tokenizer.identity,
     )
 
-    def build(folder: Path) -> None:
+    def build(folder: Path) -> dict[str, Any]:
         on_progress(f"tokenizing {_count(files, 'file')} with {tokenizer.name} into {cache.directory}")
         before = cache_key(files)
-        _write_entry(folder, files, source, text_field, tokenizer, on_progress)
+        about = _write_entry(folder, files, source, text_field, tokenizer, on_progress)
         if cache_key(files) != before:
             raise DataError(f"{files[0]} or one of its {len(files) - 1:,} fellows changed while being read; run again")
+        return about
 
     entry = cache.get_or_build(key, build)
-    try:
-        about = json.loads((entry / "entry.json").read_text())
-        table = np.load(entry / "documents.npy", mmap_mode="r")
-        if (entry / "tokens.bin").stat().st_size != about["num_tokens"] * token_dtype(tokenizer.vocab_size).itemsize:
-            raise ValueError("tokens.bin has another size than was written")
-        tokens = np.memmap(entry / "tokens.bin", token_dtype(tokenizer.vocab_size), mode="r")
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"{entry}: this entry of the token cache is damaged ({error}); delete it and run again"
-        ) from error
-    return TokenizedFiles(Documents((tokens,), table, tokenizer.end_of_document_id), about["digest"])
+    tokens = entry.open_tokens("tokens.bin", token_dtype(tokenizer.vocab_size))
+    documents = Documents((tokens,), entry.load_array("documents.npy"), tokenizer.end_of_document_id)
+    return TokenizedFiles(documents, entry.about["digest"])
 
 
 def _write_entry(
     folder: Path, files: Sequence[Path], source: str, text_field: str, tokenizer: Tokenizer, on_progress: OnProgress
-) -> None:
+) -> dict[str, Any]:
     digest, tables, num_documents, num_tokens, reported = hashlib.sha256(), [], 0, 0, time.monotonic()
     with (folder / "tokens.bin").open("wb") as file:
         for tokens, chunk in encode_documents(_documents_of(files, source, text_field), tokenizer):
@@ -113,6 +116,7 @@ def _write_entry(
             digest.update(tokens.data)
             tables.append(chunk)
             num_documents, num_tokens = num_documents + len(chunk), num_tokens + len(tokens)
+            del tokens
             if time.monotonic() - reported > _SECONDS_BETWEEN_REPORTS:
                 reported = time.monotonic()
                 on_progress(f"tokenized {num_documents:,} documents, {num_tokens:,} tokens")
@@ -121,20 +125,18 @@ def _write_entry(
     table = np.concatenate(tables)
     digest.update(table["length"].tobytes())
     np.save(folder / "documents.npy", table)
-    (folder / "entry.json").write_text(json.dumps({"num_tokens": num_tokens, "digest": digest.hexdigest()}))
     on_progress(f"tokenized {num_documents:,} documents, {num_tokens:,} tokens: done")
+    return {"digest": digest.hexdigest()}
 
 
 def _documents_of(files: Sequence[Path], source: str, text_field: str) -> Iterator[tuple[bytes, int]]:
     for path in files:
         num_documents = 0
-        try:
-            for text in read_documents(path, source, text_field):
-                num_documents += 1
-                # By content, so that copies of a document land on the same side of the split.
-                yield text, document_hash(text)
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}; check the file, or leave it out") from error
+        for text in read_documents(path, source, text_field):
+            num_documents += 1
+            # By content, so that copies of a document land on the same side of the split.
+            yield text, document_hash(text)
+            del text
         if not num_documents:
             raise DataError(f"{path} holds no documents; remove it or leave it out of data.files")
 
@@ -144,6 +146,7 @@ def _chunks(documents: Iterable[tuple[bytes, int]]) -> Iterator[list[tuple[bytes
     for document in documents:
         chunk.append(document)
         size += len(document[0])
+        del document
         if size >= _CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from trainer.data.errors import DataError
+from trainer.data.files import read_at_most
 from trainer.data.partial_characters import (
     byte_level_bytes,
     bytes_at_end,
@@ -18,6 +20,11 @@ from trainer.data.partial_characters import (
     num_unfinished_bytes,
 )
 
+# Published ones have up to 35 MB.
+_MAX_FILE_BYTES = 2**28
+# Far above any published one; a table of that many entries is still small.
+_MAX_VOCAB_SIZE = 2**24
+_NUM_SHOWN_CHARACTERS = 60
 # Texts by which published tokenizers name the token that ends a document.
 _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>")
 
@@ -58,6 +65,21 @@ class Tokenizer(Protocol):
 def token_dtype(vocab_size: int) -> np.dtype:
     """Smallest dtype, little-endian on disk, that holds every id."""
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+@contextlib.contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turns what the library raises into a `DataError` that begins with `what`.
+
+    It raises bare Exception, and where its Rust code panics – at a regular expression that takes too long, say – a
+    class of its own that is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{what}: {error}") from error
+        raise
 
 
 class ByteTokenizer:
@@ -111,11 +133,13 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path, end_of_document_token: str | int | None, setting: str):
         try:
-            content = path.read_bytes()
+            content = read_at_most(path, _MAX_FILE_BYTES)
         except OSError as error:
             raise DataError(
                 f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
             ) from error
+        if content is None:
+            raise DataError(f"{path}: not a Hugging Face tokenizer.json: it has more than {_MAX_FILE_BYTES:,} bytes")
         try:
             import tokenizers
         except ImportError as error:
@@ -123,18 +147,20 @@ class HuggingFaceTokenizer:
                 f"{setting}={str(path)!r} needs tokenizers, which is not installed; "
                 f'run `pip install "flax-longcontext[data]"`, or use {setting}=byte'
             ) from error
-        try:
+        with _refusing(f"{path}: not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # The binding raises bare Exception for a malformed file.
-            raise DataError(f"{path}: not a Hugging Face tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end.
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise DataError(f"{path}: its vocabulary is empty; train the tokenizer again, or use {setting}=byte")
         self.name = str(path)
         # Releases of the library have changed what a file means, so its version belongs to the identity.
         self.identity = f"tokenizers {tokenizers.__version__} {hashlib.sha256(content).hexdigest()}"
         self.vocab_size = max(vocabulary.values()) + 1
+        if self.vocab_size > _MAX_VOCAB_SIZE:
+            raise DataError(f"{path}: it has a token {self.vocab_size - 1}; ids may be below {_MAX_VOCAB_SIZE}")
         self.end_of_document_id = self._find_end_of_document(end_of_document_token, vocabulary)
         special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         spoken = set(vocabulary.values()) - special - {self.end_of_document_id}
@@ -143,12 +169,14 @@ class HuggingFaceTokenizer:
         self._decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _refusing(self._cannot_encode(text)):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        if "ByteFallback" in self._decoders:
-            return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
-        return self._tokenizer.decode([int(i) for i in token_ids if i != self.end_of_document_id])
+        with _refusing(f"{self.name}: cannot decode tokens"):
+            if "ByteFallback" in self._decoders:
+                return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
+            return self._tokenizer.decode([int(i) for i in token_ids if i != self.end_of_document_id])
 
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         if "ByteFallback" in self._decoders:  # which makes one U+FFFD of each byte
@@ -165,13 +193,23 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            with _refusing(""):
+                encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except DataError:
+            for text in texts:
+                self.encode(text)  # Raises for the one at fault, whose beginning it shows.
+            raise
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
     def _spoken(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens, by name, that `decode` doesn't leave out."""
         tokens = (self._tokenizer.id_to_token(int(i)) for i in token_ids if i not in self.skipped_ids)
         return [token for token in tokens if token is not None]
+
+    def _cannot_encode(self, text: str) -> str:
+        shown = text if len(text) <= _NUM_SHOWN_CHARACTERS else f"{text[:_NUM_SHOWN_CHARACTERS]}…"
+        return f"{self.name}: cannot encode the text {shown!r}, for which it may lack a token for unknown characters"
 
     def _find_end_of_document(self, token: str | int | None, vocabulary: dict[str, int]) -> int:
         if isinstance(token, int):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +19,7 @@ import pytest
 from trainer.config import DataConfig
 from trainer.data import DataError, load_corpus
 from trainer.data.stdlib import find_stdlib_files
+from trainer.data.token_files import TokenFile
 from trainer.data.unigram import estimate_unigram_entropy
 
 
@@ -63,7 +66,7 @@ def test_documents_come_back_as_written(
     train, validation = _texts(corpus.train, corpus.tokenizer), _texts(corpus.validation, corpus.tokenizer)
     assert sorted(train + validation) == sorted(texts)
     assert train == [text for text in texts if text in set(train)]  # In the files' order.
-    assert isinstance(corpus.train.arrays[0], np.memmap)
+    assert isinstance(corpus.train.arrays[0], TokenFile)
     num_bytes = sum(len(text.encode()) for text in validation)
     assert corpus.validation.num_bytes == num_bytes
     assert corpus.bytes_per_token == pytest.approx(num_bytes / corpus.validation.num_tokens)
@@ -139,16 +142,41 @@ def test_tokens_are_made_once_and_again_when_a_file_changes(tmp_path, random_tex
     assert load().train.num_tokens + load().validation.num_tokens > first.train.num_tokens + first.validation.num_tokens
 
 
-def test_a_damaged_cache_entry_is_refused(tmp_path, random_texts, data_config, write_jsonl):
-    write_jsonl(tmp_path / "a.jsonl", random_texts(40))
-    config = data_config(source="jsonl", files=["a.jsonl"], validation_fraction=0.3)
-    load_corpus(config, vocab_size=257)
-    [tokens] = (tmp_path / "cache").glob("*/tokens.bin")
-    os.truncate(tokens, 10)
-    with pytest.raises(
-        DataError, match=rf"{tokens.parent}: this entry of the token cache is damaged .*; delete it and run again"
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "entry.json"])
+@pytest.mark.parametrize("source", ["jsonl", "bin"])
+def test_a_damaged_cache_entry_is_made_again(tmp_path, rng, random_texts, data_config, write_jsonl, source, name):
+    if source == "jsonl":
+        write_jsonl(tmp_path / "data", random_texts(40))
+    else:
+        name = name.replace("tokens.bin", "documents.npy")
+        rng.permutation(np.arange(2000, dtype="<u2") % 257).tofile(tmp_path / "data")
+    config = data_config(
+        source=source,
+        files=["data"],
+        validation_fraction=0.5,
+        end_of_document_token=256 if source == "bin" else None,
+    )
+    first, said = load_corpus(config, vocab_size=257), []
+    [path] = (tmp_path / "cache").glob(f"*/{name}")
+    whole = path.read_bytes()
+    bit = int(rng.integers(8 * len(whole)))
+    flipped = bytearray(whole)
+    flipped[bit // 8] ^= 1 << bit % 8
+    for damage in (
+        lambda: path.write_bytes(flipped),
+        lambda: os.truncate(path, len(whole) // 2),
+        lambda: path.write_bytes(b"[" * 100_000),
+        path.unlink,
+        lambda: (path.unlink(), path.mkdir()),
+        lambda: (path.unlink(), os.mkfifo(path)),
+        lambda: (shutil.rmtree(path.parent), path.parent.write_text("in the way")),
     ):
-        load_corpus(config, vocab_size=257)
+        damage()
+        said.clear()
+        again = load_corpus(config, vocab_size=257, on_progress=said.append)
+        assert again.fingerprint == first.fingerprint
+        assert re.search(r"entry of the token cache is damaged \(.+\); it is made again", "\n".join(said))
+        assert path.read_bytes() == whole or name == "entry.json"
 
 
 def test_unigram_entropy_is_that_of_the_targets(rng, make_documents):
@@ -281,9 +309,9 @@ GOOD = b'{"text": "fine"}\n'
     [
         (b'{"text": "caf\xe9"}', r"a.jsonl:3: byte 0xe9 at offset 47 is not UTF-8"),
         (b'{"text": ', r"a.jsonl:3: not valid JSON at column \d+: .*; each line must be one JSON object"),
-        (b'["text"]', r"a.jsonl:3: expected a JSON object, got list"),
+        (b'["text"]', r"a.jsonl:3: expected a JSON object, got an array"),
         (b'{"body": "x", "id": 1}', r"a.jsonl:3: no field 'text'; it has body, id. Set data.text_field"),
-        (b'{"text": null}', r"a.jsonl:3: field 'text' is NoneType, expected text"),
+        (b'{"text": null}', r"a.jsonl:3: field 'text' is null, expected text"),
         (b'{"text": "a\\ud800"}', r"a.jsonl:3: field 'text' holds a lone surrogate U\+D800 at character 1"),
     ],
 )
@@ -314,9 +342,9 @@ def test_parquet_that_cannot_serve_is_refused(tmp_path, data_config, monkeypatch
     parquet.write_table(arrow.table({"body": ["a", "b", None], "id": [1, 2, 3]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet: no column 'text'; it has body, id. Set data.text_field"):
         load("a.parquet")
-    with pytest.raises(DataError, match=r"a.parquet: row 2: column 'body' is NoneType, expected text"):
+    with pytest.raises(DataError, match=r"a.parquet: row 2: column 'body' is null, expected text"):
         load("a.parquet", text_field="body")
-    with pytest.raises(DataError, match=r"a.parquet: row 0: column 'id' is int, expected text"):
+    with pytest.raises(DataError, match=r"a.parquet: column 'id' is int64, expected text"):
         load("a.parquet", text_field="id")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match=r"b.parquet: not readable as Parquet after row 0"):

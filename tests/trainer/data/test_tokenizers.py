@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.data import ByteTokenizer, DataError, HuggingFaceTokenizer, load_tokenizer
+from trainer.data import tokenizers as tokenizers_module
 from trainer.data.tokenizers import PretokenizedIds
 
 
@@ -102,3 +107,91 @@ def test_ids_without_a_tokenizer_have_no_text():
     for call in (lambda t: t.encode("a"), lambda t: t.decode([1]), lambda t: t.encode_documents([b"a"])):
         with pytest.raises(DataError, match=r"cannot (encode|decode): a .bin file .*set data.tokenizer"):
             call(PretokenizedIds(10, 9))
+
+
+def _tokenizer_json(model: dict, **parts) -> str:
+    names = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    end = {"id": 0, "content": "</s>", "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return json.dumps({"version": "1.0", "added_tokens": [end], "model": model} | dict.fromkeys(names) | parts)
+
+
+_WORD_LEVEL = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1}, "unk_token": "[UNK]"}
+_WORD_PIECE = _WORD_LEVEL | {
+    "type": "WordPiece",
+    "continuing_subword_prefix": "##",
+    "max_input_chars_per_word": 100,
+}
+_UNIGRAM = {"type": "Unigram", "vocab": [["</s>", -1.0]], "unk_id": None}
+_BPE = {"type": "BPE", "vocab": {"</s>": 0, "a": 1}, "merges": []}
+_PANICS = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_tokenizer_json(_WORD_LEVEL), r"Missing \[UNK\] token"),
+        (_tokenizer_json(_WORD_PIECE), r"Missing \[UNK\] token"),
+        (_tokenizer_json(_UNIGRAM), r"unk_id"),
+        (_tokenizer_json(_BPE, normalizer=_PANICS), r"retry-limit-in-match over"),
+    ],
+)
+def test_a_text_that_cannot_be_encoded_is_told_of(tmp_path, content, message):
+    (tmp_path / "t.json").write_text(content)
+    tokenizer = load_tokenizer(str(tmp_path / "t.json"))
+    text = "a" * 60 + "c"
+    for call in (lambda: tokenizer.encode(text), lambda: tokenizer.encode_documents([b"", text.encode()])):
+        with pytest.raises(DataError, match=rf"t.json: cannot encode the text 'a{{60}}…', .*: .*{message}"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_tokenizer_json(_BPE | {"vocab": {}}, added_tokens=[]), r"t.json: its vocabulary is empty"),
+        (_tokenizer_json(_UNIGRAM | {"vocab": []}, added_tokens=[]), r"t.json: its vocabulary is empty"),
+        (
+            _tokenizer_json(_BPE, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            r"t.json: not a Hugging Face tokenizer.json: Precompiled",
+        ),
+        (
+            _tokenizer_json(_BPE, normalizer={"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+            r"t.json: not a Hugging Face tokenizer.json: .*parenthesis",
+        ),
+        ("\0" * 100, r"t.json: not a Hugging Face tokenizer.json"),
+        ("[" * 100_000, r"t.json: not a Hugging Face tokenizer.json"),
+        ("{" + " " * 1000, r"t.json: not a Hugging Face tokenizer.json: it has more than 1,000 bytes"),
+    ],
+)
+def test_odd_tokenizers_are_refused(tmp_path, monkeypatch, content, message):
+    if len(content) == 1001:
+        monkeypatch.setattr(tokenizers_module, "_MAX_FILE_BYTES", 1000)
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path / "t.json"))
+
+
+def test_what_is_no_file_is_no_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizers_module, "_MAX_FILE_BYTES", 1000)
+    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+        load_tokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"/dev/zero: not a Hugging Face tokenizer.json: it has more than 1,000 bytes"):
+        load_tokenizer("/dev/zero")
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_tokenizer_serves_or_is_refused(tmp_path_factory, data):
+    content = data.draw(
+        st.sampled_from([_tokenizer_json(model) for model in (_WORD_LEVEL, _WORD_PIECE, _UNIGRAM, _BPE)])
+    )
+    start = data.draw(st.integers(0, len(content)))
+    stop = data.draw(st.integers(start, min(len(content), start + 10)))
+    new = data.draw(st.sampled_from(["", "0", "-1", "99999999999", '"', "{}", "[]", "null", "1e9", "</s>", "\0"]))
+    path = tmp_path_factory.getbasetemp() / "fuzzed.json"
+    path.write_text(content[:start] + new + content[stop:])
+    with contextlib.suppress(DataError):
+        tokenizer = load_tokenizer(str(path))
+        for ids in tokenizer.encode_documents([b"a", data.draw(st.text(max_size=10)).encode()]):
+            assert len(ids) == 0 or ids.max() < tokenizer.vocab_size
+            tokenizer.decode(ids.tolist())
