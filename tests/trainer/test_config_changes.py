@@ -54,6 +54,7 @@ CHANGED = dataclasses.replace(
         text_field="body",
         tokenizer="other.json",
         token_cache_dir="tokens",
+        token_cache_gib=50.0,
         keep_documents_apart=False,
         num_prefetch_batches=2,
         allow_changed=True,

@@ -131,14 +131,14 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
 
 
 def test_a_real_command_streams_texts_and_says_what_it_did(trained, tmp_path):
-    (tmp_path / "prompt.txt").write_text("from a file")
+    (tmp_path / "prompt.txt").write_bytes(b"from\r\na file")
     line = [sys.executable, "-m", "trainer.sample", "--workdir", trained.path, "--prompt-file", tmp_path / "prompt.txt"]
     line += ["--prompt", "given", "--num-tokens", "20", *GREEDY]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(line, capture_output=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     assert re.search(rb"^\[1\]\ngiven", done.stdout, re.MULTILINE)
-    assert re.search(rb"^\[2\]\nfrom a file", done.stdout, re.MULTILINE)
+    assert re.search(rb"^\[2\]\nfrom\na file", done.stdout, re.MULTILINE)
     first, last = done.stderr.decode().splitlines()
     assert re.fullmatch(r"tiny at step 40: .* parameters, byte tokenizer, context of 64 tokens, \w+", first)
     assert re.fullmatch(r"tokens added: \d+ in .*, compiling included; texts that ended .*: \d of 2", last)
@@ -369,6 +369,10 @@ def test_a_prompt_that_is_no_text_file_is_refused(trained, sample, tmp_path):
     (tmp_path / "bytes").write_bytes(b"abc\xff")
     assert refusal(sample(trained.path, "--prompt-file", tmp_path / "bytes")).endswith(
         "is not UTF-8: invalid start byte at byte 3"
+    )
+    assert refusal(sample(trained.path, "--prompt-file", "/dev/zero")).endswith(
+        f"/dev/zero has more than {256 * LENGTH:,} bytes, which is more than the context of {LENGTH} tokens can hold; "
+        "shorten it"
     )
 
 

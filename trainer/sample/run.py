@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 import sys
@@ -15,6 +16,7 @@ from trainer.compilation import use_compilation_cache
 from trainer.config import MeshConfig
 from trainer.console import Console, format_count, format_seconds
 from trainer.data import Tokenizer
+from trainer.data.files import read_at_most
 from trainer.errors import UserMistake
 from trainer.sample.command_line import SampleCommand
 from trainer.sample.generate import Generator, NewToken, Request
@@ -24,6 +26,8 @@ from trainer.sample.trained_run import TrainedRun, open_run
 from trainer.sharding import make_mesh
 
 _DEFAULT_NUM_TOKENS = 256
+# The longest tokens that tokenizers have, runs of spaces, stand for fewer bytes.
+_MAX_BYTES_PER_TOKEN = 256
 # A long prompt's beginning is left out where the texts are shown.
 _NUM_SHOWN_CHARACTERS = 400
 
@@ -104,7 +108,7 @@ def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[
     """The prompt and the request of each text."""
     stop_token = find_stop_token(command.stop_token, trained.tokenizer)
     prompts, requests = [], []
-    for number, prompt in enumerate(_read_prompts(command), 1):
+    for number, prompt in enumerate(_read_prompts(command, trained.context_length), 1):
         tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
         num_new_tokens = _num_new_tokens(number, tokens, command, trained)
         for seed in command.seed:
@@ -113,11 +117,18 @@ def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[
     return prompts, requests
 
 
-def _read_prompts(command: SampleCommand) -> Iterator[str]:
+def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
     yield from command.prompt
+    limit = context_length * _MAX_BYTES_PER_TOKEN
     for path in command.prompt_file:
         try:
-            yield path.read_text(encoding="utf-8")
+            content = read_at_most(path, limit)
+            if content is None:
+                raise UserMistake(
+                    f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
+                    f"{context_length:,} tokens can hold; shorten it"
+                )
+            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any kind of line end becomes \n.
         except OSError as error:
             raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
