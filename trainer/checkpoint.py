@@ -44,6 +44,7 @@ from trainer.checkpoint_folder import (
     read_metadata,
 )
 from trainer.errors import TrainingFailed
+from trainer.out_of_memory import reason_of
 from trainer.workdir import set_aside, sync, write_atomically
 
 # Checkpoints that may vanish one after another while they are looked at, on a file system without locks.
@@ -195,6 +196,8 @@ class Checkpoints:
         try:
             return self._orbax.restore(path / "state", abstract_state)
         except Exception as error:
+            if reason_of(error) is not None:
+                raise
             raise cannot_restore(path, error) from error
 
     def _path(self, step: int) -> Path:
@@ -368,6 +371,8 @@ def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
                 raise ValueError("it holds the parameters of another model")
             return params
         except Exception as error:
+            if reason_of(error) is not None:
+                raise
             if not checkpoint.hold.is_there():
                 raise _VanishedError from error
             raise cannot_restore(checkpoint.path, error) from error

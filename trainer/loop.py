@@ -18,6 +18,7 @@ from trainer.flops import StepFlops
 from trainer.loss_plot import draw_losses
 from trainer.metrics_log import VALIDATION_LOSS, MetricsLog
 from trainer.next_commands import next_commands
+from trainer.out_of_memory import running
 from trainer.prepare import CompiledSteps, Setup, compile_steps
 from trainer.recompilation import Change
 from trainer.record import RunRecord, StepTimes, TimeAccount, measured_memory
@@ -73,7 +74,7 @@ class TrainingLoop:
 
     def restore_and_compile(self) -> None:
         """Everything before the first step."""
-        with self._account.measure("checkpoint"):
+        with self._account.measure("checkpoint"), running("restoring"):
             restored = self._checkpoints.restore_newest(self._setup.trainer.abstract_state)
         if restored is not None:
             for damaged in restored.damaged:
@@ -93,7 +94,8 @@ class TrainingLoop:
                 self._setup.trainer, with_init=restored is None, on_recompile=self._recompiled
             )
             if self._programs.init_state is not None:
-                self._state = self._programs.init_state()
+                with running("init_state"):
+                    self._state = jax.block_until_ready(self._programs.init_state())
         self._history.add_first(self._programs.reports)
         self._console.compiled(self._programs.reports)
         # Cut off before the record has `compile`, by which the next attempt knows that the log is this one's.
@@ -177,7 +179,7 @@ class TrainingLoop:
             self._begun_step = self._step + 1
             with self._account.measure("data_wait"):
                 batch = next(self._setup.batches)
-            with self._account.measure("step"):
+            with self._account.measure("step"), running("train_step"):
                 self._state, metrics = self._programs.train_step(self._state, self._setup.put(batch))
                 self._step += 1
                 ahead.append(metrics)
@@ -189,7 +191,7 @@ class TrainingLoop:
             self._console.advance(self._finished_step)
             if self._window_ends():
                 break
-        with self._account.measure("step"):
+        with self._account.measure("step"), running("train_step"):
             jax.block_until_ready(self._state)
             history: list[StepMetrics] = jax.device_get(ahead)
         self._set_finished(self._step)
@@ -275,7 +277,7 @@ class TrainingLoop:
         due = step >= config.num_steps or (step > 0 and step % config.evaluation.every_num_steps == 0)
         if not due or step in self._log.evaluations or self._stop.requested:
             return
-        with self._account.measure("evaluation"):
+        with self._account.measure("evaluation"), running("eval_step"):
             batches, bytes_per_token = self._setup.validation_batches, self._setup.corpus.bytes_per_token
             result = evaluate(self._programs.eval_step, self._state.params, batches, bytes_per_token)
         self._log.write(
@@ -283,7 +285,7 @@ class TrainingLoop:
         )
         self._console.evaluation(step, result)
         if self._setup.samples is not None:
-            with self._account.measure("evaluation"):
+            with self._account.measure("evaluation"), running("sampling"):
                 for prompt, text in self._setup.samples.write(self._state.params, self._setup.trainer.mesh):
                     self._console.sample(step, prompt, text)
 

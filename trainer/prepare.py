@@ -14,6 +14,7 @@ from trainer.config import TrainConfig
 from trainer.console import format_bytes, format_count
 from trainer.data import Corpus, TrainIterator, load_corpus, make_train_iterator, make_validation_batches
 from trainer.flops import DevicePeak, FlopCounter, device_peak
+from trainer.out_of_memory import running
 from trainer.recompilation import OnRecompile, RecompilingFunction
 from trainer.record import describe_devices
 from trainer.sample.during_training import Samples
@@ -148,16 +149,22 @@ def compile_steps(trainer: Trainer, *, with_init: bool, on_recompile: OnRecompil
       trainer: whose step functions they are.
       with_init: whether the state has to be made.
       on_recompile: told if one of them has to be compiled another time.
+
+    Raises:
+      OutOfMemory: the compiler finds that one doesn't fit in the devices' memory.
     """
     state = trainer.abstract_state
     init_state, reports = None, []
     if with_init:
-        init_state, report = compile_in_stages(trainer.init_state, name="init_state")
+        with running("init_state"):
+            init_state, report = compile_in_stages(trainer.init_state, name="init_state")
         reports.append(report)
-    train_step = RecompilingFunction(
-        trainer.train_step, state, trainer.abstract_batch, name="train_step", on_recompile=on_recompile
-    )
-    eval_step = RecompilingFunction(
-        trainer.eval_step, state.params, trainer.abstract_eval_batch, name="eval_step", on_recompile=on_recompile
-    )
+    with running("train_step"):
+        train_step = RecompilingFunction(
+            trainer.train_step, state, trainer.abstract_batch, name="train_step", on_recompile=on_recompile
+        )
+    with running("eval_step"):
+        eval_step = RecompilingFunction(
+            trainer.eval_step, state.params, trainer.abstract_eval_batch, name="eval_step", on_recompile=on_recompile
+        )
     return CompiledSteps(init_state, train_step, eval_step, (*reports, train_step.report, eval_step.report))

@@ -13,6 +13,7 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.event_loops import drain_event_loops
 from trainer.loop import TrainingLoop
 from trainer.metrics_log import last_logged_step
+from trainer.out_of_memory import explained
 from trainer.prepare import prepare
 from trainer.record import RunRecord, TimeAccount
 from trainer.signals import PREEMPTED, StopRequest
@@ -33,8 +34,8 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
 
     Raises:
       UserMistake: data, mesh or model can't be used as the config says.
-      TrainingFailed: the devices can't start, a loss or gradient was not finite, no checkpoint can be read, the last
-        can't be saved, or something called `sys.exit`.
+      TrainingFailed: the devices can't start, a device or this machine is out of memory, a loss or gradient was not
+        finite, no checkpoint can be read, the last can't be saved, or something called `sys.exit`.
     """
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
     drain_event_loops()
@@ -58,7 +59,7 @@ def run(config: TrainConfig, workdir: Workdir, *, command: Sequence[str], starte
         record.update(status="preempted", message="left at once by Ctrl-C after a stop signal, without saving")
 
     try:
-        with StopRequest(on_stop_signal, on_second_ctrl_c) as stop:
+        with StopRequest(on_stop_signal, on_second_ctrl_c) as stop, explained(config, command, record):
             setup = prepare(config, console.note)
             record.update(**setup.to_json())
             console.opening(config.name, setup.facts() | {"workdir": str(workdir.path)})

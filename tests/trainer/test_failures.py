@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config
     [
         (SystemExit(0), TrainingFailed, "something other than the trainer called sys.exit(0)"),
         (KeyboardInterrupt(), KeyboardInterrupt, "KeyboardInterrupt"),
-        (MemoryError("no room"), MemoryError, "MemoryError: no room"),
+        (LookupError("no room"), LookupError, "LookupError: no room"),
         (TrainingFailed("not finite"), TrainingFailed, "not finite"),
     ],
 )

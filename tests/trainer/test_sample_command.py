@@ -196,17 +196,31 @@ def test_a_cache_that_would_overflow_is_refused(trained, sample):
     )
 
 
-def test_caches_that_the_device_has_no_room_for_are_told(trained, sample, monkeypatch):
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("Generator.generate", jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99999 bytes.")),
+        ("TrainedRun.restore_params", jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9.")),
+        ("Generator.generate", MemoryError("Unable to allocate 7.45 GiB for an array")),
+    ],
+)
+def test_memory_that_is_too_small_is_told_with_what_is_needed(trained, sample, monkeypatch, where, error):
     def full(*arguments):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 99999 bytes.")
+        raise error
 
-    monkeypatch.setattr("trainer.sample.generate.init_caches", full)
-    status, _, errors = sample(trained.path, "--prompt", "x", "y", "--num-tokens", 8)
-    assert (status, errors.count("\n")) == (2, 2)
-    assert errors.endswith(
-        "is too small for the caches of 2 text(s) of up to 10 tokens, the one that begins a document included; "
-        "give fewer prompts or seeds at a time, or a smaller --num-tokens\n"
+    monkeypatch.setattr(f"trainer.sample.run.{where}", full)
+    status, output, errors = sample(trained.path, "--prompt", "x", "y", "--num-tokens", 8)
+    assert (status, output) == (1, "")
+    told = errors[errors.index("error: ") :].splitlines()
+    machine = "this machine" if isinstance(error, MemoryError) else "cpu"
+    assert told[0] == f"error: sampling: out of memory on {machine}: {error}"
+    count = sum(leaf.size for leaf in jax.tree.leaves(trained.state.params))
+    assert (
+        f"it needs {2 * count / 1e3:.1f} kB for the parameters in bfloat16, after {4 * count / 1e3:.1f} kB" in told[1]
     )
+    assert "for the caches of 2 text(s) of up to 10 tokens, the one that begins a document included" in told[1]
+    assert told[2].startswith("  there is ")
+    assert told[3:] == ["  what helps: fewer prompts or seeds at a time, shorter prompts, or a smaller --num-tokens"]
 
 
 def test_a_workdir_without_a_run_or_a_checkpoint_is_refused(workdir, sample, tmp_path):

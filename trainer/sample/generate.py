@@ -126,6 +126,11 @@ class Generator:
                     yield NewToken(int(request), int(token), bool(is_last))
             added = following
 
+    def cache_bytes(self, requests: Sequence[Request]) -> int:
+        """What the caches of these texts take on the device, in bytes."""
+        caches = jax.eval_shape(lambda: self._no_caches(requests))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
+
     def _run(self, params: Any, requests: Sequence[Request]) -> Iterator[_Added]:
         """Starts one program after another, without an end, and yields what each is going to add."""
         texts = self._no_texts(requests)
@@ -142,16 +147,18 @@ class Generator:
             yield added
 
     def _no_texts(self, requests: Sequence[Request]) -> _Texts:
-        # The last token of a text needs no cell.
-        longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
-        length = -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
         return _Texts(
-            caches=init_caches(self._config, len(requests), length),
+            caches=self._no_caches(requests),
             newest=jnp.zeros(len(requests), jnp.int32),
             num_left=jnp.zeros(len(requests), jnp.int32),
             seeds=jnp.array([_text_seed(request) for request in requests], jnp.uint32),
             stop_tokens=jnp.array([request.stop_token for request in requests], jnp.int32),
         )
+
+    def _no_caches(self, requests: Sequence[Request]) -> tuple[SlabCache, ...]:
+        # The last token of a text needs no cell.
+        longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
+        return init_caches(self._config, len(requests), -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE)
 
     def _begin_text(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import shutil
@@ -10,14 +11,16 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import rich.console
 
 from trainer.compilation import use_compilation_cache
 from trainer.config import MeshConfig
-from trainer.console import Console, format_count, format_seconds
+from trainer.console import Console, format_bytes, format_count, format_seconds
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most
-from trainer.errors import UserMistake
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.sample.command_line import SampleCommand
 from trainer.sample.generate import Generator, NewToken, Request
 from trainer.sample.streams import make_streams, show_whole
@@ -36,9 +39,8 @@ def run(command: SampleCommand) -> None:
     """Continues the prompts of a command.
 
     Raises:
-      UserMistake: a checkpoint is missing, the tokenizer differs from training's, or a text doesn't fit the context or
-        the device.
-      TrainingFailed: a checkpoint is damaged, or the devices can't be started.
+      UserMistake: a checkpoint is missing, the tokenizer differs from training's, or a text doesn't fit the context.
+      TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
     """
     console = Console(rich.console.Console(stderr=True, highlight=False))
     trained = open_run(command.workdir, tokenizer=command.tokenizer, rope_scaling=command.rope_scaling)
@@ -49,29 +51,43 @@ def run(command: SampleCommand) -> None:
     use_compilation_cache(trained.config.compilation.cache_dir)
     device = make_mesh(MeshConfig()).devices.flat[0]
     generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
-    trained, restored = trained.restore_params(device)
-    params = generator.lay_out(restored)
+    with _explained(requests, trained, device, generator):
+        trained, restored = trained.restore_params(device)
+        params = generator.lay_out(restored)
     console.note(
         f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
         f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "
         f"{device.device_kind}"
     )
     begun = time.perf_counter()
-    try:
+    with _explained(requests, trained, device, generator):
         num_added, num_ended = _show(generator.generate(params, requests), prompts, requests, trained.tokenizer)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        longest = max(len(request.tokens) + request.num_new_tokens for request in requests)
-        raise UserMistake(
-            f"the memory of {device.device_kind} is too small for the caches of {len(requests)} text(s) of up to "
-            f"{longest:,} tokens, the one that begins a document included; give fewer prompts or seeds at a time, or a "
-            "smaller --num-tokens"
-        ) from error
     console.note(
         f"tokens added: {num_added:,} in {format_seconds(time.perf_counter() - begun)}, compiling included; "
         f"texts that ended by themselves: {num_ended} of {len(requests)}"
     )
+
+
+@contextlib.contextmanager
+def _explained(
+    requests: Sequence[Request], trained: TrainedRun, device: jax.Device, generator: Generator
+) -> Iterator[None]:
+    """Ends sampling with a message where the device, or this machine, is out of memory."""
+    try:
+        with running("sampling"):
+            yield
+    except OutOfMemory as error:
+        longest = max(len(request.tokens) + request.num_new_tokens for request in requests)
+        model, caches = trained.model, format_bytes(generator.cache_bytes(requests))
+        parameters = model.num_parameters * jnp.dtype(model.compute_dtype).itemsize
+        raise TrainingFailed(
+            f"sampling: out of memory on {'this machine' if error.on_host else device.device_kind}: {error.reason}\n"
+            f"  it needs {format_bytes(parameters)} for the parameters in {model.compute_dtype}, after "
+            f"{format_bytes(model.num_parameters * 4)} for them as saved; {caches} for the caches of {len(requests)} "
+            f"text(s) of up to {longest:,} tokens, the one that begins a document included; and a prompt's own\n"
+            f"  {describe_host() if error.on_host else describe_device(device, 1)}\n"
+            "  what helps: fewer prompts or seeds at a time, shorter prompts, or a smaller --num-tokens"
+        ) from error
 
 
 def _show(
