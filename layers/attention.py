@@ -37,7 +37,8 @@ class Attention(nnx.Module):
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       sinks: learn a logit per head that takes part in the softmax and has no value (arXiv:2309.17453), starting at 0.
       implementation: attention backend; None: the fastest that serves the call.
-      compute_dtype: type of the matmuls' operands and of the output.
+      compute_dtype: type of the matmuls' operands and of the output, whatever the input's: float32 comes out as
+        bfloat16 unless this says "float32".
       param_dtype: type that parameters are stored in.
       norm_epsilon: added to the mean square in QK-norm.
       kernel_init: initialiser of the query, key and value projections; None: `small_init(width)`.
@@ -53,6 +54,8 @@ class Attention(nnx.Module):
       >>> layer = Attention(64, 4, mask=CausalMask() & LocalMask(1023, 0), rngs=nnx.Rngs(0))
       >>> layer(jnp.ones((2, 2048, 64))).shape
       (2, 2048, 64)
+      >>> layer(jnp.ones((2, 2048, 64))).dtype
+      dtype(bfloat16)
     """
 
     def __init__(

@@ -20,8 +20,8 @@ from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config_file import flag_types, is_text, load_config
 from trainer.errors import UserMistake
-from trainer.record import installed_versions
 from trainer.suggestions import did_you_mean_field
+from trainer.versions import installed_versions
 
 PROGRAM = "python -m trainer"
 # Every field takes a value, as in the config file: --model.qk-norm True.
@@ -192,8 +192,8 @@ def apply_flags(command: type[Command], overrides: Sequence[str], default: Comma
     registry.primitive_rule(lambda info: _mask_spec(mask_problems) if info.type is Mask else None)
     options: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        # Help goes to the terminal as tyro draws it; a refusal is caught, to be said in one sentence.
-        with registry, contextlib.nullcontext() if wants_help(overrides) else contextlib.redirect_stderr(refusal):
+        # Help goes to standard output as tyro draws it; a refusal is caught, to be said in one sentence.
+        with registry, contextlib.redirect_stderr(refusal):
             return tyro.cli(command, prog=program, args=list(overrides), config=_TYRO, **options)
     except SystemExit as stop:
         if not stop.code:

@@ -30,7 +30,7 @@ class DataConfig:
     validation_files: tuple[str, ...] = ()
     """Globs of the validation files; when empty, documents are split by a hash."""
     validation_fraction: float = 0.05
-    """Fraction of documents held out when `validation_files` is empty."""
+    """Fraction of documents held out when `validation_files` is empty; one at least, of a single one its end."""
     text_field: str = "text"
     """Name of the text field (jsonl) or column (parquet)."""
     tokenizer: str | None = None
@@ -182,7 +182,7 @@ class EvaluationConfig:
     every_num_steps: int = 100
     """Steps between evaluations; the last step is always followed by one."""
     num_sequences: int = 8
-    """Packed validation sequences, the same ones each time."""
+    """Packed validation sequences at most, the same ones each time."""
 
     def __post_init__(self):
         if self.every_num_steps < 1 or self.num_sequences < 1:

@@ -128,6 +128,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
         sequence_length=config.sequence_length,
         batch_size=config.batch_size // config.gradient_accumulation,
         num_sequences=config.evaluation.num_sequences,
+        on_progress=on_progress,
     )
     return Setup(
         config=config,

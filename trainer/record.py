@@ -8,7 +8,6 @@ attempt's `attempts`, with the last step that is known of it. `trainer/compile_h
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ import jax
 from trainer.console import Console
 from trainer.log_file import LogWrites
 from trainer.resident_memory import peak_resident_bytes
+from trainer.versions import installed_versions
 from trainer.workdir import set_aside, write_atomically
 
 SCHEMA_VERSION = 1
@@ -256,14 +256,3 @@ def _killed(attempt: Mapping[str, Any], last_logged_step: int) -> dict[str, Any]
         step = max(step, last_logged_step)
     message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
     return {"status": "killed", "step": step, "message": message}
-
-
-def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:
-    """Of each distribution; None where it isn't installed."""
-    versions: dict[str, str | None] = {}
-    for name in distributions:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions

@@ -210,6 +210,7 @@ def test_a_missing_config_is_explained(arguments, message):
         ),
         (["--num-steps"], "Missing value for argument '--num-steps'"),
         (["stray"], "Unrecognized options: stray"),
+        (["--num-steps", "--help"], "Missing value for argument '--num-steps'"),
     ],
 )
 def test_a_bad_value_is_told_in_one_sentence_without_a_box(trainer_command, arguments, message):

@@ -237,6 +237,8 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
         (("--compare", "mask=dense,our"), "'our' is not one of dense, upstream_lazy, ours; did you mean ours?"),
         (("--compare", "mask=dense,ours"), "implementation='splash_dense' can't serve this call: runs on tpu"),
         (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),
+        (("--output", "x" * 300), f"--output {'x' * 300} can't be written"),
+        (("--search-seconds", "nan"), "--search-seconds nan must not be negative"),
     ],
 )
 def test_mistakes_are_one_message(config, capsys, arguments, message):

@@ -92,5 +92,6 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
 
 def _require_writable(output: Path) -> None:
     """A compilation takes long, so its report is not to fail at the end."""
-    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+    name_fits = len(os.fsencode(output.name)) <= 255
+    if os.path.isdir(output) or not name_fits or not os.access(output.parent, os.W_OK | os.X_OK):
         raise UserMistake(f"--output {output} can't be written; name a file in a folder that exists")

@@ -14,7 +14,7 @@ from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
 from trainer.config_file import config_to_json
 from trainer.console import format_bytes, format_count, format_seconds
-from trainer.record import installed_versions
+from trainer.versions import installed_versions
 
 SCHEMA_VERSION = 1
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "flax")

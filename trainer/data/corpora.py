@@ -86,7 +86,7 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
 
     Documents are held out by a hash – of the path in the standard library, of the text elsewhere, of the
     document's number in `.bin` files – so the split depends on nothing but the data and
-    `validation_fraction`.
+    `validation_fraction`. At least one is held out and one trained on; a single document is cut in two.
 
     Args:
         config: where the data is.
@@ -110,7 +110,7 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
         case _:
             loaded = _load_text(config, vocab_size, on_progress)
     tokenizer, tokenized, validation_tokenized = loaded
-    train, validation, digests = _split(config, tokenized, validation_tokenized)
+    train, validation, digests = _split(config, tokenized, validation_tokenized, on_progress)
     # The digests tell the tokens, so the library version in the tokenizer's identity is left out on purpose.
     known = [config.source, tokenizer.vocab_size, tokenizer.end_of_document_id, *digests]
     return Corpus(
@@ -217,21 +217,49 @@ def _find_files(config: DataConfig) -> tuple[tuple[Path, ...], tuple[Path, ...]]
 
 
 def _split(
-    config: DataConfig, tokenized: TokenizedFiles, validation: TokenizedFiles | None
+    config: DataConfig, tokenized: TokenizedFiles, validation: TokenizedFiles | None, on_progress: OnProgress
 ) -> tuple[Documents, Documents, tuple[str, ...]]:
     """Training documents, validation documents, and the digests that both follow from."""
     if validation is not None:
         return tokenized.documents, validation.documents, (tokenized.digest, validation.digest)
     documents, fraction = tokenized.documents, config.validation_fraction
-    held_out = documents.table["hash"] < np.uint64(int(fraction * 2**64))
+    digests = (tokenized.digest, repr(fraction))
+    if len(documents) == 1:
+        on_progress(f"there is one document: its last {fraction:.3%} are held out for validation")
+        return *_cut_in_two(documents, fraction, config.source), digests
+    hashes = documents.table["hash"]
+    held_out = hashes < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
-        missing, change = ("training", "lower") if held_out.any() else ("validation", "raise")
-        raise DataError(
-            f"data.source={config.source!r}: no {missing} documents: data.validation_fraction={fraction} "
-            f"holds out {int(held_out.sum())} of {len(documents)}; "
-            f"{change} it, add documents, or set data.validation_files"
+        # Of few documents the hash may hold out none or all; the nearest to its limit goes to the other side.
+        few = "all" if held_out.all() else "none"
+        held_out = hashes < hashes.max() if held_out.all() else hashes == hashes.min()
+        on_progress(
+            f"data.validation_fraction={fraction:.3g} means {few} of {len(documents)} documents, by their hashes; "
+            f"held out for validation instead: {int(held_out.sum())}"
         )
-    return documents.select(~held_out), documents.select(held_out), (tokenized.digest, repr(fraction))
+    if held_out.all() or not held_out.any():
+        raise DataError(
+            f"data.source={config.source!r}: all {len(documents)} documents are the same text, so none of them would "
+            "be new to the model; add documents, or set data.validation_files"
+        )
+    return documents.select(~held_out), documents.select(held_out), digests
+
+
+def _cut_in_two(documents: Documents, fraction: float, source: str) -> tuple[Documents, Documents]:
+    """The first part of a single document, and its last."""
+    length = int(documents.table["length"][0])
+    if length < 2:
+        raise DataError(
+            f"data.source={source!r}: the only document has {length} tokens, too few to train on and to validate with; "
+            "add documents"
+        )
+    held_out = min(max(round(length * fraction), 1), length - 1)
+    table = documents.table.repeat(2)
+    table["start"][1] += length - held_out
+    table["length"] = length - held_out, held_out
+    table["num_bytes"] = -1  # the cut may lie within a character
+    first, last = (Documents(documents.arrays, table[part : part + 1], documents.end_of_document_id) for part in (0, 1))
+    return first, last
 
 
 def _bytes_per_token(documents: Documents, tokenizer: Tokenizer) -> float | None:

@@ -11,6 +11,7 @@ import numpy as np
 from trainer.data.corpora import Corpus
 from trainer.data.errors import DataError
 from trainer.data.packing import Batch, PackedSequences, empty_row
+from trainer.data.token_cache import OnProgress
 from trainer.errors import UserMistake
 
 _MAX_READ_THREADS = 8
@@ -221,7 +222,12 @@ def make_train_iterator(
 
 
 def make_validation_batches(
-    corpus: Corpus, *, sequence_length: int, batch_size: int, num_sequences: int
+    corpus: Corpus,
+    *,
+    sequence_length: int,
+    batch_size: int,
+    num_sequences: int,
+    on_progress: OnProgress = lambda line: None,
 ) -> list[Batch]:
     """The fixed validation set: the same sequences at every call, spread evenly over the packed validation split.
 
@@ -229,18 +235,16 @@ def make_validation_batches(
         corpus: the corpus.
         sequence_length: tokens in a sequence.
         batch_size: rows in every batch; the last is filled up with rows whose `target_mask` is all False.
-        num_sequences: sequences in all.
-
-    Raises:
-        DataError: the validation documents fill fewer sequences.
+        num_sequences: sequences in all; fewer where the validation documents don't fill as many.
+        on_progress: told, in one line, if they don't.
     """
     sequences = PackedSequences(corpus.validation, sequence_length)
     if len(sequences) < num_sequences:
-        raise DataError(
-            f"data.source={corpus.source!r}: {len(corpus.validation)} validation documents fill {len(sequences)} "
-            f"sequences of {sequence_length:,} tokens, fewer than evaluation.num_sequences={num_sequences}; "
-            f"lower it to {len(sequences)}, raise data.validation_fraction, or add validation documents"
+        on_progress(
+            f"validation fills {len(sequences)} of the {num_sequences} sequences of {sequence_length:,} tokens that "
+            "evaluation.num_sequences asks for"
         )
+        num_sequences = len(sequences)
     # Packing puts the longest documents first, so the first sequences would not be typical.
     rows = [sequences[i * len(sequences) // num_sequences] for i in range(num_sequences)]
     rows += [empty_row(sequence_length)] * (-num_sequences % batch_size)

@@ -21,8 +21,8 @@ from trainer.compile.topology import Topology, require_libtpu
 from trainer.console import format_bytes
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
-from trainer.record import installed_versions
 from trainer.resident_memory import resident_bytes
+from trainer.versions import installed_versions
 
 Row = dict[str, Any]
 """A cell's fields, `status`, and where that is "measured" the fields of a `Measurement`; versions and machine."""

@@ -29,9 +29,10 @@ from trainer.compile.hlo import parse_module
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.flops import FlopCounter, device_peak
-from trainer.record import installed_versions, measured_memory
+from trainer.record import measured_memory
 from trainer.sharding import batch_sharding, make_mesh
 from trainer.step import StepMetrics, TrainState, make_trainer
+from trainer.versions import installed_versions
 
 # In a CUDA graph the profiler names the graph, not the instruction, for every kernel.
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}

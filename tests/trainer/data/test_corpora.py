@@ -363,15 +363,41 @@ def test_a_vocabulary_too_small_for_the_tokenizer_is_refused():
         load_corpus(DataConfig(), vocab_size=256)
 
 
-def test_too_few_documents_to_split_are_refused(tmp_path, data_config):
-    (tmp_path / "a.txt").write_text("alone")
-    for fraction, missing, change in ((1e-9, "validation", "raise"), (1 - 1e-9, "training", "lower")):
-        config = data_config(source="text", files=["a.txt"], validation_fraction=fraction)
-        expected = (
-            rf"no {missing} documents: .*holds out \d of 1; {change} it, add documents, or set data.validation_files"
-        )
-        with pytest.raises(DataError, match=expected):
-            load_corpus(config, vocab_size=257)
+@pytest.mark.parametrize("fraction", [1e-9, 0.05, 1 - 1e-9])
+def test_one_document_is_cut_in_two(tmp_path, data_config, rng, fraction):
+    text = "".join(rng.choice(list("abcdé中"), 1000))
+    (tmp_path / "a.txt").write_text(text)
+    told: list[str] = []
+    config = data_config(source="text", files=["a.txt"], validation_fraction=fraction)
+    corpus = load_corpus(config, vocab_size=257, on_progress=told.append)
+    parts = [bytes(split.tokens(0).tolist()) for split in (corpus.train, corpus.validation)]
+    assert b"".join(parts) == text.encode()
+    num_bytes = len(text.encode())
+    assert len(parts[1]) == min(max(round(fraction * num_bytes), 1), num_bytes - 1)
+    assert any("one document" in line for line in told)
+    assert corpus.bytes_per_token is not None
+
+
+@pytest.mark.parametrize(("fraction", "num_validation"), [(1e-9, 1), (1 - 1e-9, 2)])
+def test_of_few_documents_at_least_one_is_on_each_side(tmp_path, data_config, fraction, num_validation):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name * 20)
+    told: list[str] = []
+    config = data_config(source="text", files=["*.txt"], validation_fraction=fraction)
+    corpus = load_corpus(config, vocab_size=257, on_progress=told.append)
+    texts = [[split.tokens(i).tobytes() for i in range(len(split))] for split in (corpus.train, corpus.validation)]
+    assert [len(split) for split in texts] == [3 - num_validation, num_validation]
+    assert len({*texts[0], *texts[1]}) == 3
+    assert any(f"held out for validation instead: {num_validation}" in line for line in told)
+
+
+def test_what_cannot_be_split_is_refused(tmp_path, data_config):
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match="the only document has 1 tokens, too few"):
+        load_corpus(data_config(source="text", files=["a.txt"]), vocab_size=257)
+    (tmp_path / "b.txt").write_text("x")
+    with pytest.raises(DataError, match="all 2 documents are the same text"):
+        load_corpus(data_config(source="text", files=["*.txt"]), vocab_size=257)
 
 
 def test_a_file_on_both_sides_is_refused(tmp_path, data_config):
