@@ -100,10 +100,12 @@ def dot_product_attention(
     Args:
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
       mask: which pairs may attend (`kernels.masks`); None allows all. Static under `jax.jit`.
-      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend.
+      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Those beyond
+        int32 (hashes) are numbered anew; but JAX cuts NumPy's 64-bit integers before they get here, in `jnp.asarray`
+        and as arguments of `jax.jit`, unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
-        device from their lowest and highest positions.
+        device from their lowest and highest positions. Within int32.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).

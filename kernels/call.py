@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, leaves
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
+from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
 
 
 class AttentionInputs(NamedTuple):
@@ -125,13 +126,18 @@ def make_call(
             "query_segment_ids and key_value_segment_ids come together; for self-attention pass the same array twice"
         )
     if query_segment_ids is not None:
-        query_segment_ids = _per_token("query_segment_ids", query_segment_ids, batch, q_len)
-        key_value_segment_ids = _per_token("key_value_segment_ids", key_value_segment_ids, batch, kv_len)
+        query_segment_ids, key_value_segment_ids = int32_segment_ids(
+            checked_tokens("query_segment_ids", query_segment_ids, batch, q_len),
+            checked_tokens("key_value_segment_ids", key_value_segment_ids, batch, kv_len),
+        )
     if has_positions:
-        query_positions = jnp.arange(q_len) if query_positions is None else query_positions
-        key_value_positions = jnp.arange(kv_len) if key_value_positions is None else key_value_positions
-        query_positions = _per_token("query_positions", query_positions, batch, q_len)
-        key_value_positions = _per_token("key_value_positions", key_value_positions, batch, kv_len)
+        query_positions, key_value_positions = (
+            int32_positions(name, checked_tokens(name, given, batch, length))
+            for name, given, length in (
+                ("query_positions", _or_counted(query_positions, q_len), q_len),
+                ("key_value_positions", _or_counted(key_value_positions, kv_len), kv_len),
+            )
+        )
 
     inputs = AttentionInputs(
         query, key, value, sinks, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions
@@ -193,8 +199,5 @@ def _checked_mask(mask, num_heads: int, q_len: int, kv_len: int, *, positions_gi
     return heads[0] if len(set(heads)) == 1 else mask
 
 
-def _per_token(name: str, array, batch: int, length: int) -> jax.Array:
-    array = jnp.asarray(array)
-    if array.shape not in ((length,), (batch, length)) or not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {array.dtype}{array.shape}")
-    return jnp.broadcast_to(array, (batch, length)).astype(jnp.int32)
+def _or_counted(positions, length: int):
+    return jnp.arange(length, dtype=jnp.int32) if positions is None else positions

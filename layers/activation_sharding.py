@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, MultiHeadMask, dot_product_attention
+from kernels.token_integers import int32_positions, int32_segment_ids, uncut
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,12 @@ class ActivationSharding:
         key_positions_count_from_zero = positions is None
         if positions is None and splits_sequence:
             positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+
+        # Before `shard_map`, which would cut 64 bits to 32 without a word.
+        if segment_ids is not None:
+            segment_ids, _ = int32_segment_ids(uncut(segment_ids), uncut(segment_ids))
+        if positions is not None:
+            positions = int32_positions("positions", positions)
 
         def attend(query, key, value, segment_ids, positions, sinks):
             of_keys = (key, value, segment_ids, None if key_positions_count_from_zero else positions)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.token_integers import int32_positions
 from layers.config import RopeScaling
 
 # Positions are split at this many tokens before they meet a frequency; see `_phases`.
@@ -91,7 +92,7 @@ def make_rotation(
       base, scaling: as for `apply_rope`.
     """
     with jax.named_scope("rope"):
-        phases = _phases(positions, inverse_frequencies(head_dim, base, scaling))
+        phases = _phases(int32_positions("positions", positions), inverse_frequencies(head_dim, base, scaling))
         return Rotation(jnp.cos(phases), jnp.sin(phases))
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from kernels import CausalMask, MultiHeadMask
+from kernels import CausalMask, FullMask, MultiHeadMask
 from layers import ActivationSharding
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -59,6 +60,17 @@ def test_refuses_heads_that_differ_where_heads_are_split():
         ValueError, match=r"MultiHeadMask gives each head its own.*tensor=2 one program.*set tensor to 1"
     ):
         abstract_sharding(tensor=2).dot_product_attention(query, query, query, MultiHeadMask([CausalMask()] * 4))
+
+
+def test_hashed_segment_ids_keep_documents_apart(rng):
+    mesh = jax.make_mesh((1,) * 4, AXES, (AxisType.Auto,) * 4, devices=jax.devices()[:1])
+    x = jnp.asarray(rng.standard_normal((1, 6, 2, 8)), jnp.float32)
+    small = np.array([[1, 1, 2, 2, 3, 3]])
+    attended = [
+        ActivationSharding(mesh).dot_product_attention(x, x, x, FullMask(), segment_ids=ids, implementation="reference")
+        for ids in (small, 2**32 * small + 5)
+    ]
+    np.testing.assert_array_equal(*attended)
 
 
 def test_refuses_a_mesh_without_its_axes():

@@ -27,6 +27,11 @@ def test_matches_definition_at_any_position(rng, first_position):
     np.testing.assert_allclose(apply_rope(inputs, positions), rotated(inputs, positions), atol=5e-4 * largest_pair)
 
 
+def test_refuses_positions_that_32_bits_would_cut():
+    with pytest.raises(ValueError, match=r"positions reaches from 4294967296 to 4294967297, beyond int32"):
+        apply_rope(jnp.ones((1, 2, 1, 8)), np.array([[2**32, 2**32 + 1]]))
+
+
 def test_products_depend_on_the_distance_alone(rng):
     query, key = rng.standard_normal((2, 1, 1, 1, 32)).astype(np.float32)
     distance = int(rng.integers(0, 1000))

@@ -1,0 +1,130 @@
+"""Segment ids and positions in 32 bits, as kernels compare them: renumbered or refused where they don't fit, never cut.
+
+JAX cuts NumPy's 64-bit integers to 32 bits wherever it makes arrays of them (unless `jax_enable_x64` is set), so what
+comes as NumPy is looked at as NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+Sides = tuple[Any, ...]  # of queries and of keys
+
+
+def uncut(integers: Any) -> jax.Array | np.ndarray:
+    """An array of what may be 64 bits wide: NumPy's, unless it is JAX's already."""
+    return integers if isinstance(integers, jax.Array) else np.asarray(integers)
+
+
+def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array | np.ndarray, "B L"]:
+    """One integer for each token, `[B, L]`, of any integer type.
+
+    Raises:
+      ValueError: not integers `[B, L]` or `[L]`, called by their name.
+    """
+    tokens = uncut(tokens)
+    if tokens.shape not in ((length,), (batch, length)) or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {tokens.dtype}{tokens.shape}")
+    xp = jnp if isinstance(tokens, jax.Array) else np
+    return xp.broadcast_to(tokens, (batch, length))
+
+
+def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
+    """Positions as int32.
+
+    Raises:
+      ValueError: values beyond int32, or traced ones of a type that holds such.
+    """
+    positions = uncut(positions)
+    if not _fits(positions.dtype, np.int32):
+        known = _on_host(positions)
+        if known is None:
+            raise ValueError(
+                f"{name} is traced {positions.dtype}, whose values may be beyond int32; "
+                f"pass {name}.astype(jnp.int32) if they aren't"
+            )
+        if not _all_fit(known, np.int32):
+            raise ValueError(
+                f"{name} reaches from {known.min()} to {known.max()}, beyond int32; subtract a number "
+                "from all positions of the call, query's and key's alike"
+            )
+        positions = known
+    return jnp.asarray(positions.astype(np.int32))
+
+
+def int32_segment_ids(
+    query_ids: Int[Array | np.ndarray, "B T"], key_value_ids: Int[Array | np.ndarray, "B S"]
+) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
+    """Segment ids as int32, of which the same are equal: as they are if they fit, else numbered anew.
+
+    Raises:
+      ValueError: ids of two types, one of them traced, that no 32 or 64 bits at hand hold together.
+    """
+    sides: Sides = (query_ids, key_value_ids)
+    if not all(_fits(ids.dtype, np.int32) for ids in sides):
+        known = [_on_host(ids) for ids in sides]
+        on_host = [ids for ids in known if ids is not None]
+        if len(on_host) < len(sides):
+            sides = _numbered_on_device(sides, known)
+        elif not all(_all_fit(ids, np.int32) for ids in on_host):
+            # NumPy makes floats of uint64 and int64 together, but compares Python's integers exactly.
+            common = np.result_type(*on_host)
+            sides = _numbered(np, [ids.astype(common if common.kind in "iu" else object) for ids in on_host])
+        else:
+            sides = tuple(on_host)
+    first, second = (jnp.asarray(ids.astype(np.int32)) for ids in sides)
+    return first, second
+
+
+def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
+    """Numbers ids of which some are traced. What is known ahead of time takes the other side's type if it can."""
+    by_side: list[Any] = list(sides)
+    for mine, other in ((0, 1), (1, 0)):
+        values, wanted = known[mine], sides[other].dtype
+        if values is not None and _all_fit(values, wanted):
+            by_side[mine] = values.astype(wanted)
+    common = np.promote_types(*(ids.dtype for ids in by_side))
+    if not jnp.issubdtype(common, jnp.integer) or jax.dtypes.canonicalize_dtype(common) != common:
+        raise ValueError(
+            f"query_segment_ids are {sides[0].dtype} and key_value_segment_ids {sides[1].dtype}, which may hold ids "
+            "beyond int32, and some are traced; pass both as int32, numbered anew outside jax.jit "
+            "(np.unique(ids, return_inverse=True)) if they don't fit"
+        )
+    by_side = [jnp.asarray(ids, common) for ids in by_side]
+    if common == np.uint32:
+        return tuple(jax.lax.bitcast_convert_type(ids, jnp.int32) for ids in by_side)
+    # By rows, lest a batch that is split over devices be gathered.
+    return jax.vmap(lambda *ids: _numbered(jnp, ids))(*by_side)
+
+
+def _numbered(xp: Any, sides: Sequence[Any]) -> Sides:
+    """In place of each id the place where it first appears: numbers that rise along a row keep tiles' ranges narrow."""
+    ids = xp.concatenate([side.reshape(-1) for side in sides])
+    # Under jit, how many there are isn't known.
+    size = {} if xp is np else {"size": ids.size}
+    _, first, number = xp.unique(ids, return_index=True, return_inverse=True, **size)
+    numbered = first[number]
+    return numbered[: sides[0].size].reshape(sides[0].shape), numbered[sides[0].size :].reshape(sides[1].shape)
+
+
+def _fits(dtype, into) -> bool:
+    """Whether one integer type holds every value of another."""
+    mine, whole = jnp.iinfo(dtype), jnp.iinfo(into)
+    return int(whole.min) <= int(mine.min) and int(mine.max) <= int(whole.max)
+
+
+def _all_fit(values: np.ndarray, into) -> bool:
+    return int(jnp.iinfo(into).min) <= int(values.min()) and int(values.max()) <= int(jnp.iinfo(into).max)
+
+
+def _on_host(tokens: Int[Array | np.ndarray, ...]) -> np.ndarray | None:
+    """The values, where they are known while the call is made."""
+    if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
+        return None
+    return np.asarray(tokens)
