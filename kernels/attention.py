@@ -122,6 +122,9 @@ def dot_product_attention(
       ValueError: arguments that don't fit together, an unknown implementation, or a named implementation
         that can't serve the call (it never falls back).
 
+    Inside `jax.shard_map`: "blockwise" and "reference" serve it as it comes; the others need `check_vma=False`, and are
+    passed over or refuse without it.
+
     >>> from kernels import CausalMask, LocalMask
     >>> x = jax.numpy.ones((1, 1024, 4, 64))
     >>> dot_product_attention(x, x, x, CausalMask() & LocalMask(255, 0)).shape

@@ -21,6 +21,7 @@ from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, leaves
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
+from kernels.varying import vary, varying_axes
 
 
 class AttentionInputs(NamedTuple):
@@ -56,6 +57,8 @@ class AttentionCall(NamedTuple):
     has_key_value_positions: bool
     return_lse: bool
     target: Target
+    varying_axes: tuple[str, ...] = ()
+    """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
 
     @property
     def has_positions(self) -> bool:
@@ -142,6 +145,8 @@ def make_call(
     inputs = AttentionInputs(
         query, key, value, sinks, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions
     )
+    axes = varying_axes(inputs)
+    inputs = vary(inputs, axes)
     call = AttentionCall(
         batch=batch,
         q_len=q_len,
@@ -160,6 +165,7 @@ def make_call(
         has_key_value_positions=has_key_value_positions,
         return_lse=return_lse,
         target=Target.of(device),
+        varying_axes=axes,
     )
     return inputs, call
 

@@ -139,7 +139,7 @@ class ActivationSharding:
             mesh=self.mesh,
             in_specs=(heads, heads, heads, tokens, tokens, PartitionSpec(self.head_axis)),
             out_specs=heads,
-            # Checking would ask every kernel's Pallas calls and loop carries to say which mesh axes they vary over.
+            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
             check_vma=False,
         )
         return sharded(query, key, value, segment_ids, positions, sinks)

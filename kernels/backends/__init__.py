@@ -11,6 +11,7 @@ from types import ModuleType
 
 from kernels.call import AttentionCall
 from kernels.tuning import Tuning
+from kernels.varying import CHECK_VMA_REASON
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class Backend:
         the backend's own.
       platforms: where it runs.
       automatic: whether `implementation=None` may choose it.
+      says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
     name: str
     module: str
     platforms: tuple[str, ...]
     automatic: bool = True
+    says_what_varies: bool = False
 
     def load(self) -> ModuleType:
         """Imports the backend."""
@@ -39,6 +42,8 @@ class Backend:
         interpreted = getattr(tuning, "interpret", False)
         if call.target.platform not in self.platforms and not interpreted:
             return f"runs on {', '.join(self.platforms)}, not on {call.target.platform}"
+        if call.varying_axes and not self.says_what_varies:
+            return CHECK_VMA_REASON
         return self.load().unsupported_reason(call, tuning)
 
 
@@ -47,8 +52,14 @@ BACKENDS = (
     Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
     Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",)),
     Backend("triton", "kernels.backends.triton", platforms=("gpu",)),
-    Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu")),
-    Backend("reference", "kernels.backends.reference", platforms=("cpu", "gpu", "tpu"), automatic=False),
+    Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu"), says_what_varies=True),
+    Backend(
+        "reference",
+        "kernels.backends.reference",
+        platforms=("cpu", "gpu", "tpu"),
+        automatic=False,
+        says_what_varies=True,
+    ),
     Backend("splash_upstream_lazy", "kernels.backends.splash.upstream_lazy", platforms=("tpu",), automatic=False),
     Backend("splash_dense", "kernels.backends.splash.dense", platforms=("tpu",), automatic=False),
 )

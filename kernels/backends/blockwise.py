@@ -31,6 +31,7 @@ from kernels.block_plan import BlockPlan, IntervalRows, ListedRows, make_block_p
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.intervals import TileKind, kleene_and, tile_kind
 from kernels.tuning import BlockwiseTuning
+from kernels.varying import vary
 
 # Masked logits and the softmax's initial maximum: finite, so that no inf − inf arises, and apart, so that
 # exp(masked − initial) is 0.
@@ -277,6 +278,7 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
             jnp.full(rows, _INITIAL_MAX, call.softmax_dtype),
             jnp.zeros(rows, call.softmax_dtype),
         )
+        carry = vary(carry, call.varying_axes)
         carry = jax.lax.fori_loop(0, row.num_full, functools.partial(visit, full=True), carry)
         acc, peak, total = jax.lax.fori_loop(row.num_full, row.num_visited, functools.partial(visit, full=False), carry)
         # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
@@ -299,7 +301,7 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
 
 def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, cotangents):
     inputs, output, lse = residuals
-    d_output, d_lse = cotangents
+    d_output, d_lse = map(jnp.asarray, cotangents)  # NumPy's, maybe, of whoever calls the function that jax.vjp returns
     tiling = _Tiling(inputs, call, tuning)
 
     attends = lse != -jnp.inf
@@ -341,6 +343,7 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
             return d_key, d_value, jax.lax.dynamic_update_slice(d_query, d_q[None], (b, first, zero, zero))
 
         carry = (jnp.zeros(k.shape, call.softmax_dtype), jnp.zeros(v.shape, call.softmax_dtype), d_query)
+        carry = vary(carry, call.varying_axes)
         carry = jax.lax.fori_loop(0, row.num_full, functools.partial(visit, full=True), carry)
         d_key, d_value, d_query = jax.lax.fori_loop(
             row.num_full, row.num_visited, functools.partial(visit, full=False), carry
@@ -349,7 +352,7 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
 
     d_query, d_key_value = jax.lax.scan(
         key_value_tile,
-        jnp.zeros(query.shape, call.softmax_dtype),
+        vary(jnp.zeros(query.shape, call.softmax_dtype), call.varying_axes),
         jnp.arange(call.batch * tiling.num_kv, dtype=jnp.int32),
     )
     d_key, d_value = map(tiling.join_kv, d_key_value)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from kernels.decode.blocks import block_kinds, list_visits
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
+from kernels.varying import vary
 
 # Cells that one turn of the loop takes of each row: on a CPU few, so that short sequences pay for little; elsewhere
 # enough that starting a turn's kernels doesn't count.
@@ -69,7 +70,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N 
         jnp.zeros(rows, call.softmax_dtype),
     )
     num_turns = -(-num_visited.max() // blocks_per_turn)
-    acc, row_max, row_sum = jax.lax.fori_loop(0, num_turns, turn, carry)
+    acc, row_max, row_sum = jax.lax.fori_loop(0, num_turns, turn, vary(carry, call.varying_axes))
 
     return finish(acc, row_max, row_sum, inputs.sinks, call)
 

@@ -21,6 +21,7 @@ from kernels.decode.unified import UnifiedCache
 from kernels.masks import FullMask, Mask, MultiHeadMask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
+from kernels.varying import vary, varying_axes
 
 Cache = SlabCache | UnifiedCache
 
@@ -58,6 +59,8 @@ class DecodeCall(NamedTuple):
     num_cells: int
     one_slab: bool
     target: Target
+    varying_axes: tuple[str, ...] = ()
+    """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
 
     @property
     def softmax_dtype(self) -> np.dtype:
@@ -117,6 +120,8 @@ def make_decode_call(
         known = isinstance(query_positions, np.ndarray)
         if known and ((query_positions < -MOST_TOKENS) | (query_positions > MOST_TOKENS)).any():
             raise ValueError(f"query_positions must be from {-MOST_TOKENS} to {MOST_TOKENS}, 32-bit integers")
+    inputs = DecodeInputs(query, cache, rows, jnp.asarray(query_positions, jnp.int32), sinks)
+    axes = varying_axes(inputs)
     call = DecodeCall(
         batch=batch,
         num_new=num_new,
@@ -134,8 +139,9 @@ def make_decode_call(
         num_cells=cache.capacity,
         one_slab=isinstance(cache, UnifiedCache),
         target=Target.of(device),
+        varying_axes=axes,
     )
-    return DecodeInputs(query, cache, rows, jnp.asarray(query_positions, jnp.int32), sinks), call
+    return vary(inputs, axes), call
 
 
 def _checked_mask(mask: Mask | None, num_heads: int) -> Mask:

@@ -432,6 +432,35 @@ def test_triton_interpreted_hides_no_nan(rng):
     run_spoiled_case(SPOILED[1], rng, through_implementation(SPOILED[1], tuning), dtype=jnp.float16)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("reference", np.float32),
+        (BlockwiseTuning(32, 32), np.float32),
+        (SPLASH, np.float32),
+        pytest.param(
+            INTERPRETED_TRITON,
+            np.float16,
+            marks=pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is for Linux alone"),
+        ),
+        pytest.param(MosaicGpuTuning(), np.float16, marks=pytest.mark.gpu),
+        pytest.param(TritonTuning(), np.float16, marks=pytest.mark.gpu),
+        pytest.param("cudnn", np.float16, marks=pytest.mark.gpu),
+    ],
+    ids=lambda x: getattr(x, "backend", x if isinstance(x, str) else None),
+)
+def test_cotangents_may_be_numpys(implementation, dtype, rng):
+    x = jnp.asarray(rng.standard_normal((1, 64, 1, 64)), dtype)
+    cotangent = rng.standard_normal(x.shape).astype(dtype)
+
+    @jax.jit
+    def gradient(x, same_cotangent):
+        _, vjp = jax.vjp(lambda x: dot_product_attention(x, x, x, CAUSAL, implementation=implementation), x)
+        return vjp(cotangent) + vjp(same_cotangent)
+
+    np.testing.assert_allclose(*gradient(x, cotangent), rtol=1e-3, atol=1e-2)
+
+
 FUSED_QKV = [*named("grouped_query", "packed"), *(case for case in WIDE if case.name == "wide_packed")]
 
 

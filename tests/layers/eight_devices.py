@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from kernels import CausalMask, LocalMask, MultiHeadMask, PrefixMask
+from kernels import BlockwiseTuning, CausalMask, LocalMask, MultiHeadMask, PrefixMask, dot_product_attention
 from layers import GPT, ActivationSharding, Attention, GPTConfig
 
 BATCH, LENGTH, WIDTH = 4, 64, 32
@@ -76,11 +76,48 @@ def differences(make_module, sizes, inputs, rng):
         (_, outputs), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(parameters, *arrays)
         results.append((jax.device_get(outputs), jax.device_get(gradients)))
 
-    (outputs, gradients), (split_outputs, split_gradients) = results
+    return compared(*results)
+
+
+def differences_under_shard_map(rng):
+    """The kernels inside `jax.shard_map` as it comes, checking what varies: batch and heads split, sinks replicated."""
+    mesh = make_mesh((2, 2, 2, 1))
+    query, key, value = (jnp.asarray(rng.standard_normal((BATCH, LENGTH, n, 8)), jnp.float32) for n in (4, 2, 2))
+    heads, tokens = PartitionSpec(("data", "fsdp"), None, "tensor"), PartitionSpec(("data", "fsdp"))
+    sinks, segment_ids = jnp.asarray(rng.standard_normal(4), jnp.float32), jnp.asarray(packed_documents(rng)[0])
+
+    def attend(query, key, value, sinks, segment_ids):
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            CausalMask(),
+            sinks=sinks,
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
+            implementation=BlockwiseTuning(16, 16),
+        )
+
+    split = jax.shard_map(
+        attend, mesh=mesh, in_specs=(heads, heads, heads, PartitionSpec("tensor"), tokens), out_specs=heads
+    )
+
+    def loss(arrays, attend):
+        outputs = attend(*arrays, segment_ids)
+        return jnp.square(outputs).sum(), outputs
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, expected), expected_gradients = jax.device_get(run((query, key, value, sinks), attend))
+    (_, outputs), gradients = jax.device_get(run((query, key, value, sinks), split))
+    return compared((expected, expected_gradients), (outputs, gradients))
+
+
+def compared(expected, actual):
+    """The largest relative difference of outputs and of gradients."""
     relative = lambda a, b: float(np.abs(a - b).max() / np.abs(a).max())  # noqa: E731
     return {
-        "outputs": relative(outputs, split_outputs),
-        "gradients": max(jax.tree.leaves(jax.tree.map(relative, gradients, split_gradients))),
+        "outputs": relative(expected[0], actual[0]),
+        "gradients": max(jax.tree.leaves(jax.tree.map(relative, expected[1], actual[1]))),
     }
 
 
@@ -123,6 +160,7 @@ def main(seed: int) -> None:
     def make_gpt(activation_sharding):
         return GPT(config, rngs=nnx.Rngs(0), activation_sharding=activation_sharding)
 
+    found["shard_map"] = differences_under_shard_map(rng)
     found["GPT"] = differences(make_gpt, (1, 2, 2, 2), (tokens, segment_ids, positions), rng)
     print(json.dumps(found))
 

@@ -86,7 +86,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     how = tuning.backward_tiles
     assert how is not None
     inputs, output, lse = residuals
-    d_output, d_lse = cotangents
+    d_output, d_lse = map(jnp.asarray, cotangents)
     attends = lse != -jnp.inf
     pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
         attends.swapaxes(1, 2), d_lse, 0

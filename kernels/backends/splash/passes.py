@@ -257,7 +257,7 @@ def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionI
 
 def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCall, residuals, cotangents):
     inputs, output, lse = residuals
-    d_output, d_lse = cotangents
+    d_output, d_lse = map(jnp.asarray, cotangents)
     attends = lse != -jnp.inf
     # The softmax's pull on a row: Σ output·d_output, less what arrives through lse itself.
     pull = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1) - jnp.where(attends, d_lse, 0)

@@ -92,7 +92,7 @@ def _attend_backward(tuning: TritonTuning, call: AttentionCall, residuals, d_out
     qkv, segment_ids, output, lse = residuals
     d_lse = jnp.zeros_like(lse).swapaxes(1, 2)
     inputs = _tokens(qkv, segment_ids)
-    gradients = run_backward(tuning, _matrices(qkv, call), inputs, call, output, lse, d_output, d_lse)
+    gradients = run_backward(tuning, _matrices(qkv, call), inputs, call, output, lse, jnp.asarray(d_output), d_lse)
     return jnp.concatenate([gradients.query, gradients.key, gradients.value], axis=2), None
 
 

@@ -40,7 +40,7 @@ def _attend_forward(tuning: TritonTuning, inputs: AttentionInputs, call: Attenti
 
 def _attend_backward(tuning: TritonTuning, call: AttentionCall, residuals, cotangents):
     inputs, output, lse = residuals
-    return (run_backward(tuning, _matrices(inputs), inputs, call, output, lse, *cotangents),)
+    return (run_backward(tuning, _matrices(inputs), inputs, call, output, lse, *map(jnp.asarray, cotangents)),)
 
 
 attend.defvjp(_attend_forward, _attend_backward)

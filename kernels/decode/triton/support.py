@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from kernels.backends.triton.key_intervals import has_key_intervals
 from kernels.decode.call import DecodeCall
 from kernels.masks import Mask, MultiHeadMask
+from kernels.varying import CHECK_VMA_REASON
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256
@@ -17,6 +18,8 @@ _SMALLEST_TILE = 16
 
 def unsupported_reason(call: DecodeCall) -> str | None:
     """Why the kernel can't serve the call, or None if it can."""
+    if call.varying_axes:
+        return CHECK_VMA_REASON
     capability = call.target.compute_capability
     if capability is None:
         return f"needs an NVIDIA GPU, not {call.target.device_kind}"
