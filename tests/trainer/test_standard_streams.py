@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -26,8 +27,10 @@ with open(sys.argv[1], "w") as file:
 def test_a_program_ends_well_wherever_its_output_goes(tmp_path, redirection):
     # The shell's status is that of the program, not of who reads.
     line = f'set -o pipefail; "{sys.executable}" -c "$0" {tmp_path}/end {redirection}'
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    root = Path(__file__).parents[2]
     ended = subprocess.run(
-        ["bash", "-c", line, SCRIPT], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+        ["bash", "-c", line, SCRIPT], cwd=root, env=buffered, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "end").read_text() == "done"
