@@ -209,7 +209,7 @@ class HuggingFaceTokenizer:
 
     def _cannot_encode(self, text: str) -> str:
         shown = text if len(text) <= _NUM_SHOWN_CHARACTERS else f"{text[:_NUM_SHOWN_CHARACTERS]}…"
-        return f"{self.name}: cannot encode the text {shown!r}, for which it may lack a token for unknown characters"
+        return f"{self.name}: cannot encode the text {shown!r}, so mend the tokenizer or take another"
 
     def _find_end_of_document(self, token: str | int | None, vocabulary: dict[str, int]) -> int:
         if isinstance(token, int):

@@ -90,7 +90,7 @@ def test_a_document_has_a_largest_size(read, monkeypatch):
 
 
 def test_a_long_line_takes_memory_in_proportion(tmp_path):
-    num_bytes = 20_000_000
+    num_bytes = 10_000_000
     line = b'{"text": "' + b"x" * num_bytes + b'"}\n'
     (tmp_path / "a.jsonl").write_bytes(line * 2)
     del line
