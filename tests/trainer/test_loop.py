@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shutil
@@ -173,8 +174,13 @@ def test_the_output_is_plain_lines_with_the_description_first(first):
     assert all("tokens/s" in line and "MFU" in line and line.endswith("left") for line in windows)
     closing = finished.output[finished.output.index("completed: step 60 of 60") :]
     assert re.search(r"validation: \d\.\d{4} nats/token, .* unigram entropy is \d\.\d{4} nats/token", closing)
-    for name in ("config.json", "record.json", "metrics.jsonl", "tensorboard/", "checkpoints/60/"):
+    drawn = ("loss.png",) if importlib.util.find_spec("matplotlib") else ()
+    for name in ("config.json", "record.json", "metrics.jsonl", "tensorboard/", "checkpoints/60/", *drawn):
         assert f"  written: {workdir}/{name}" in closing
+        assert (workdir / name).exists()
+    sample, tensorboard = closing.partition("\nnext:\n")[2].splitlines()
+    assert f"-m trainer.sample --workdir {workdir} --prompt" in sample
+    assert tensorboard.endswith(f"--logdir {workdir}/tensorboard")
 
 
 def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
