@@ -3,6 +3,8 @@
 A mesh of one device has axes to differ over, too; tests/layers/eight_devices.py has the numbers of several.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from kernels import (
     SlabCache,
     SplashTuning,
     Target,
+    TritonTuning,
     UnifiedCache,
     decode_attention,
     dot_product_attention,
@@ -118,3 +121,12 @@ def test_kernels_that_cannot_say_what_varies_name_the_remedy():
         return x
 
     jax.eval_shape(sharded(look, HEADS, HEADS), x)
+
+
+def test_a_fused_projection_names_the_remedy_too():
+    pytest.importorskip("triton", reason="Triton is for x86 Linux")
+    from kernels.backends.triton.fused_qkv import attend_fused_qkv
+
+    attend = functools.partial(attend_fused_qkv, num_kv_heads=1, tuning=TritonTuning(interpret=True))
+    with pytest.raises(ValueError, match="triton backend can't serve this call: .*pass check_vma=False"):
+        jax.eval_shape(sharded(attend, P("data"), P("data")), jnp.ones((1, 64, 3, 64), jnp.float16))

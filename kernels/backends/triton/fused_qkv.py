@@ -18,6 +18,7 @@ from kernels.backends.triton.tuning_table import fill_in
 from kernels.call import AttentionCall, AttentionInputs, make_call
 from kernels.masks import Mask, MultiHeadMask
 from kernels.tuning import TritonTuning
+from kernels.varying import CHECK_VMA_REASON
 
 
 def attend_fused_qkv(
@@ -71,7 +72,7 @@ def attend_fused_qkv(
         return_lse=False,
         device=device,
     )
-    reason = unsupported_reason(call, tuning)
+    reason = CHECK_VMA_REASON if call.varying_axes else unsupported_reason(call, tuning)
     if reason is not None:
         raise ValueError(f"the triton backend can't serve this call: {reason}")
     return _attend(fill_in(tuning, call), qkv, inputs.query_segment_ids, call)
