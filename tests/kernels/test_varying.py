@@ -128,5 +128,5 @@ def test_a_fused_projection_names_the_remedy_too():
     from kernels.backends.triton.fused_qkv import attend_fused_qkv
 
     attend = functools.partial(attend_fused_qkv, num_kv_heads=1, tuning=TritonTuning(interpret=True))
-    with pytest.raises(ValueError, match="triton backend can't serve this call: .*pass check_vma=False"):
+    with pytest.raises(ValueError, match=r"triton backend can't serve this call: .*pass check_vma=False"):
         jax.eval_shape(sharded(attend, P("data"), P("data")), jnp.ones((1, 64, 3, 64), jnp.float16))
