@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from kernels.intervals import LAST_POSITION, TileKind
-from kernels.masks import Mask, MultiHeadMask
+from kernels.masks import Mask, MultiHeadMask, evaluate_on_host, state_of_functions
 
 _logger = logging.getLogger(__name__)
 
@@ -211,13 +211,23 @@ def make_block_plan(
                 f"{side}_len={length} from position {side}_offset={offset} on goes past the last position, "
                 f"{LAST_POSITION}: positions are int32; plan a shorter part"
             )
-    return _make_block_plan(mask, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
+    state = state_of_functions(mask)
+    make = _make_block_plan if state is not None else _make_block_plan.__wrapped__
+    return make(mask, state, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
 
 
 @functools.lru_cache(maxsize=256)
 def _make_block_plan(
-    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, q_offset: int, kv_offset: int
+    mask: Mask,
+    state: Hashable | None,
+    q_len: int,
+    kv_len: int,
+    block_q: int,
+    block_kv: int,
+    q_offset: int,
+    kv_offset: int,
 ) -> BlockPlan:
+    """The plan; `state` is there for the cache alone."""
     num_rows, num_cols = -(-q_len // block_q), -(-kv_len // block_kv)
     corners = functools.partial(
         _corner_positions, block=(block_q, block_kv), length=(q_len, kv_len), offset=(q_offset, kv_offset)
@@ -226,7 +236,8 @@ def _make_block_plan(
     partial: list[Rectangles] = []
     pending = Rectangles(*(np.array([x]) for x in (0, num_rows, 0, num_cols)))
     while len(pending):
-        kinds = np.broadcast_to(mask.classify(*corners(pending)), pending.row_start.shape)
+        with jax.ensure_compile_time_eval():
+            kinds = np.broadcast_to(np.asarray(mask.classify(*corners(pending))), pending.row_start.shape)
         if kv_len % block_kv:
             sticks_out = pending.col_stop == num_cols
             kinds = np.where(sticks_out, np.minimum(kinds, TileKind.PARTIAL), kinds)
@@ -295,8 +306,7 @@ def _count_allowed(mask: Mask, corners) -> tuple[np.ndarray, np.ndarray]:
             q = (q_lo[part, None] + np.arange(row, min(row + num_rows, height)))[:, :, None]
             # Positions past a rectangle's end are moved to its last one, where any mask is defined.
             q_inside, q = q <= q_hi[part, None, None], np.minimum(q, q_hi[part, None, None])
-            with jax.ensure_compile_time_eval():
-                counts[part] += np.sum(np.asarray(mask(q, kv)) & q_inside & kv_inside, axis=(1, 2))
+            counts[part] += np.sum(evaluate_on_host(mask, q, kv) & q_inside & kv_inside, axis=(1, 2))
     return counts, areas
 
 

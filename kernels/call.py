@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, leaves
+from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, check_functions, leaves
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
@@ -199,6 +199,7 @@ def _checked_mask(mask, num_heads: int, q_len: int, kv_len: int, *, positions_gi
         raise ValueError(
             f"MultiHeadMask has {mask.num_heads} masks for num_heads={num_heads} query heads; give one per head"
         )
+    check_functions(mask)
     for leaf in leaves(mask):
         if isinstance(leaf, NumpyMask) and not positions_given and leaf.array.shape != (q_len, kv_len):
             raise ValueError(f"NumpyMask of shape {leaf.array.shape} doesn't cover q_len={q_len}, kv_len={kv_len}")

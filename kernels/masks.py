@@ -24,10 +24,11 @@ import ast
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from kernels.intervals import (
@@ -42,6 +43,7 @@ from kernels.intervals import (
     kleene_not,
     kleene_or,
 )
+from kernels.position_functions import FunctionTrace, booleans, identity, tile_kinds, trace
 
 
 class Mask:
@@ -234,16 +236,27 @@ class PrefixMask(Mask):
         return Band(kv_stop=self.length)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskFn(Mask):
     """A mask computed by a function of the two positions.
 
+    Two are equal if their functions are the same objects, so define these once, at module level.
+
+    The function may capture arrays (`lambda q, kv: document[q] == document[kv]`), if these are JAX's and aren't being
+    traced. Kernels can't look arrays up: `mosaic_gpu` passes such masks over, and `splash` takes their PARTIAL tiles
+    as arrays, like a `NumpyMask`'s. What the function captures may change from call to call: a plan is used again only
+    while the function computes the same, which its trace tells. It mustn't change between a call and its gradient, nor
+    under `jax.jit`, which like for any function keeps what was captured when it compiled.
+
     Args:
-      fn: `fn(q_pos, kv_pos) -> bool`, elementwise, written with operators or `jax.numpy`. Two `MaskFn`s
-        are equal if their functions are the same object, so define it once, at module level.
+      fn: `fn(q_pos, kv_pos) -> bool`, elementwise, written with operators or `jax.numpy`. It may ignore either.
       classify_fn: the closed form, with the arguments and result of `Mask.classify`; tiles that it calls PARTIAL
         are visited even if they hold nothing. Without it a block plan evaluates `fn` on every pair, once per plan:
         time in proportion to T².
+
+    Raises:
+      ValueError: not functions; or when evaluated, results that aren't booleans (of `classify_fn`: tile kinds), or that
+        don't broadcast to the arguments' shape.
     """
 
     fn: Callable[[Any, Any], Any]
@@ -252,9 +265,31 @@ class MaskFn(Mask):
     def __post_init__(self):
         if not callable(self.fn):
             raise ValueError(f"MaskFn.fn must be a function of (q_pos, kv_pos), got {self.fn!r}")
+        if self.classify_fn is not None and not callable(self.classify_fn):
+            raise ValueError(
+                f"MaskFn.classify_fn must be a function of (q_lo, q_hi, kv_lo, kv_hi) or None, got {self.classify_fn!r}"
+            )
+
+    def __eq__(self, other):
+        return isinstance(other, MaskFn) and self._functions == other._functions
+
+    def __hash__(self):
+        return hash(self._functions)
+
+    @property
+    def _functions(self) -> tuple[Hashable, ...]:
+        return identity(self.fn), identity(self.classify_fn)
 
     def __call__(self, q_pos, kv_pos):
-        return self.fn(q_pos, kv_pos)
+        return booleans(self.fn(q_pos, kv_pos), q_pos, kv_pos, repr(self))
+
+    def trace(self) -> FunctionTrace:
+        """What the function computes and captures at this moment.
+
+        Raises:
+          ValueError: it can't be evaluated on devices, with the reason.
+        """
+        return trace(self.fn, repr(self))
 
     def __repr__(self):
         name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
@@ -262,7 +297,9 @@ class MaskFn(Mask):
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         if self.classify_fn is not None:
-            return self.classify_fn(q_lo, q_hi, kv_lo, kv_hi)
+            corners = (q_lo, q_hi, kv_lo, kv_hi)
+            shape = np.broadcast_shapes(*map(np.shape, corners))
+            return tile_kinds(self.classify_fn(*corners), shape, f"classify_fn of {self!r}")
         return _unknown(q_lo, q_hi, kv_lo, kv_hi)
 
     @property
@@ -493,6 +530,38 @@ def leaves(mask: Mask) -> Iterator[Mask]:
     for part in inner:
         if isinstance(part, Mask):
             yield from leaves(part)
+
+
+def check_functions(mask: Mask) -> None:
+    """Checks that a mask's functions can be evaluated on devices.
+
+    Raises:
+      ValueError: one can't, with the reason and the remedy.
+    """
+    for leaf in leaves(mask):
+        if isinstance(leaf, MaskFn):
+            leaf.trace()
+
+
+def captures_arrays(mask: Mask) -> bool:
+    """Whether a mask looks positions up in arrays that its functions capture."""
+    return any(isinstance(leaf, MaskFn) and leaf.trace().captures for leaf in leaves(mask))
+
+
+def state_of_functions(mask: Mask) -> Hashable | None:
+    """A part of a cache's key that changes with what a mask's functions compute; None if that can't be told."""
+    functions = [leaf for leaf in leaves(mask) if isinstance(leaf, MaskFn)]
+    try:
+        digests = tuple(function.trace().digest for function in functions)
+    except ValueError:
+        return None
+    return None if None in digests else digests
+
+
+def evaluate_on_host(mask: Mask, q_pos: np.ndarray, kv_pos: np.ndarray) -> np.ndarray:
+    """A mask's pairs as a NumPy array, also while JAX traces and where a function is written with `jax.numpy`."""
+    with jax.ensure_compile_time_eval():
+        return np.asarray(mask(q_pos, kv_pos))
 
 
 def largest_parameter(mask: Mask) -> int:

@@ -18,7 +18,7 @@ from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import MOST_TOKENS, integers, of_rows, which_sequences
 from kernels.decode.unified import UnifiedCache
-from kernels.masks import FullMask, Mask, MultiHeadMask
+from kernels.masks import FullMask, Mask, MultiHeadMask, check_functions
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.varying import vary, varying_axes
@@ -149,6 +149,7 @@ def _checked_mask(mask: Mask | None, num_heads: int) -> Mask:
         return FullMask()
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}")
+    check_functions(mask)
     if isinstance(mask, MultiHeadMask):
         if mask.num_heads != num_heads:
             raise ValueError(

@@ -25,7 +25,7 @@ from kernels import (
     select_backend,
 )
 from kernels.backends.splash import dense, passes, tuning, upstream_lazy
-from kernels.backends.splash.tile_grid import next_visited, plan_grid
+from kernels.backends.splash.tile_grid import _grid, next_visited
 from kernels.call import AttentionCall
 
 TPU = Target("tpu", "TPU v5")
@@ -235,7 +235,7 @@ def test_memory_to_trace_does_not_grow_with_the_square_of_the_length(mask):
     """The arrays that hold the plan do grow with the number of tiles; 131,072² booleans would be 17 GB."""
     rise = {}
     for length in (4096, 131_072):
-        plan_grid.cache_clear()
+        _grid.cache_clear()
         tracemalloc.start()
         trace(mask, length)
         rise[length] = tracemalloc.get_traced_memory()[1]

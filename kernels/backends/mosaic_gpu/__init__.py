@@ -1,7 +1,8 @@
 """NVIDIA's Hopper GPUs: Pallas Mosaic GPU kernels that walk the block plan.
 
 Forward and backward skip what the mask and the documents exclude, and evaluate the mask in PARTIAL tiles only. 16-bit
-inputs, head dims up to 256, everything in the attention contract but `NumpyMask`.
+inputs, head dims up to 256, everything in the attention contract but `NumpyMask` and functions that
+capture arrays.
 """
 
 from __future__ import annotations

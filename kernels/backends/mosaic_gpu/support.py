@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.call import AttentionCall
-from kernels.masks import NumpyMask, leaves
+from kernels.masks import NumpyMask, captures_arrays, leaves
 from kernels.tuning import MosaicGpuTuning
 
 _HOPPER = 9.0
@@ -35,6 +35,8 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return reason
     if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
         return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
+    if captures_arrays(call.mask):
+        return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} captures"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
     return None

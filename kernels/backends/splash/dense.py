@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as upstream
@@ -11,7 +12,7 @@ from kernels.backends.splash.passes import attend
 from kernels.backends.splash.tuning import default_tuning
 from kernels.backends.splash.upstream_lazy import unsupported_reason, upstream_mask
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks import Mask
+from kernels.masks import Mask, evaluate_on_host, state_of_functions
 from kernels.tuning import SplashTuning
 
 __all__ = ["attention", "unsupported_reason"]
@@ -22,9 +23,16 @@ def attention(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
     return attend(functools.partial(upstream_mask, dense_mask), tuning or default_tuning(call), inputs, call)
 
 
-@functools.lru_cache(maxsize=1)
 def dense_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
     """A mask as an array; the heads of a call share one where their masks are equal."""
+    state = state_of_functions(mask)
+    dense = _dense_mask if state is not None else _dense_mask.__wrapped__
+    return dense(mask, state, q_len, kv_len, true_kv_len)
+
+
+@functools.lru_cache(maxsize=1)
+def _dense_mask(mask: Mask, state: Hashable | None, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
+    """The array; `state` is there for the cache alone."""
     kv_pos = np.arange(kv_len)
-    inside = np.asarray(mask(np.arange(q_len)[:, None], kv_pos[None]))
+    inside = evaluate_on_host(mask, np.arange(q_len)[:, None], kv_pos[None])
     return upstream.NumpyMask(np.broadcast_to(inside & (kv_pos < true_kv_len), (q_len, kv_len)))

@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid, whole_grid
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.intervals import TileKind
-from kernels.masks import FullMask, Mask, NumpyMask, leaves
+from kernels.masks import FullMask, Mask, NumpyMask, captures_arrays, leaves
 from kernels.tuning import SplashTuning
 
 _MASKED = upstream.DEFAULT_MASK_VALUE
@@ -154,7 +154,7 @@ def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
 
 def is_materialised(mask: Mask) -> bool:
     """Whether a mask's PARTIAL tiles are handed to the kernel as arrays, since it can't look pairs up."""
-    return any(isinstance(leaf, NumpyMask) for leaf in leaves(mask))
+    return any(isinstance(leaf, NumpyMask) for leaf in leaves(mask)) or captures_arrays(mask)
 
 
 def _predicate(call: AttentionCall, walk: Pass) -> Callable[[Array, Array], Array] | None:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.block_plan import make_block_plan
+from kernels.block_plan import BlockPlan, make_block_plan
 from kernels.intervals import TileKind
-from kernels.masks import Mask
+from kernels.masks import Mask, evaluate_on_host
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,6 @@ class TileGrid:
         return self.tiles.size * (self.index_dtype.itemsize + np.dtype(np.int8).itemsize)
 
 
-@functools.lru_cache(maxsize=64)
 def plan_grid(
     mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, *, transposed: bool, shrunk: bool
 ) -> TileGrid:
@@ -66,7 +65,11 @@ def plan_grid(
       transposed: rows are key/value tiles, as the dK/dV pass walks them.
       shrunk: rows are as long as the longest needs. Otherwise step s is always tile s, as the fused backward needs.
     """
-    plan = make_block_plan(mask, q_len, kv_len, block_q, block_kv)
+    return _grid(make_block_plan(mask, q_len, kv_len, block_q, block_kv), transposed, shrunk)
+
+
+@functools.lru_cache(maxsize=64)
+def _grid(plan: BlockPlan, transposed: bool, shrunk: bool) -> TileGrid:
     kinds = (plan.transpose() if transposed else plan).kinds()
     num_tiles = kinds.shape[1]
     if not shrunk:
@@ -110,7 +113,7 @@ def next_visited(values: Any, visited: Any) -> Any:
 def partial_blocks(
     mask: Mask, grid: TileGrid, lengths: tuple[int, int], blocks: tuple[int, int], *, transposed: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs of all PARTIAL tiles, for a mask that can't be computed in the kernel (`NumpyMask`).
+    """The pairs of all PARTIAL tiles, for a mask that can't be computed in the kernel: one that looks arrays up.
 
     Args:
       mask: a mask of one head.
@@ -132,7 +135,9 @@ def partial_blocks(
         i, j = (tile, row) if transposed else (row, tile)
         q_pos, kv_pos = i * block_q + np.arange(block_q), j * block_kv + np.arange(block_kv)
         inside = (q_pos < q_len)[:, None] & (kv_pos < kv_len)
-        pairs = inside & np.asarray(mask(np.minimum(q_pos, q_len - 1)[:, None], np.minimum(kv_pos, kv_len - 1)))
+        pairs = inside & evaluate_on_host(
+            mask, np.minimum(q_pos, q_len - 1)[:, None], np.minimum(kv_pos, kv_len - 1)[None]
+        )
         pairs = pairs.T if transposed else pairs
         index[row, step] = found.setdefault(pairs.tobytes(), len(distinct))
         if index[row, step] == len(distinct):

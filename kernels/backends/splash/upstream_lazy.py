@@ -21,7 +21,17 @@ from kernels.backends.splash.passes import Pass, PassMask, Tokens, attend
 from kernels.backends.splash.support import unsupported_reason as splash_unsupported_reason
 from kernels.backends.splash.tuning import default_tuning
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks import AndMask, CausalMask, ChunkedCausalMask, FullMask, LocalMask, Mask, MultiHeadMask, OrMask
+from kernels.masks import (
+    AndMask,
+    CausalMask,
+    ChunkedCausalMask,
+    FullMask,
+    LocalMask,
+    Mask,
+    MultiHeadMask,
+    OrMask,
+    evaluate_on_host,
+)
 from kernels.tuning import SplashTuning
 
 
@@ -90,7 +100,7 @@ class _Sliced(upstream.Mask):
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self._shape, strict=True))
-        return np.asarray(self._mask(q_pos[:, None], kv_pos[None])) & (kv_pos < self._true_kv_len)
+        return evaluate_on_host(self._mask, q_pos[:, None], kv_pos[None]) & (kv_pos < self._true_kv_len)
 
     def __hash__(self):
         return hash((self._mask, self._shape, self._true_kv_len))
