@@ -105,18 +105,23 @@ def config_from_json(value: Any) -> TrainConfig:
     return config
 
 
-def _from_json(value: Any, hint: Any) -> Any:
-    if get_origin(hint) is tuple:
-        return tuple(_from_json(item, get_args(hint)[0]) for item in value)
-    if hint is Mask:
+def _from_json(value: Any, hint: Any, name: str = "") -> Any:
+    """Checks each value's type before a config class, which takes it for granted, looks at the value."""
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_from_json(item, get_args(hint)[0], name) for item in value)
+    if hint is Mask and isinstance(value, str):
         return parse_mask(value)
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and hint is not Mask:
         if not isinstance(value, dict):
             raise ValueError(f"expected the fields of a {typing.cast(type, hint).__name__}, got {value!r}")
         hints = get_type_hints(hint)
-        for name in value.keys() - hints.keys():
-            raise ValueError(f"this version knows no {name!r}{did_you_mean_field(name, hints)}")
-        return typing.cast(type, hint)(**{name: _from_json(item, hints[name]) for name, item in value.items()})
+        for unknown in value.keys() - hints.keys():
+            raise ValueError(f"this version knows no {unknown!r}{did_you_mean_field(unknown, hints)}")
+        prefix = f"{name}." if name else ""
+        fields = {field: _from_json(item, hints[field], f"{prefix}{field}") for field, item in value.items()}
+        return typing.cast(type, hint)(**fields)
+    if not _fits(value, hint):
+        raise ValueError(f"{name}={value!r}{_describe_misfit(value, hint)}")
     return value
 
 
@@ -202,18 +207,19 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not _fits(value, hint):
-            if get_origin(hint) is Literal:
-                nearest = did_you_mean(str(value), [str(choice) for choice in get_args(hint)])
-                yield f"{prefix}{name}={value!r}", f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
-            else:
-                expected = (
-                    hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-                )
-                yield f"{prefix}{name}={value!r}", f" is of type {type(value).__name__}; expected {expected}"
+            yield f"{prefix}{name}={value!r}", _describe_misfit(value, hint)
         elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
             yield from _ill_typed(value, f"{prefix}{name}.")
         elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
             yield f"{prefix}{name}={value!r}", " holds a NUL character, or what UTF-8 can't write"
+
+
+def _describe_misfit(value: Any, hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        nearest = did_you_mean(str(value), [str(choice) for choice in get_args(hint)])
+        return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
+    expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    return f" is of type {type(value).__name__}; expected {expected}"
 
 
 def is_text(value: Any) -> bool:

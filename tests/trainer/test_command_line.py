@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from kernels import CausalMask, LocalMask, PrefixMask
 from trainer.command_line import parse_command_line
 from trainer.compile.command_line import parse_command_line as parse_compile_command
-from trainer.config import TrainConfig
-from trainer.config_file import _from_json, config_to_json, flag_types, load_config
+from trainer.config_file import config_from_json, config_to_json, flag_types, load_config
 from trainer.errors import UserMistake, name_flags
 from trainer.hardware import expected_platform
 from trainer.sample.command_line import parse_command_line as parse_sample_command
@@ -407,7 +406,7 @@ def test_any_value_makes_a_config_or_one_message(trainer_command, data):
         event("refused")
     else:
         event("valid")
-        assert _from_json(json.loads(json.dumps(config_to_json(train))), TrainConfig) == train
+        assert config_from_json(json.loads(json.dumps(config_to_json(train)))) == train
 
 
 def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_command, tmp_path):

@@ -16,7 +16,7 @@ from flax import nnx
 from kernels import CausalMask, LocalMask, MultiHeadMask
 from layers import GPT, GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.config_file import _from_json, config_to_json
+from trainer.config_file import config_from_json, config_to_json
 from trainer.sharding import PARTITION_RULES, partition_spec, path_name
 
 # No two dims of a parameter have the same length, so that a length tells which field it comes from.
@@ -171,7 +171,7 @@ def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
         held = np.float32(kept) if float in types else np.array(kept).astype(np.int32)
         assert held == pytest.approx(kept, rel=1e-6), "as the device has it"
         assert path not in ("optimizer.beta1", "optimizer.beta2") or held < 1
-        assert _from_json(json.loads(json.dumps(config_to_json(config))), TrainConfig) == config
+        assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
 
 
 @pytest.mark.parametrize(

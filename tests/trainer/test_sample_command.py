@@ -405,6 +405,10 @@ def test_a_saved_config_is_read_back(trained, tmp_path):
         ({"model": 3}, "expected the fields of a GPTConfig, got 3"),
         ({"modl": {}}, "this version knows no 'modl'; did you mean model?"),
         ({"name": 3}, "name=3 is of type int; expected str"),
+        ({"mesh": {"data": "2"}}, "mesh.data='2' is of type str; expected int"),
+        ({"data": {"source": "text", "files": "a.txt"}}, "data.files='a.txt' is of type str; expected tuple[str, ...]"),
+        ({"model": {"masks": [3]}}, "model.masks=3 is of type int; expected Mask"),
+        ({"optimizer": {"schedule": "cosin"}}, "optimizer.schedule='cosin' is not one of cosine, wsd"),
         ({"num_steps": 0}, "num_steps=0 must be at least 1"),
     ],
 )
