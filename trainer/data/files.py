@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import stat
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,18 +30,14 @@ class OpenFile:
         OSError: there is no such file, or it is none that has a size and places: a folder, a device, a pipe.
     """
 
-    _descriptor = -1
-
     def __init__(self, path: Path):
         # Without O_NONBLOCK, opening a pipe waits for its other end.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Not `__del__`, which at Python's end may find nothing left to close with; then the system closes it.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
         mode = self.stat().st_mode
         if not stat.S_ISREG(mode):
             raise OSError(0, f"it is {_kind(mode)}, not a file")
-
-    def __del__(self):
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
 
     def fileno(self) -> int:
         return self._descriptor

@@ -138,10 +138,12 @@ class PackedSequences:
         row = empty_row(self.sequence_length)
         first = self._ends[index - 1] if index else 0
         pieces = self._pieces_by_sequence[first : self._ends[index]]
-        documents, starts = self.pieces.document[pieces].tolist(), self.pieces.start[pieces].tolist()
-        lengths = self.pieces.length[pieces].tolist()
-        parts = zip(documents, starts, lengths, strict=True)
-        streams = self.documents.streams([(document, start, start + length + 1) for document, start, length in parts])
+        lengths, parts = [], []
+        for piece in pieces.tolist():
+            start, length = self.pieces.start.item(piece), self.pieces.length.item(piece)
+            lengths.append(length)
+            parts.append((self.pieces.document.item(piece), start, start + length + 1))
+        streams = self.documents.streams(parts)
         offset = 0
         for segment, length in enumerate(lengths, start=1):
             place = slice(offset, offset + length)

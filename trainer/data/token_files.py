@@ -112,7 +112,7 @@ class TokenFile:
 
 
 def check_tokens(parts: Sequence[tuple[TokenFile, np.ndarray]]) -> None:
-    """Checks what was read of some files, after all was read: much cheaper than after each part.
+    """Checks what was read of some files, after all was read: cheaper than after each part.
 
     Args:
         parts: files, and tokens that were read of them.
@@ -120,9 +120,11 @@ def check_tokens(parts: Sequence[tuple[TokenFile, np.ndarray]]) -> None:
     Raises:
         TrainingFailed: a file has changed since it was opened, or a token is larger than any in it.
     """
-    for file in {id(file): file for file, _ in parts}.values():
-        file.check_unchanged()
+    checked = None
     for file, tokens in parts:
+        if file is not checked:  # Often all parts are of one file.
+            file.check_unchanged()
+            checked = file
         # For a few hundred tokens the ufunc's own method takes less time than `max`.
         if file.largest_id is not None and len(tokens) and np.maximum.reduce(tokens) > file.largest_id:
             raise TrainingFailed(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,20 @@ def test_only_files_are_opened(tmp_path):
     (tmp_path / "a").write_bytes(b"0123456789")
     assert OpenFile(tmp_path / "a").read(5, offset=3) == b"34567"
     assert OpenFile(tmp_path / "a").read(5, offset=8) == b"89"
+
+
+def test_an_open_file_is_closed_with_its_last_user_and_silently_at_the_end(tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    before = os.listdir("/proc/self/fd")
+    file = OpenFile(tmp_path / "a")
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    del file
+    assert os.listdir("/proc/self/fd") == before
+    program = "import os, pathlib; from trainer.data.files import OpenFile; os.kept = OpenFile(pathlib.Path('a'))"
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_no_more_is_read_than_is_wanted(tmp_path):
