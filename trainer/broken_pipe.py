@@ -1,13 +1,16 @@
-"""Commands whose reader may leave before they are done: `--help | head`."""
+"""Commands whose reader may leave before they are done, `--help | head`, or whose output can't be written."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import sys
 from collections.abc import Iterator
 from typing import TextIO
+
+_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -15,10 +18,11 @@ def reader_may_leave() -> Iterator[None]:
     """Ends the process quietly, with status 0, when whoever reads its output has had enough.
 
     Python would end in a traceback, or complain when it flushes the output at its end. Another pipe that breaks is
-    still an error, and an exit keeps its status.
+    still an error, and an exit keeps its status. Output that can't be written for another reason (a full disk)
+    ends the process with one message.
 
     Raises:
-      SystemExit: with status 0, when a write failed because the reader had left.
+      SystemExit: with status 0, when a write failed because the reader had left; with 1, when it failed otherwise.
     """
     try:
         yield
@@ -28,17 +32,30 @@ def reader_may_leave() -> Iterator[None]:
         if not any(_reader_has_left(stream.fileno()) for stream in _streams()):
             raise
         raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_WRITTEN:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"error: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
     finally:
         for stream in _streams():
-            with contextlib.suppress(BrokenPipeError):
-                stream.flush()
-            if _reader_has_left(stream.fileno()):
+            if not _can_be_flushed(stream) or _reader_has_left(stream.fileno()):
+                # What is left in the buffer goes nowhere when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _streams() -> list[TextIO]:
     """The process's standard output and error, those that weren't closed by whoever started it."""
     return [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+
+
+def _can_be_flushed(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _reader_has_left(descriptor: int) -> bool:

@@ -33,7 +33,9 @@ COMPLETED = 0
 # stop signal is obeyed soon and only few batches wait in the device's memory.
 _MAX_STEPS_AHEAD = 2
 _RECORD_EVERY_S = 10.0
-_SAVE_AGAIN_AFTER_S = 2.0  # short, for whoever has sent a stop signal may not wait for long
+# Pauses before the further tries of the last save: whoever reads the warning may make room meanwhile. After a stop
+# signal there is only the first, since whoever has sent it may not wait for long.
+_SAVE_AGAIN_AFTER_S = (2.0, 8.0, 20.0, 60.0)
 
 
 class TrainingLoop:
@@ -299,17 +301,21 @@ class TrainingLoop:
                 self._tell_failed_save(failure)
 
     def _save_at_last(self) -> None:
-        """Saves this very step, with a second try; if that fails too, the run has failed."""
+        """Saves this very step, with further tries where that fails; if none succeeds, the run has failed."""
         self._save()
         self._finish_save()
-        if not self._is_saved():
-            time.sleep(_SAVE_AGAIN_AFTER_S)
+        for num_tries, pause_s in enumerate(_SAVE_AGAIN_AFTER_S, 1):
+            if self._is_saved():
+                return
+            is_last = num_tries == len(_SAVE_AGAIN_AFTER_S) or self._stop.requested
+            if self._stop.wait(pause_s):
+                time.sleep(_SAVE_AGAIN_AFTER_S[0])
             try:
                 self._start_save()
                 with self._account.measure("checkpoint"):
                     self._checkpoints.wait()
             except TrainingFailed as failure:
-                if not self._is_saved():
+                if is_last and not self._is_saved():
                     raise TrainingFailed(f"{failure}, then run the same command again") from failure
                 self._tell_failed_save(failure)
 

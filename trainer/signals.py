@@ -39,6 +39,10 @@ class StopRequest:
     def requested(self) -> bool:
         return self._requested.is_set()
 
+    def wait(self, seconds: float) -> bool:
+        """Waits for a request, at most so long, and returns whether there is one."""
+        return self._requested.wait(seconds)
+
     def __enter__(self) -> Self:
         heeded = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
         self._handlers = {number: signal.signal(number, _do_nothing) for number in heeded}

@@ -168,6 +168,10 @@ def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp
             break
     # The state's arrays no longer fit into a file; the logs do.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
+    for line in process.stdout:
+        if line.startswith("warning: saving checkpoint"):
+            break
+    process.send_signal(signal.SIGTERM)  # or it would try for a minute and a half
     stopped = trainer_command.finish(process)
     assert stopped.status == 1
     record, steps, _ = read_run(tmp_path)
@@ -178,7 +182,6 @@ def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp
     assert "the newest good checkpoint is not there yet" in message
     assert message.endswith("see that the disk has room and can be written to, then run the same command again")
     assert stopped.errors == f"error: {message}\n"
-    assert stopped.output.count("warning: saving checkpoint") == 1
     assert not list((tmp_path / "checkpoints").iterdir()), "nothing half-written stays"
 
 
@@ -233,7 +236,7 @@ def make_loop(config, tmp_path, watched_console):
             peak=SimpleNamespace(flops_per_s=1e12),
         )
         workdir = claim_workdir(tmp_path / "run", config)
-        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False)
+        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
         record = RunRecord(workdir.record, [], time.time(), account, watched_console)
         loop = TrainingLoop(setup, workdir, watched_console, record, account, stop)
         metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
@@ -279,10 +282,10 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
 
 @pytest.mark.parametrize("place", ["trainer.checkpoint.write_atomically", "trainer.checkpoint.digests"])
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
-    """The first and the second save fail; the last succeeds at its second try."""
+    """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
-    monkeypatch.setattr("trainer.loop._SAVE_AGAIN_AFTER_S", 0.0)
-    failing = {20, 40, 60}
+    monkeypatch.setattr("trainer.loop._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    failing = [20, 40, 60, 60]
     save, undone = loop._checkpoints.save, monkeypatch.context
 
     def save_or_fail(step, *arguments):
@@ -305,12 +308,28 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
     loop.close()
     warnings = [line for kind, *lines in watched_console.told if kind == "warning" for line in lines]
     failed = r"saving checkpoint .*/(\d+) failed: OSError: \[Errno 28\] No space left"
-    assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60"]
+    assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60", "60"]
     assert all("the newest good checkpoint is not there yet" in line for line in warnings)
     assert all(line.endswith("can be written to. The next save tries again") for line in warnings)
     assert [path.name for path in loop._workdir.checkpoints.iterdir()] == ["60"]
     assert find_damage(loop._workdir.checkpoints / "60") is None
     assert json.loads(loop._workdir.record.read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
+def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.loop._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.checkpoint.digests", full)
+    if stop_requested:
+        loop._stop.requested = True
+    loop._run_window()
+    with pytest.raises(TrainingFailed, match=r"checkpoints/1 failed: OSError.*, then run the same command again$"):
+        loop._save_at_last()
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert len(warnings) == num_tries - 1
+    assert not list(loop._workdir.checkpoints.iterdir())
+    loop.close()
 
 
 def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
