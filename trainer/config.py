@@ -298,10 +298,8 @@ class TrainConfig:
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
 
     def __post_init__(self):
-        if self.name in ("", ".", "..") or "/" in self.name or not self.name.isprintable():
-            raise ValueError(f"name={self.name!r} must be a folder's name, printable and without /; see also --workdir")
-        if len(self.name.encode()) > 255:
-            raise ValueError(f"name={self.name[:40]!r}… is too long for a folder's name; use up to 255 bytes")
+        if isinstance(self.name, str):  # what it is else is told like every field of another type
+            _check_name(self.name)
         for name in ("num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -368,3 +366,11 @@ def _check_path(name: str, path: str) -> None:
         raise ValueError(f"{name}={path[:40]!r}… is too long: names take up to 255 bytes, paths up to 4,095")
     if os.path.expanduser(parts[0]).startswith("~"):
         raise ValueError(f"{name}={path!r}: {parts[0]} is no user's home folder")
+
+
+def _check_name(name: str) -> None:
+    """Refuses what can't name a folder."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise ValueError(f"name={name!r} must be a folder's name, printable and without /; see also --workdir")
+    if len(name.encode()) > 255:
+        raise ValueError(f"name={name[:40]!r}… is too long for a folder's name; use up to 255 bytes")
