@@ -55,7 +55,7 @@ def uneven(trainer_command, tmp_path_factory, read_run, read_tensorboard):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.run.prepare", prepare_unevenly)
-        patch.setattr("trainer.console.Console.note", lambda _, line: lines.append(line))
+        patch.setattr("trainer.console.Console.note", lambda _, line, **__: lines.append(line))
         assert run(config, workdir, command=[], started=time.perf_counter()) == 0
     record, steps, _ = read_run(workdir.path)
     return record, steps, read_tensorboard(workdir.tensorboard), lines

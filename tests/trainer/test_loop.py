@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from kernels import Target
+from kernels import CausalMask, LocalMask, Target
+from trainer.__main__ import main
 from trainer.attention_plan import AttentionPlan, attention_call, describe_attention, plan_attention
 from trainer.config_file import load_config
 from trainer.sharding import make_mesh
@@ -98,7 +99,7 @@ def test_the_record_tells_the_run(first, read_run):
     assert record["versions"]["jax"] == jax.__version__
     assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["fingerprint"])
     assert record["tokens_per_step"] == 512
-    assert [plan["num_layers"] for plan in record["attention"]] == [1, 1]
+    assert [plan["num_layers"] for plan in record["attention"]] == [2]
     assert all(plan["backend"] == "blockwise" and "cudnn" in plan["passed_over"] for plan in record["attention"])
     steps = record["steps"]
     assert steps["num_steps"] == NUM_STEPS
@@ -327,11 +328,11 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(trainer_
         ("--model.implementation", "cudnn"),
     ],
 )
-def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tmp_path, arguments):
-    finished = trainer_command.run("--workdir", tmp_path, *arguments)
-    assert finished.status == 2
-    assert finished.errors.startswith("error: ")
-    assert "Traceback" not in finished.errors
+def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tmp_path, arguments, capsys):
+    assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors
     assert json.loads((tmp_path / "record.json").read_text())["status"] == "failed"
 
 
@@ -342,7 +343,9 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
 
     config = load_config(trainer_command.config)
     config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart)
+        config,
+        model=dataclasses.replace(config.model, masks=(CausalMask() & LocalMask(63, 0), CausalMask())),
+        data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
     )
     seen = []
     choose = kernels.attention.select_backend
@@ -357,7 +360,9 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     jax.eval_shape(trainer.eval_step, trainer.abstract_state.params, trainer.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
-    assert {plan.mask for plan in plan_attention(config, device)} == {repr(mask) for mask in config.model.masks}
+    plans = plan_attention(config, device)
+    assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
+    assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
 
 
 def test_each_reason_to_pass_a_backend_over_is_told_once():
