@@ -94,8 +94,9 @@ def dot_product_attention(
     NaN isn't hidden: a query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
     NaN, forward and backward; a logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
     infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite; but kernels multiply
-    whole tiles by weights of 0, so it can reach other queries where the mask cuts a tile, and so can any NaN in the
-    backward pass. What fills up a batch should therefore be finite. (`implementation="reference"` leaks no values.)
+    whole tiles by weights of 0, so it can reach other queries where the mask cuts a tile (on GPUs those that may attend
+    to nothing, too), and so can any NaN in the backward pass. What fills up a batch should therefore be finite.
+    (`implementation="reference"` leaks no values.)
 
     Args:
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.

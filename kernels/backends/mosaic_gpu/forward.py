@@ -350,18 +350,15 @@ def forward(
                 def write(output, reference, total):
                     # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
                     attends = total != 0
-                    attending = spread(total, output.shape, rows=True) != 0
                     shrink = jnp.ones_like(total)
                     if sinks is not None:
                         sink = optional["sinks"][block.head] * _LOG2_E
                         higher = jnp.maximum(reference, sink)
-                        shrink = jnp.exp2(reference - higher)
+                        shrink = jnp.where(attends, jnp.exp2(reference - higher), 1.0)
                         reference, total = higher, total * shrink + jnp.exp2(sink - higher)
                     total = jnp.where(attends, total, 1.0)
                     lse = jnp.where(attends, reference * (1 / _LOG2_E) + jnp.log(total), -jnp.inf)
                     output = output * spread(shrink / total, output.shape, rows=True)
-                    # It isn't 0 where a value is NaN that its tile holds for other rows.
-                    output = jnp.where(attending, output, 0.0)
                     send(output.astype(query.dtype), lse)
 
                 def send(output, lse):

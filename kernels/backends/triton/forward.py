@@ -115,13 +115,12 @@ def _forward_kernel(
     if has_sinks:
         sink = tl.load(sinks + head) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
-        shrink = tl.exp2(peak - new_peak)
+        shrink = tl.where(attends, tl.exp2(peak - new_peak), 1.0)
         acc, total = acc * shrink[:, None], total * shrink + tl.exp2(sink - new_peak)
         peak = new_peak
     total = tl.where(attends, total, 1.0)
     outputs = head_start(output, output_at, batch, head)
-    result = tl.where(attends[:, None], acc / total[:, None], 0.0)
-    store_rows(outputs, begin, result, q_len, output_at[2], value_dim, block_q, block_v)
+    store_rows(outputs, begin, acc / total[:, None], q_len, output_at[2], value_dim, block_q, block_v)
     index = begin + tl.arange(0, block_q)
     row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)
