@@ -31,6 +31,10 @@ def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array
     tokens = uncut(tokens)
     if tokens.shape not in ((length,), (batch, length)) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {tokens.dtype}{tokens.shape}")
+    if not _fits(tokens.dtype, np.int32):
+        # Known values stay known: under jit, an operation of JAX's would trace them.
+        known = _on_host(tokens)
+        tokens = tokens if known is None else known
     xp = jnp if isinstance(tokens, jax.Array) else np
     return xp.broadcast_to(tokens, (batch, length))
 

@@ -92,5 +92,9 @@ def test_positions_beyond_int32_are_refused():
         message = rf"query_positions reaches from {beyond.min()} to {beyond.max()}, beyond int32; subtract"
         with pytest.raises(ValueError, match=message):
             attend(beyond)
+    with jax.enable_x64(True):
+        known = jnp.asarray(positions)
+        assert known.dtype == jnp.int64
+        jax.jit(lambda: attend(known))()
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"query_positions is traced int64.*astype\(jnp.int32\)"):
         jax.eval_shape(attend, jnp.asarray(positions))

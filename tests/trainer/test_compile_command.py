@@ -301,7 +301,7 @@ def test_a_missing_libtpu_says_what_to_install(config, capsys, monkeypatch):
             "SIGABRT.*Check failed: a",
         ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed; most likely this machine's memory"),
-        ("raise SystemExit(7)", "the compilation failed .status 7."),
+        ("import posix; posix._exit(7)", "the compilation failed .status 7."),
     ],
 )
 def test_a_compiler_that_dies_leaves_a_message(tmp_path, code, told):

@@ -63,8 +63,9 @@ def rate_in_python(config: OptimizerConfig, num_steps: int, update: int) -> Frac
     num_steps=st.one_of(st.integers(1, 12), st.integers(1, 2**31 - 1)),
     schedule=st.sampled_from(["cosine", "wsd"]),
     num_warmup_steps=st.one_of(st.integers(0, 12), st.floats(0, 1)),
-    decay_fraction=st.one_of(st.sampled_from([0.0, 1e-12, 0.2, 1.0]), st.floats(0, 1)),
-    final=st.one_of(st.sampled_from([0.0, 1e-9, 0.1, 1.0]), st.floats(0, 1)),
+    # Less is 0 in float32, and refused as such.
+    decay_fraction=st.one_of(st.sampled_from([0.0, 1e-12, 0.2, 1.0]), st.floats(1e-30, 1)),
+    final=st.one_of(st.sampled_from([0.0, 1e-9, 0.1, 1.0]), st.floats(1e-30, 1)),
     learning_rate=st.sampled_from([1.0, 6e-4, 3e-3]),
 )
 @settings(max_examples=50)

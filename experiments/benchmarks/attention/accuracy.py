@@ -77,7 +77,7 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
         return jnp.moveaxis(parts, 0, 1).reshape(case.batch, problem.length, 1, -1)
 
     with jax.enable_x64(True):  # type: ignore[attr-defined]  # JAX's stubs lack it
-        positions = jnp.arange(problem.length)
+        positions = jnp.arange(problem.length, dtype=jnp.int32)
 
         def one_head(arrays):
             def some_queries(key_gradients, part):
