@@ -18,16 +18,24 @@ def reader_may_leave() -> Iterator[None]:
     """Ends the process quietly, with status 0, when whoever reads its output has had enough.
 
     Python would end in a traceback, or complain when it flushes the output at its end. Another pipe that breaks is
-    still an error, and an exit keeps its status. Output that can't be written for another reason (a full disk)
-    ends the process with one message.
+    still an error, and an exit with another status than 0 keeps it. Output that can't be written for another reason (a
+    full disk) ends the process with one message.
 
     Raises:
       SystemExit: with status 0, when a write failed because the reader had left; with 1, when it failed otherwise.
     """
     try:
-        yield
-        for stream in _streams():
+        ended: SystemExit | None = None
+        try:
+            yield
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+            ended = exit_
+        for stream in _streams():  # what is still in a buffer isn't written yet
             stream.flush()
+        if ended is not None:
+            raise ended
     except BrokenPipeError:
         if not any(_reader_has_left(stream.fileno()) for stream in _streams()):
             raise

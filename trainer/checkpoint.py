@@ -3,7 +3,7 @@
     checkpoints/
       300/                 a whole checkpoint, named for the steps behind it
         state/             the training state, written by Orbax
-        run.json           step and the data iterator's state
+        run.json           step, the data iterator's state, and the config with its changes up to this step
         SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
       400.tmp/             one being written, or cut short by a kill
       200.damaged/         one that fails its digests, set aside when its step was saved again or its removal was due

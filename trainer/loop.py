@@ -270,7 +270,8 @@ class TrainingLoop:
         raise TrainingFailed(
             f"step {first_step + bad}: loss {float(history[bad].loss)}, gradient norm {float(history[bad].grad_norm)}: "
             f"not finite, so the run stops; the last good checkpoint is {newest or 'not there yet'}. A lower "
-            "optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm, in a new --workdir, may help"
+            "optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help, from there on "
+            "or, in a new --workdir, from the start"
         )
 
     def _evaluate_if_due(self) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import json
-import math
-from collections.abc import Iterator
+import sys
 from pathlib import Path
+from typing import Any
 
-from trainer.metrics_log import VALIDATION_LOSS
+from trainer.metrics_log import VALIDATION_LOSS, read_rows
 from trainer.workdir import write_atomically
 
 _SIZE_INCHES = (8.0, 4.5)
@@ -33,7 +32,7 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    rows = list(_read_rows(metrics))
+    rows, _ = read_rows(metrics, sys.maxsize)
     training, validation = _points(rows, "loss"), _points(rows, VALIDATION_LOSS)
     if not training and not validation:
         return False
@@ -58,22 +57,6 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     return True
 
 
-def _read_rows(metrics: Path) -> Iterator[dict[str, object]]:
-    with metrics.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
-
-
-def _points(rows: list[dict[str, object]], name: str) -> list[tuple[float, float]]:
+def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
     """(step, value) of each row that has a number of this name."""
-    pairs = [(row.get("step"), row.get(name)) for row in rows]
-    return [
-        (step, value)
-        for step, value in pairs
-        if isinstance(step, int) and isinstance(value, int | float) and math.isfinite(value)
-    ]
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]

@@ -61,7 +61,7 @@ class MetricsLog:
         console: Console,
         reports: Sequence[CompileReport] = (),
     ):
-        kept, num_unreadable = _read_until(metrics, restored_step)
+        kept, num_unreadable = read_rows(metrics, restored_step)
         if num_unreadable:
             whole = set_aside(metrics, "damaged")
             console.warning(f"{metrics}: {num_unreadable} unreadable lines are left out; {whole.name} has them all")
@@ -101,7 +101,7 @@ class MetricsLog:
 
 def last_logged_step(metrics: Path) -> int:
     """The last step in `metrics.jsonl`; 0 if there is none."""
-    return max((row["step"] for row in _read_until(metrics, sys.maxsize)[0]), default=0)
+    return max((row["step"] for row in read_rows(metrics, sys.maxsize)[0]), default=0)
 
 
 def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
@@ -141,8 +141,8 @@ def _to_event(row: Row) -> Event:
     return tensorboard.scalars(values, int(row["step"] or 0), row.get("time") or time.time())
 
 
-def _read_until(metrics: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows up to a step, and how many lines are none.
+def read_rows(metrics: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
+    """The rows of `metrics.jsonl` up to a step, none if there is no file, and how many lines are none.
 
     A last line that a kill cut short isn't counted: it is after that step, or the checkpoint would not exist.
     """

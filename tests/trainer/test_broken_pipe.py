@@ -37,6 +37,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str]:
         (["-u"], "print('written at once')", 0),
         ([], "print('x' * 2**20); raise AssertionError('goes on')", 0),
         ([], "print('held back'); sys.exit(3)", 3),
+        ([], "print('held back'); sys.exit(0)", 0),
     ],
 )
 def test_whoever_leaves_is_not_missed(unbuffered, script, status):
@@ -51,8 +52,11 @@ def test_another_pipe_that_breaks_is_an_error():
 
 
 @pytest.mark.parametrize("unbuffered", [[], ["-u"]])
-def test_output_on_a_full_disk_is_told_in_one_message(unbuffered):
-    command = [sys.executable, *unbuffered, "-c", QUIET + "print('x' * 2**16); print('the end')"]
+@pytest.mark.parametrize(
+    "script", ["print('x' * 2**16); print('the end')", "print('held back'); sys.exit(0)", "print('held back')"]
+)
+def test_output_on_a_full_disk_is_told_in_one_message(unbuffered, script):
+    command = [sys.executable, *unbuffered, "-c", QUIET + script]
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=REPOSITORY, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True)

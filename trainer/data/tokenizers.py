@@ -194,7 +194,7 @@ class HuggingFaceTokenizer:
     def encode_documents(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         texts = [document.decode() for document in documents]
         try:
-            with _refusing(""):
+            with _refusing(f"{self.name}: cannot encode {len(texts):,} documents together"):
                 encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except DataError:
             for text in texts:
