@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from kernels.intervals import TileKind, array_namespace
 
 _TRACED = (jax.ShapeDtypeStruct((2, 1), np.int32), jax.ShapeDtypeStruct((1, 3), np.int32))
+_BOOLEAN_REMEDY = "compare, as in `kv_pos <= q_pos` or `x != 0`"
+_KIND_REMEDY = "TileKind.EMPTY, PARTIAL or FULL for each rectangle"
 
 
 class FunctionTrace(NamedTuple):
@@ -54,7 +56,7 @@ def trace(fn: Callable[[Any, Any], Any], name: str) -> FunctionTrace:
     if len(closed.out_avals) != 1:
         raise ValueError(f"{name} must return one array of booleans, got {len(closed.out_avals)} arrays")
     (result,) = closed.out_avals
-    _check(name, result, np.bool_, _boolean_remedy, np.broadcast_shapes(*(x.shape for x in _TRACED)))
+    _check(name, result, np.bool_, _BOOLEAN_REMEDY, np.broadcast_shapes(*(x.shape for x in _TRACED)))
     constants = list(_constants(closed))
     if any(isinstance(constant, jax.core.Tracer) for constant in constants):
         raise ValueError(
@@ -71,7 +73,7 @@ def booleans(result: Any, q_pos: Any, kv_pos: Any, name: str) -> Any:
       ValueError: it isn't boolean, or its shape doesn't broadcast to the pairs'.
     """
     shape = np.broadcast_shapes(np.shape(q_pos), np.shape(kv_pos))
-    _check(name, result, np.bool_, _boolean_remedy, shape)
+    _check(name, result, np.bool_, _BOOLEAN_REMEDY, shape)
     if np.shape(result) == shape:
         return result
     # The form of a full mask, which is known to compile in every kernel.
@@ -84,11 +86,11 @@ def tile_kinds(result: Any, shape: tuple[int, ...], name: str) -> Any:
     Raises:
       ValueError: it isn't integers 0 to 2 (where these are known), or its shape doesn't broadcast to the rectangles'.
     """
-    _check(name, result, np.integer, _kind_remedy, shape)
+    _check(name, result, np.integer, _KIND_REMEDY, shape)
     if not isinstance(result, jax.core.Tracer):
         known = np.asarray(result)
         if known.size and not TileKind.EMPTY <= known.min() <= known.max() <= TileKind.FULL:
-            raise ValueError(f"{name} must return 0 to 2, got {known.min()} to {known.max()}; {_kind_remedy}")
+            raise ValueError(f"{name} must return 0 to 2, got {known.min()} to {known.max()}; {_KIND_REMEDY}")
     return array_namespace(result).broadcast_to(result, shape)
 
 
@@ -97,10 +99,6 @@ def identity(fn: Any) -> Hashable:
     if isinstance(fn, types.MethodType):
         return id(fn.__self__), id(fn.__func__)
     return id(fn)
-
-
-_boolean_remedy = "compare, as in `kv_pos <= q_pos` or `x != 0`"
-_kind_remedy = "TileKind.EMPTY, PARTIAL or FULL for each rectangle"
 
 
 def _check(name: str, result: Any, kind: type, remedy: str, shape: tuple[int, ...]) -> None:
@@ -120,8 +118,11 @@ def _check(name: str, result: Any, kind: type, remedy: str, shape: tuple[int, ..
 
 
 def _constants(closed: ClosedJaxpr) -> Iterator[Any]:
-    """Arrays that a trace holds, those of functions that it calls included."""
+    """Arrays that a trace holds, those of functions that it calls included; scalar operands don't count."""
     yield from closed.consts
+    # With `jax_use_simplified_jaxpr_constants` they are operands, whose contents the trace's text leaves out.
+    operands = [*closed.jaxpr.outvars, *(operand for equation in closed.jaxpr.eqns for operand in equation.invars)]
+    yield from (x.val for x in operands if isinstance(x, Literal) and np.ndim(x.val))
     for equation in closed.jaxpr.eqns:
         parameters = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr))
         for inner in parameters:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int
 Sides = tuple[Any, ...]  # of queries and of keys
 
 
-def uncut(integers: Any) -> jax.Array | np.ndarray:
+def _uncut(integers: Any) -> jax.Array | np.ndarray:
     """An array of what may be 64 bits wide: NumPy's, unless it is JAX's already."""
     return integers if isinstance(integers, jax.Array) else np.asarray(integers)
 
@@ -28,7 +28,7 @@ def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array
     Raises:
       ValueError: not integers `[B, L]` or `[L]`, called by their name.
     """
-    tokens = uncut(tokens)
+    tokens = _uncut(tokens)
     if tokens.shape not in ((length,), (batch, length)) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {tokens.dtype}{tokens.shape}")
     if not _fits(tokens.dtype, np.int32):
@@ -43,9 +43,11 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
     """Positions as int32.
 
     Raises:
-      ValueError: values beyond int32, or traced ones of a type that holds such.
+      ValueError: no integers, values beyond int32, or traced ones of a type that holds such.
     """
-    positions = uncut(positions)
+    positions = _uncut(positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {positions.dtype}{positions.shape}")
     if not _fits(positions.dtype, np.int32):
         known = _on_host(positions)
         if known is None:
@@ -87,7 +89,10 @@ def int32_segment_ids(
 
 
 def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
-    """Numbers ids of which some are traced. What is known ahead of time takes the other side's type if it can."""
+    """Numbers ids of which some are traced, unless int32 holds them all.
+
+    What is known ahead of time takes the other side's type if it can.
+    """
     by_side: list[Any] = list(sides)
     for mine, other in ((0, 1), (1, 0)):
         values, wanted = known[mine], sides[other].dtype
@@ -101,6 +106,8 @@ def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
             "(np.unique(ids, return_inverse=True)) if they don't fit"
         )
     by_side = [jnp.asarray(ids, common) for ids in by_side]
+    if _fits(common, np.int32):
+        return tuple(by_side)
     if common == np.uint32:
         return tuple(jax.lax.bitcast_convert_type(ids, jnp.int32) for ids in by_side)
     # By rows, lest a batch that is split over devices be gathered.
@@ -124,7 +131,8 @@ def _fits(dtype, into) -> bool:
 
 
 def _all_fit(values: np.ndarray, into) -> bool:
-    return int(jnp.iinfo(into).min) <= int(values.min()) and int(values.max()) <= int(jnp.iinfo(into).max)
+    whole = jnp.iinfo(into)
+    return not values.size or (int(whole.min) <= int(values.min()) and int(values.max()) <= int(whole.max))
 
 
 def _on_host(tokens: Int[Array | np.ndarray, ...]) -> np.ndarray | None:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, MultiHeadMask, dot_product_attention
-from kernels.token_integers import int32_positions, int32_segment_ids, uncut
+from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,10 @@ class ActivationSharding:
 
         # Before `shard_map`, which would cut 64 bits to 32 without a word.
         if segment_ids is not None:
-            segment_ids, _ = int32_segment_ids(uncut(segment_ids), uncut(segment_ids))
+            ids = checked_tokens("segment_ids", segment_ids, *query.shape[:2])
+            segment_ids, _ = int32_segment_ids(ids, ids)
         if positions is not None:
-            positions = int32_positions("positions", positions)
+            positions = int32_positions("positions", checked_tokens("positions", positions, *query.shape[:2]))
 
         def attend(query, key, value, segment_ids, positions, sinks):
             of_keys = (key, value, segment_ids, None if key_positions_count_from_zero else positions)

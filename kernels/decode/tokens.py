@@ -52,8 +52,10 @@ def integers(name: str, x: Any) -> np.ndarray | Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {array.dtype}{list(array.shape)}")
     if traced:
-        info = jnp.iinfo(array.dtype)
-        return jnp.clip(array, max(info.min, -MOST_TOKENS - 1), min(info.max, MOST_TOKENS)).astype(jnp.int32)
+        if array.dtype != jnp.int32:
+            info = jnp.iinfo(array.dtype)
+            array = jnp.clip(array, max(info.min, -MOST_TOKENS - 1), min(info.max, MOST_TOKENS))
+        return array.astype(jnp.int32)
     if array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise ValueError(f"{name} must be integers of at most 64 bits, got {array.max()}")
     return array.astype(np.int64)
@@ -128,7 +130,7 @@ def which_sequences(
         raise ValueError(
             f"sequences must be integers [{batch}], one for each row, got {numbers.dtype}{list(numbers.shape)}"
         )
-    return sequence_numbers(sequences, num_sequences, distinct=distinct)
+    return sequence_numbers(numbers, num_sequences, distinct=distinct)
 
 
 def of_rows(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:

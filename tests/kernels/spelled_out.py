@@ -1,4 +1,4 @@
-"""Attention spelled out pair by pair in float64 NumPy: the oracle that shares no code with what it checks."""
+"""Attention spelled out in float64 NumPy: an oracle of all but the masks, which other tests hold to definitions."""
 
 import numpy as np
 
@@ -8,11 +8,10 @@ from kernels import MultiHeadMask
 def allowed_keys(b: int, t: int, n: int, q_len: int, kv_len: int, mask, keywords) -> np.ndarray:
     """Which keys query t of head n may attend to, in one element of the batch."""
     q_pos, kv_pos = (
-        np.broadcast_to(np.asarray(keywords.get(name, np.arange(length))), (b + 1, length))[b]
-        if np.ndim(keywords.get(name, ())) < 2
-        else np.asarray(keywords[name])[b]
+        np.asarray(keywords.get(name, np.arange(length)))
         for name, length in (("query_positions", q_len), ("key_value_positions", kv_len))
     )
+    q_pos, kv_pos = (positions[b] if positions.ndim == 2 else positions for positions in (q_pos, kv_pos))
     head_mask = mask.masks[n] if isinstance(mask, MultiHeadMask) else mask
     allowed = np.broadcast_to(head_mask(q_pos[t], kv_pos), kv_len).copy()
     if "query_segment_ids" in keywords:
@@ -42,3 +41,11 @@ def spelled_out(query, key, value, sinks, mask, keywords) -> tuple[np.ndarray, n
             output[b, t, n] = terms / total @ value[b, allowed, n // group]
             lse[b, t, n] = row_max + np.log(total)
     return output, lse
+
+
+def attention_of(dense, query, key, value):
+    """Output of attention to the allowed pairs `[N, T, S]`, in float64; 0 where there are none."""
+    query, key, value = (np.asarray(x, np.float64)[0].swapaxes(0, 1) for x in (query, key, value))
+    weights = np.where(dense, np.exp(query @ key.swapaxes(1, 2) / query.shape[-1] ** 0.5), 0)
+    total = weights.sum(-1, keepdims=True)
+    return (weights / np.where(total == 0, 1, total) @ value).swapaxes(0, 1)[None]

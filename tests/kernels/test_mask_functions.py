@@ -30,6 +30,7 @@ from kernels import (
 from kernels.call import make_call
 from kernels.mask_drawing import block_map
 from layers.flax_interop import attention_fn
+from tests.kernels.spelled_out import attention_of
 
 LENGTH = 48
 SMALL = BlockwiseTuning(16, 16)
@@ -60,12 +61,6 @@ def call_of(mask, target=None, **given):
     return call if target is None else call._replace(target=target)
 
 
-def expected_output(dense, query, key, value):
-    query, key, value = (np.asarray(x, np.float64)[0].swapaxes(0, 1) for x in (query, key, value))
-    weights = np.where(dense, np.exp(query @ key.swapaxes(1, 2) / query.shape[-1] ** 0.5), 0)
-    return (weights / np.maximum(weights.sum(-1, keepdims=True), 1e-300) @ value).swapaxes(0, 1)[None]
-
-
 @pytest.mark.parametrize("implementation", ["reference", SMALL, SPLASH], ids=["reference", "blockwise", "splash"])
 def test_captured_arrays(implementation, document, rng):
     arrays, mask = operands(rng), CausalMask() & MaskFn(same_document(document))
@@ -76,10 +71,10 @@ def test_captured_arrays(implementation, document, rng):
         return dot_product_attention(*arrays[:2], value, mask, implementation=implementation)
 
     output, vjp = jax.vjp(attend, arrays[2])
-    np.testing.assert_allclose(output, expected_output(dense, *arrays), atol=1e-5)
+    np.testing.assert_allclose(output, attention_of(dense, *arrays), atol=1e-5)
     # dV of Σ output: the weights that each key gets, of allowed queries alone.
     (d_value,) = vjp(jnp.ones_like(output))
-    weights = expected_output(dense, *arrays[:2], np.eye(LENGTH)[None, :, None])[0, :, 0]
+    weights = attention_of(dense, *arrays[:2], np.eye(LENGTH)[None, :, None])[0, :, 0]
     np.testing.assert_allclose(d_value[0, :, 0], np.repeat(weights.sum(0)[:, None], 16, 1), atol=1e-4)
 
 
@@ -109,6 +104,22 @@ def test_splash_serves_captures_as_tiles_or_refuses_before_tracing(capture, docu
     selection = select_backend(call_of(mask, TPU, query_positions=jnp.arange(LENGTH)))
     assert selection.name == "blockwise"
     assert "at positions that are known on the device only" in dict(selection.passed_over)["splash"]
+
+
+def test_arrays_are_seen_wherever_jax_keeps_them():
+    """As operands in the trace, too, whose text shows little of a long one."""
+    if not hasattr(jax.config, "jax_use_simplified_jaxpr_constants"):
+        pytest.skip("this JAX keeps them in one way")
+    ids = np.zeros(5000, np.int32)
+    before = jax.config.jax_use_simplified_jaxpr_constants
+    for simplified in (False, True):
+        jax.config.update("jax_use_simplified_jaxpr_constants", simplified)
+        try:
+            traces = [MaskFn(same_document(ids + (np.arange(5000) == at))).trace() for at in (2500, 2501)]
+        finally:
+            jax.config.update("jax_use_simplified_jaxpr_constants", before)
+        assert all(trace.captures for trace in traces)
+        assert traces[0].digest != traces[1].digest
 
 
 def test_an_array_that_is_being_traced_is_refused(document, rng):
@@ -169,7 +180,7 @@ def test_state_that_changes_between_calls_is_seen(of, rng):
         np.testing.assert_array_equal(plan.kinds() != TileKind.EMPTY, dense.reshape(3, 16, 3, 16).any((1, 3)))
         assert make_block_plan(mask, LENGTH, LENGTH, 16, 16) is plan, "made once for each state"
     output = dot_product_attention(*x, mask, implementation=SMALL)
-    np.testing.assert_allclose(output, expected_output(dense, *x), atol=1e-5)
+    np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
 
 
 def test_splash_sees_state_that_changes_between_calls(rng):
@@ -179,7 +190,7 @@ def test_splash_sees_state_that_changes_between_calls(rng):
         window.width = width
         dense = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-width, dtype=bool)
         output = dot_product_attention(*x, MaskFn(window), implementation=SPLASH)
-        np.testing.assert_allclose(output, expected_output(dense, *x), atol=1e-5)
+        np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
 
 
 IGNORING = {
@@ -202,7 +213,7 @@ def test_functions_that_ignore_positions(implementation, rng):
     mask = MultiHeadMask([*(MaskFn(IGNORING[name][0]) for name in names), CausalMask()])
     output = dot_product_attention(*x, mask, implementation=implementation)
     dense = np.stack([*(IGNORING[name][1] for name in names), np.tri(LENGTH, dtype=bool)])
-    np.testing.assert_allclose(output, expected_output(dense, *x), atol=1e-2 if implementation is MOSAIC else 1e-5)
+    np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-2 if implementation is MOSAIC else 1e-5)
 
 
 @pytest.mark.parametrize(("fn", "dense"), IGNORING.values(), ids=IGNORING)
@@ -287,7 +298,7 @@ def test_classifications_in_jax_or_as_one_kind_for_all(rng):
     masks = MultiHeadMask([MaskFn(lambda q, kv: kv <= q, causal), MaskFn(lambda q, kv: True, lambda *_: TileKind.FULL)])
     dense = np.stack([np.tri(LENGTH, dtype=bool), np.ones((LENGTH, LENGTH), bool)])
     output = jax.jit(lambda *x: dot_product_attention(*x, masks, implementation=SMALL))(*x)
-    np.testing.assert_allclose(output, expected_output(dense, *x), atol=1e-5)
+    np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
     assert np.shape(masks.classify(*np.zeros((4, 3), int))) == (2, 3)
 
 
@@ -299,7 +310,7 @@ def test_an_array_beside_a_function_in_jax(rng):
     output = jax.jit(lambda *x: dot_product_attention(*x, mask, implementation=SPLASH))(*x)
     position = np.arange(LENGTH)
     dense = allowed & ((position[:, None] == position) | (position % 3 == 0))
-    np.testing.assert_allclose(output, expected_output(dense, *x), atol=1e-5)
+    np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
 
 
 def test_callables_without_a_hash_are_masks_too():

@@ -41,6 +41,7 @@ from kernels.backends.triton.key_intervals import interval_of_rows
 from kernels.call import make_call
 from kernels.mask_drawing import block_map
 from tests.kernels.integer_masks import LAST, UNREACHABLE, WITHIN_REACH, integers, positions, specs
+from tests.kernels.spelled_out import attention_of
 
 # As many each time, so that JAX compiles its operations once.
 few_positions = st.lists(positions, min_size=5, max_size=5)
@@ -182,14 +183,6 @@ def test_intervals_of_rows(spec, q_pos, kv_pos):
         assert first.dtype == last.dtype == np.int32
         kv = np.asarray(kv_pos, np.int32)
         np.testing.assert_array_equal((first <= kv) & (kv <= last), spec.dense(q_pos, kv_pos))
-
-
-def attention_of(dense, query, key, value):
-    """Output of attention to the allowed pairs `[N, T, S]`, in float64; 0 where there are none."""
-    query, key, value = (np.asarray(x, np.float64)[0].swapaxes(0, 1) for x in (query, key, value))
-    weights = np.where(dense, np.exp(query @ key.swapaxes(1, 2) / query.shape[-1] ** 0.5), 0)
-    total = weights.sum(-1, keepdims=True)
-    return (weights / np.where(total == 0, 1, total) @ value).swapaxes(0, 1)[None]
 
 
 def far_apart(rng, length):

@@ -55,6 +55,11 @@ def test_traced_ids_are_numbered_on_the_device(dtype, rng):
         assert_same_documents(jax.jit(int32_segment_ids)(arrays, arrays[:, ::-1]), (ids, ids[:, ::-1]))
 
 
+def test_known_ids_beside_traced_int32_are_not_numbered():
+    trace = jax.make_jaxpr(lambda ids: int32_segment_ids(np.array([[7, 8]]), ids))(jnp.array([[8, 7, 3]], jnp.int32))
+    assert "sort" not in str(trace)
+
+
 def test_known_ids_take_the_type_of_traced_ones():
     known, traced = np.array([[1, 2]]), jnp.array([[2, 1, 3]], jnp.uint32)
     first, second = jax.jit(lambda ids: int32_segment_ids(known, ids))(traced)

@@ -30,6 +30,8 @@ def test_matches_definition_at_any_position(rng, first_position):
 def test_refuses_positions_that_32_bits_would_cut():
     with pytest.raises(ValueError, match=r"positions reaches from 4294967296 to 4294967297, beyond int32"):
         apply_rope(jnp.ones((1, 2, 1, 8)), np.array([[2**32, 2**32 + 1]]))
+    with pytest.raises(ValueError, match=r"positions must be integers, got float32\(1, 2\)"):
+        apply_rope(jnp.ones((1, 2, 1, 8)), jnp.array([[0.5, 1.5]]))
 
 
 def test_products_depend_on_the_distance_alone(rng):
