@@ -47,7 +47,7 @@ from tests.kernels.spelled_out import attention_of
 few_positions = st.lists(positions, min_size=5, max_size=5)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(spec=specs, q_pos=few_positions, kv_pos=few_positions)
 def test_pairs(spec, q_pos, kv_pos):
     mask, expected = spec.mask(), spec.dense(q_pos, kv_pos)
@@ -63,7 +63,7 @@ def test_pairs(spec, q_pos, kv_pos):
     assert mask(q_pos[0], kv_pos[0]) == expected[0, 0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(spec=specs, width=integers, kv_pos=few_positions, q_pos=st.integers(-100, -1))
 def test_queries_a_little_before_the_first_position(spec, width, kv_pos, q_pos):
     """As decoding makes them of sequences shorter than the new tokens: their windows don't wrap around either."""
@@ -81,7 +81,7 @@ def rectangles(draw):
     return q_lo, min(q_lo + draw(st.integers(0, 3)), LAST), kv_lo, min(kv_lo + draw(st.integers(0, 3)), LAST)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(spec=specs, some=st.lists(rectangles(), min_size=5, max_size=5))
 def test_kinds_of_small_rectangles(spec, some):
     mask = spec.mask()
@@ -98,7 +98,7 @@ def test_kinds_of_small_rectangles(spec, some):
     assert int(mask.classify(*some[0])) == kinds[0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(spec=specs, q=st.tuples(positions, positions), kv=st.tuples(positions, positions), inner=few_positions)
 def test_kinds_of_large_rectangles_hold_for_pairs_in_them(spec, q, kv, inner):
     (q_lo, q_hi), (kv_lo, kv_hi) = sorted(q), sorted(kv)
@@ -171,7 +171,7 @@ def test_plans_refuse_positions_that_int32_does_not_hold():
         make_block_plan(CausalMask(), 8, 9, 4, 4, q_offset=2**31 - 8, kv_offset=2**31 - 8)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(spec=specs, q_pos=few_positions, kv_pos=few_positions)
 def test_intervals_of_rows(spec, q_pos, kv_pos):
     """What the Triton kernels evaluate in a mask's place."""

@@ -162,9 +162,9 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process's files")
 def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp_path, read_run):
-    process = trainer_command.start("--workdir", tmp_path, "--checkpoint.every-num-steps", 1000)
+    process = trainer_command.start("--workdir", tmp_path, "--checkpoint.every-num-steps", 1000, "--num-steps", 12)
     for line in process.stdout:
-        if line.startswith("step 1/60"):
+        if line.startswith("step 1/12"):
             break
     # The state's arrays no longer fit into a file; the logs do.
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
@@ -175,9 +175,9 @@ def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp
     stopped = trainer_command.finish(process)
     assert stopped.status == 1
     record, steps, _ = read_run(tmp_path)
-    assert (record["status"], len(steps)) == ("failed", 60)
+    assert (record["status"], len(steps)) == ("failed", 12)
     message = record["message"]
-    assert message.startswith(f"saving checkpoint {tmp_path}/checkpoints/60 failed: ")
+    assert message.startswith(f"saving checkpoint {tmp_path}/checkpoints/12 failed: ")
     assert "File too large" in message
     assert "the newest good checkpoint is not there yet" in message
     assert message.endswith("see that the disk has room and can be written to, then run the same command again")
