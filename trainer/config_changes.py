@@ -178,7 +178,7 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
     Args:
       held: the config that they were made with.
       config: of the steps to come.
-      place: what holds the checkpoints, for the message.
+      place: what holds that config, for the message: "workdir runs/x", say.
 
     Raises:
       UserMistake: names each field and why it can't change.
@@ -188,7 +188,7 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         told = [f"{item.field}: {item.before} in {place}, {item.after} now" for item in refused]
         reasons = dict.fromkeys(_REFUSED[item.kind] for item in refused)
         raise UserMistake(
-            "\n  ".join([f"workdir {place} holds checkpoints of another config:", *told])
+            "\n  ".join([f"{place} is of another config:", *told])
             + f"\n{'; '.join(reasons)}; choose another with --workdir"
         )
 

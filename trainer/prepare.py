@@ -122,6 +122,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
         batch_size=config.batch_size,
         seed=config.seed,
         num_prefetch_batches=config.data.num_prefetch_batches,
+        on_progress=on_progress,
     )
     validation_batches = make_validation_batches(
         corpus,

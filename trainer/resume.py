@@ -30,7 +30,7 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
       TrainingFailed: the checkpoint tells its config in another form.
     """
     before = _held_history(restored, workdir)
-    refuse_other_run(before.config, setup.config, str(restored.path))
+    refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.config)
     new = history.changes[len(before.changes) :]

@@ -85,7 +85,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         workdir.checkpoints.mkdir(exist_ok=True)
         holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
         if holds_checkpoints:
-            refuse_other_run(_held_config(workdir), config, str(path))
+            refuse_other_run(_held_config(workdir), config, f"workdir {path}")
         workdir = Workdir(path, tuple(_set_wrong_kinds_aside(workdir)))
         if not holds_checkpoints:
             workdir.write_config(config)

@@ -418,9 +418,9 @@ def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_co
     )
     assert finished.status == 2
     assert finished.errors == (
-        f"error: workdir {tmp_path} holds checkpoints of another config:\n"
-        f"  model.width: 32 in {tmp_path}, 64 now\n"
-        f"  seed: {config.seed} in {tmp_path}, {config.seed + 1} now\n"
+        f"error: workdir {tmp_path} is of another config:\n"
+        f"  model.width: 32 in workdir {tmp_path}, 64 now\n"
+        f"  seed: {config.seed} in workdir {tmp_path}, {config.seed + 1} now\n"
         "the parameters are of another model; the parameters and the order of the data are made from it already; "
         "samples.seed may change; choose another with --workdir\n"
     )

@@ -74,7 +74,7 @@ def test_every_field_has_a_kind():
 
 
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
-    refuse_other_run(CONFIG, CHANGED, "runs/x")
+    refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
     refused = ("model", "tokenizer", "seed")
     expected = {name for name, kind in KIND_OF_FIELD.items() if kind not in refused and not name.startswith("mesh.")}
@@ -102,11 +102,19 @@ def test_the_training_state_has_the_same_tree_whatever_may_change():
 @pytest.mark.parametrize(
     ("change", "told", "reason"),
     [
-        ({"model": {"masks": (CausalMask() & LocalMask(7, 0),)}}, "model.masks: ['CausalMask(offset=0)'] in x, [", "m"),
-        ({"model": {"mlp_width": 64}}, "model.mlp_width: 32 in x, 64 now", "m"),
-        ({"model": {"rope_scaling": RopeScaling("ntk", 2.0)}}, "model.rope_scaling.factor: 1.0 in x, 2.0 now", "m"),
-        ({"seed": 3}, "seed: 0 in x, 3 now", "s"),
-        ({"data": {"end_of_document_token": 5}}, "data.end_of_document_token: None in x, 5 now", "t"),
+        (
+            {"model": {"masks": (CausalMask() & LocalMask(7, 0),)}},
+            "model.masks: ['CausalMask(offset=0)'] in checkpoint x, [",
+            "m",
+        ),
+        ({"model": {"mlp_width": 64}}, "model.mlp_width: 32 in checkpoint x, 64 now", "m"),
+        (
+            {"model": {"rope_scaling": RopeScaling("ntk", 2.0)}},
+            "model.rope_scaling.factor: 1.0 in checkpoint x, 2.0 now",
+            "m",
+        ),
+        ({"seed": 3}, "seed: 0 in checkpoint x, 3 now", "s"),
+        ({"data": {"end_of_document_token": 5}}, "data.end_of_document_token: None in checkpoint x, 5 now", "t"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
@@ -116,9 +124,9 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
     }
     changed = dataclasses.replace(CONFIG, num_steps=210, **replaced)
     with pytest.raises(UserMistake) as caught:
-        refuse_other_run(CONFIG, changed, "x")
+        refuse_other_run(CONFIG, changed, "checkpoint x")
     message = str(caught.value)
-    assert message.startswith("workdir x holds checkpoints of another config:\n  ")
+    assert message.startswith("checkpoint x is of another config:\n  ")
     assert told in message
     assert {
         "m": "the parameters are of another model;",

@@ -22,8 +22,9 @@ _MAX_POSITION = 2**62
 class TrainIterator:
     """Endless batches of training sequences; made by `make_train_iterator`.
 
-    Every epoch visits every sequence once, in an order of its own; a batch may span two epochs. Batches are
-    prepared ahead by threads, and `get_state` speaks of the batches handed out, not of those prepared.
+    Every epoch visits every sequence once, in an order of its own; a batch may span two epochs, or more of them where
+    there are fewer sequences than it has rows. Batches are prepared ahead by threads, and `get_state` speaks of the
+    batches handed out, not of those prepared.
 
     Attributes:
         num_sequences: sequences in an epoch.
@@ -165,6 +166,7 @@ def make_train_iterator(
     num_prefetch_batches: int,
     process_index: int = 0,
     process_count: int = 1,
+    on_progress: OnProgress = lambda line: None,
 ) -> TrainIterator:
     """Shuffle, shard, batch and prefetch the training split, with grain.
 
@@ -177,9 +179,9 @@ def make_train_iterator(
         num_prefetch_batches: batches prepared ahead.
         process_index: which share of each batch.
         process_count: shares that each batch is split into.
+        on_progress: told, in one line, if the documents don't fill a batch, so that sequences repeat within it.
 
     Raises:
-        DataError: the documents don't fill one batch.
         UserMistake: the batch can't be shared equally, or the seed is negative.
     """
     # Here, because grain imports JAX and orbax (2 s), and data must be checked without them.
@@ -194,10 +196,9 @@ def make_train_iterator(
         raise UserMistake(f"seed={seed} must not be negative")
     sequences = PackedSequences(corpus.train, sequence_length)
     if len(sequences) < batch_size:
-        raise DataError(
-            f"data.source={corpus.source!r}: {len(corpus.train)} training documents fill {len(sequences)} sequences "
-            f"of {sequence_length:,} tokens, fewer than batch_size={batch_size}; "
-            "lower batch_size or sequence_length, or add documents"
+        on_progress(
+            f"training fills {len(sequences)} of the {batch_size} sequences of {sequence_length:,} tokens that "
+            "batch_size asks for: they repeat within a batch"
         )
     # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])

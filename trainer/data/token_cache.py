@@ -12,6 +12,7 @@ shared; the cache is held to its size by removing entries that nobody has locked
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -34,6 +35,8 @@ from trainer.data.token_files import TokenFile, open_tokens
 OnProgress = Callable[[str], None]
 
 _ABOUT = "entry.json"
+# What flock fails with on file systems that have no locks.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 _CHUNK_BYTES = 8 * 2**20
 _MAX_HASH_THREADS = 8
 # Checking this much takes seconds: a core hashes about 1 GB/s, and a disk may be slower.
@@ -150,7 +153,7 @@ class TokenCache:
             with contextlib.suppress(OSError):  # Some network file systems have no locks; nothing is removed there.
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if lock.stat().st_ino != (folder / _ABOUT).stat().st_ino:
-                raise _Damaged("it was removed just now")
+                return self._open(folder)  # While we waited it was removed, and made anew.
             about = _unsealed(_read(lock))
             num_bytes = sum(file["num_bytes"] for file in about["files"].values())
             if num_bytes > _BYTES_WORTH_A_NOTE:
@@ -161,6 +164,8 @@ class TokenCache:
             with contextlib.suppress(OSError):  # Another user's, or a disk that can't be written.
                 os.utime(lock.fileno())
         except OSError as error:
+            if not os.path.lexists(folder):  # It was removed while we waited.
+                raise FileNotFoundError from error
             raise _Damaged(error.strerror) from error
         return Entry(folder, about["about"], lock)
 
@@ -244,11 +249,19 @@ def _measure(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _exclusive(path: Path, flags: int = 0) -> Iterator[None]:
-    """Holds a file's lock. The file may be removed by whoever held it before, so it is then made anew."""
+    """Holds a file's lock. The file may be removed by whoever held it before, so it is then made anew.
+
+    Where the file system has no locks, builders don't take turns. One that asks not to wait (LOCK_NB), to remove what
+    nobody uses, can't know that and gets the OSError.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS or flags & fcntl.LOCK_NB:
+                    raise
             if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 yield
                 return

@@ -241,14 +241,48 @@ def test_a_negative_seed_is_refused(make_iterator):
         make_iterator(seed=-1)
 
 
-def test_too_few_training_documents_for_a_batch_are_refused(make_iterator, corpus):
-    num_sequences = len(PackedSequences(corpus.train, T))
-    too_many = num_sequences + 1
-    expected = (
-        rf"60 training documents fill {num_sequences} sequences of {T} tokens, fewer than batch_size={too_many}; "
+@pytest.mark.parametrize("batch_size", [4, 7])
+@pytest.mark.parametrize("num_sequences", [1, 2, 3])
+def test_one_small_document_fills_batches_over_several_epochs(
+    make_iterator, corpus, make_documents, rng, batch_size, num_sequences
+):
+    document = rng.integers(0, 256, T * num_sequences - 9).tolist()
+    small = dataclasses.replace(corpus, train=make_documents([document]))
+    stream = [*document, 256]  # the targets
+    whole = [stream[start : start + T] for start in range(0, len(stream), T)]
+
+    def targets(batch):
+        pairs = zip(batch["targets"], batch["target_mask"], strict=True)
+        return [row[mask].tolist() for row, mask in pairs]
+
+    told, num_batches = [], 6
+    original = make_iterator(small, batch_size=batch_size, on_progress=told.append)
+    [line] = told
+    assert line == (
+        f"training fills {num_sequences} of the {batch_size} sequences of {T} tokens that batch_size asks for: "
+        "they repeat within a batch"
     )
-    with pytest.raises(DataError, match=expected):
-        make_iterator(batch_size=too_many)
+    states, batches = [], []
+    for _ in range(num_batches):
+        states.append(json.loads(json.dumps(original.get_state())))
+        batches += _take(original, 1)
+    rows = [row for batch in batches for row in targets(batch)]
+    for start in range(0, len(rows) - num_sequences + 1, num_sequences):
+        assert sorted(rows[start : start + num_sequences]) == sorted(whole), "each epoch has every sequence once"
+    for place, state in enumerate(states):
+        assert state["position"] == place * batch_size
+        resumed = make_iterator(small, batch_size=batch_size, num_prefetch_batches=1)
+        assert resumed.set_state(state) == []
+        assert _rows(_take(resumed, num_batches - place)) == _rows(batches[place:])
+    singly = make_iterator(small, batch_size=1)
+    singly.set_state(states[1])
+    assert _rows(_take(singly, batch_size)) == _rows(batches[1:2]), "the place doesn't depend on the batch size"
+
+
+def test_documents_that_fill_a_batch_are_not_told(make_iterator, corpus):
+    told = []
+    make_iterator(batch_size=len(PackedSequences(corpus.train, T)), on_progress=told.append)
+    assert told == []
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,6 +225,47 @@ def test_builders_and_removers_leave_nobody_without(tmp_path):
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(use, range(6)))
     assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, monkeypatch, number):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    said: list[str] = []
+    cache, log = TokenCache(tmp_path, max_bytes=0, on_progress=said.append), []
+    for content in ("one", "two", "one"):
+        assert _content(cache.get_or_build(content, _write(content, log))) == content
+    assert (log, said) == (["one", "two"], [])
+
+
+def test_locks_that_fail_otherwise_are_told(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(DataError, match=r"cannot be written: .*Input/output error"):
+        TokenCache(tmp_path).get_or_build("key", _write("x"))
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_an_entry_that_is_removed_while_its_lock_is_waited_for_is_not_called_damaged(tmp_path, monkeypatch, made_anew):
+    said: list[str] = []
+    cache, log = TokenCache(tmp_path, on_progress=said.append), []
+    folder = cache.get_or_build("key", _write("one", log)).folder
+    flock = fcntl.flock
+
+    def remove_meanwhile(*arguments):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        folder.rename(tmp_path / "removed")
+        if made_anew:
+            shutil.copytree(tmp_path / "removed", folder)
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", remove_meanwhile)
+    assert _content(cache.get_or_build("key", _write("one", log))) == "one"
+    assert (log, said) == (["one"] if made_anew else ["one", "one"], [])
 
 
 def test_files_that_are_gone_have_no_key(tmp_path):
