@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 
@@ -22,7 +23,17 @@ from trainer.standard_streams import outlive_readers
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     started = time.perf_counter()
-    with outlive_readers(), StopRequest(_leave):
+    ending = threading.Event()
+
+    def leave(signal: str) -> None:
+        """What a stop signal does before the run has its own answer, when nothing needs saving, and after it."""
+        if ending.is_set():
+            print(f"{signal}: the run is ending already", flush=True)
+            return
+        print(f"{signal}: stopped before the first step; run the same command again", flush=True)
+        os._exit(PREEMPTED)
+
+    with outlive_readers(), StopRequest(leave):
         from trainer.command_line import parse_command_line
         from trainer.workdir import claim_workdir
 
@@ -31,19 +42,14 @@ def main(arguments: Sequence[str]) -> int:
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-            return run(command.train, workdir, command=["python", "-m", "trainer", *arguments], started=started)
+            line = ["python", "-m", "trainer", *arguments]
+            return run(command.train, workdir, command=line, started=started, ending=ending)
         except UserMistake as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return 2
         except TrainingFailed as failure:
             print(f"error: {failure}", file=sys.stderr)
             return 1
-
-
-def _leave(signal: str) -> None:
-    """What a stop signal does until the run has its own answer: nothing is begun, so nothing needs saving."""
-    print(f"{signal}: stopped before the first step; run the same command again", flush=True)
-    os._exit(PREEMPTED)
 
 
 if __name__ == "__main__":

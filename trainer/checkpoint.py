@@ -78,6 +78,10 @@ class Restored:
     """Newer checkpoints that were passed over."""
 
 
+class NotRemovedError(TrainingFailed):
+    """A checkpoint is saved, but an older one can't be removed."""
+
+
 class Checkpoints:
     """The checkpoints of one run, saved in the background.
 
@@ -172,7 +176,7 @@ class Checkpoints:
         """Returns when no save is in progress any more.
 
         Raises:
-          TrainingFailed: the save failed.
+          TrainingFailed: the save failed; a `NotRemovedError` if only the removal of an older checkpoint did.
         """
         if self._saving is not None:
             self._saving.join()
@@ -224,7 +228,7 @@ class Checkpoints:
         try:
             self._remove_oldest()
         except OSError as error:
-            self._failure = TrainingFailed(
+            self._failure = NotRemovedError(
                 f"checkpoint {self._path(step)} is saved, but an older one can't be removed: {error}"
             )
             self._failure.__cause__ = error

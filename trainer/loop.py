@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, NotRemovedError
 from trainer.compilation import CompileReport
 from trainer.compile_history import CompileHistory
 from trainer.config_changes import ConfigHistory, changes_to_json
@@ -265,7 +265,7 @@ class TrainingLoop:
         bad = next((index for index, metrics in enumerate(history) if not metrics.finite), None)
         if bad is None:
             return
-        self._finish_save()
+        self._finish_save(tries_again=False)
         newest = self._checkpoints.newest
         raise TrainingFailed(
             f"step {first_step + bad}: loss {float(history[bad].loss)}, gradient norm {float(history[bad].grad_norm)}: "
@@ -328,16 +328,17 @@ class TrainingLoop:
             place, config_history = self._setup.batches.get_state(), self._config_history.to_json()
             self._checkpoints.save(self._step, self._state, place, config_history)
 
-    def _finish_save(self) -> None:
-        """Waits for the save in progress, and tells if it failed."""
+    def _finish_save(self, *, tries_again: bool = True) -> None:
+        """Waits for the save in progress, and tells if it failed, and whether another will be made."""
         with self._account.measure("checkpoint"):
             try:
                 self._checkpoints.wait()
             except TrainingFailed as failure:
-                self._tell_failed_save(failure)
+                self._tell_failed_save(failure, tries_again=tries_again)
 
-    def _tell_failed_save(self, failure: TrainingFailed) -> None:
-        self._console.warning(f"{failure}. The next save tries again")
+    def _tell_failed_save(self, failure: TrainingFailed, *, tries_again: bool = True) -> None:
+        is_missing = not isinstance(failure, NotRemovedError)
+        self._console.warning(f"{failure}. The next save tries again" if tries_again and is_missing else str(failure))
 
     def _set_finished(self, step: int) -> None:
         self._finished_step = step
@@ -380,12 +381,16 @@ class TrainingLoop:
         if self._draw_losses():
             written.append(self._workdir.loss_picture)
         facts["written"] = [f"{path}{'/' if path.is_dir() else ''}" for path in written]
+        has_checkpoint = self._checkpoints.newest is not None
         done = f"step {self._step} of {self._config.num_steps}"
         if status == "completed":
             title = f"completed: {done}"
-        else:
+        elif has_checkpoint:
             title = f"stopped and saved at {done}; run the same command again to go on"
-        self._console.closing(title, facts, next_commands(self._config, self._workdir))
+        else:
+            title = f"stopped at {done}, with nothing to save yet; run the same command again"
+        commands = next_commands(self._config, self._workdir, has_checkpoint=has_checkpoint)
+        self._console.closing(title, facts, commands)
 
     def _draw_losses(self) -> bool:
         """Whether there is a picture of the losses. It is an extra: a run that has ended well doesn't fail for it."""

@@ -12,13 +12,13 @@ from trainer.config import TrainConfig
 from trainer.workdir import Workdir
 
 
-def next_commands(config: TrainConfig, workdir: Workdir) -> list[str]:
-    """The commands that continue a text and that show the curves."""
+def next_commands(config: TrainConfig, workdir: Workdir, *, has_checkpoint: bool) -> list[str]:
+    """The commands that continue a text, which takes a checkpoint, and that show the curves."""
     python, folder = _python(), shlex.quote(str(workdir.path))
     tensorboard = f"{python} -m tensorboard.main --logdir {shlex.quote(str(workdir.tensorboard))}"
     if importlib.util.find_spec("tensorboard") is None:
         tensorboard = f"{python} -m pip install tensorboard && {tensorboard}"
-    if not _can_sample(config):
+    if not has_checkpoint or not _can_sample(config):
         return [tensorboard]
     # A .bin file doesn't say which tokenizer made it.
     tokenizer = " --tokenizer tokenizer.json" if config.data.source == "bin" and config.data.tokenizer is None else ""

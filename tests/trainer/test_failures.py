@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import trainer.run
+from trainer.__main__ import main
 from trainer.checkpoint import find_damage
 from trainer.config_file import load_config
 from trainer.errors import TrainingFailed, UserMistake
@@ -76,8 +78,11 @@ def test_a_backend_that_cannot_serve_is_the_users_mistake(config):
         prepare(dataclasses.replace(config, model=model), lambda _: None)
 
 
+NO_SPACE = "No space left on device"
+
+
 def full(*_, **__):
-    raise OSError(28, "No space left on device")
+    raise OSError(28, NO_SPACE)
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
@@ -158,6 +163,61 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["step"]) == ("preempted", 23)
     assert record["message"] == "left at once by Ctrl-C after a stop signal, without saving"
+
+
+@pytest.mark.parametrize(("names", "left"), [(["SIGTERM"], []), (["SIGINT", "SIGINT"], [130])])
+@pytest.mark.parametrize(("ending", "status"), [("failed", 1), ("completed", 0)])
+def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
+    trainer_command, tmp_path, monkeypatch, capsys, names, left, ending, status
+):
+    """Signals come while the ending is written into the record, and one more once `run` is over."""
+    statuses = []
+
+    class Loop:
+        def __init__(self, setup, workdir, console, record, account, stop):
+            self.record = record
+
+        def restore_and_compile(self):
+            pass
+
+        def under_way(self):
+            return "3 steps"
+
+        def train(self):
+            if ending == "failed":
+                raise TrainingFailed("not finite")
+            self.record.update(status="completed")
+            return 0
+
+        def close(self):
+            pass
+
+    def write(path, content):
+        path.write_text(content)
+        if json.loads(content)["status"] == ending:
+            for name in names:
+                os.kill(os.getpid(), signal.Signals[name])
+
+    def run_and_signal(*arguments, **options):
+        try:
+            return run(*arguments, **options)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    monkeypatch.setattr("trainer.record.write_atomically", write)
+    monkeypatch.setattr("trainer.signals.os._exit", statuses.append)
+    monkeypatch.setattr(trainer.run, "run", run_and_signal)
+    assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
+    assert statuses == left
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.startswith("SIG")] == [
+        f"{names[0]}: the run is ending already",
+        "SIGTERM: the run is ending already",
+    ]
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["message"]) == (ending, "not finite" if ending == "failed" else None)
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process's files")
@@ -344,7 +404,32 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
     warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert len(warnings) == 1
     assert "checkpoints/1 failed: OSError" in warnings[0]
+    assert warnings[0].endswith("can be written to"), "no save will try again"
     loop.close()
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr(loop._checkpoints, "_remove_oldest", full)
+    loop._run_window()
+    loop._save_at_last()
+    assert [path.name for path in loop._workdir.checkpoints.iterdir()] == ["1"]
+    [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
+    loop.close()
+
+
+def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
+    loop = make_loop()
+    loop._stop.requested = True
+    loop._setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop._setup.devices = jax.devices()
+    loop._programs.eval_step = None
+    assert loop.train() == 75
+    loop.close()
+    [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
+    assert title == "stopped at step 0 of 60, with nothing to save yet; run the same command again"
+    assert not any("trainer.sample" in command for command in commands)
 
 
 def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, watched_console, monkeypatch):

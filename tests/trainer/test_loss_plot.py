@@ -61,7 +61,7 @@ def test_the_next_commands_are_for_this_python_and_this_run(tmp_path, monkeypatc
     monkeypatch.setattr("shutil.which", lambda name: sys.executable)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     workdir = Workdir(tmp_path / "my run")
-    sample, tensorboard = next_commands(CONFIG, workdir)
+    sample, tensorboard = next_commands(CONFIG, workdir, has_checkpoint=True)
     assert sample == f"python -m trainer.sample --workdir '{tmp_path}/my run' --prompt \"The \""
     assert tensorboard == (
         f"python -m pip install tensorboard && python -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
@@ -69,9 +69,9 @@ def test_the_next_commands_are_for_this_python_and_this_run(tmp_path, monkeypatc
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/another-python")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: "installed")
     bins = dataclasses.replace(CONFIG, data=DataConfig("bin", files=("x.bin",)))
-    sample, tensorboard = next_commands(bins, workdir)
+    sample, tensorboard = next_commands(bins, workdir, has_checkpoint=True)
     assert sample.startswith(f"{sys.executable} -m trainer.sample")
     assert sample.endswith("--tokenizer tokenizer.json")
     assert tensorboard.startswith(f"{sys.executable} -m tensorboard.main")
     ahead = dataclasses.replace(CONFIG, model=GPTConfig(masks=(FullMask(),)))
-    assert len(next_commands(ahead, workdir)) == 1
+    assert len(next_commands(ahead, workdir, has_checkpoint=True)) == 1
