@@ -19,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ class MetricsLog:
 
 def last_logged_step(metrics: Path) -> int:
     """The last step in `metrics.jsonl`; 0 if there is none."""
-    return max((row["step"] for row in read_rows(metrics, sys.maxsize)[0]), default=0)
+    return max((row["step"] for row, _ in _parse_lines(metrics) if row is not None), default=0)
 
 
 def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
@@ -146,17 +146,26 @@ def read_rows(metrics: Path, last_step: int) -> tuple[list[dict[str, Any]], int]
 
     A last line that a kill cut short isn't counted: it is after that step, or the checkpoint would not exist.
     """
-    if last_step == 0 or not metrics.exists():
+    if last_step == 0:
         return [], 0
     rows, num_unreadable = [], 0
+    for row, is_whole in _parse_lines(metrics):
+        if row is not None and row["step"] <= last_step:
+            rows.append(row)
+        num_unreadable += row is None and is_whole
+    return rows, num_unreadable
+
+
+def _parse_lines(metrics: Path) -> Iterator[tuple[dict[str, Any] | None, bool]]:
+    """Of each line its row, None if it is none, and whether the line has its end; nothing if there is no file.
+
+    What is too long for a row comes in pieces, of which the last one has the end.
+    """
+    if not metrics.exists():
+        return
     with metrics.open("rb") as file:
         while line := file.readline(_MAX_ROW_BYTES):
-            row = _parse_row(line)
-            if row is not None and row["step"] <= last_step:
-                rows.append(row)
-            # What is too long for a row comes in pieces, of which the last one counts.
-            num_unreadable += row is None and line.endswith(b"\n")
-    return rows, num_unreadable
+            yield _parse_row(line), line.endswith(b"\n")
 
 
 def _parse_row(line: bytes) -> dict[str, Any] | None:

@@ -7,14 +7,15 @@ attempt's `attempts`, with the last step that is known of it. `trainer/compile_h
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import platform
-import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -188,17 +189,18 @@ class StepTimes:
 
     def typical_step_s(self) -> float | None:
         """Median seconds of a step."""
-        return statistics.median(self._seconds_of_each_step()) if self._windows else None
+        num_steps, step_s = self._by_rank()
+        return (step_s((num_steps - 1) // 2) + step_s(num_steps // 2)) / 2 if num_steps else None
 
     def to_json(self) -> dict[str, float | int | None]:
         steady = self._steady()
         seconds = sum(window[1] for window in steady)
-        each = sorted(self._seconds_of_each_step())
+        num_steps, step_s = self._by_rank()
         return {
             "num_steps": sum(window[0] for window in self._windows),
             "first_s": self.first_s,
-            "median_s": statistics.median(each) if each else None,
-            "p90_s": each[min(len(each) - 1, int(0.9 * len(each)))] if each else None,
+            "median_s": self.typical_step_s(),
+            "p90_s": step_s(min(num_steps - 1, int(0.9 * num_steps))) if num_steps else None,
             "tokens_per_s": sum(window[2] for window in steady) / seconds if steady else None,
             "mfu_causal": sum(window[3] * window[1] for window in steady) / seconds if steady else None,
             "mfu_noncausal": sum(window[4] * window[1] for window in steady) / seconds if steady else None,
@@ -207,8 +209,14 @@ class StepTimes:
     def _steady(self) -> list[tuple[int, float, int, float, float]]:
         return self._windows[1:] or self._windows
 
-    def _seconds_of_each_step(self) -> list[float]:
-        return [window[1] / window[0] for window in self._steady() for _ in range(window[0])]
+    def _by_rank(self) -> tuple[int, Callable[[int], float]]:
+        """The number of steps, and the seconds of the step of a rank, 0 for the fastest; each took its window's mean.
+
+        No list of the steps is made: a long run has far more of them than windows.
+        """
+        fastest_first = sorted((seconds / num_steps, num_steps) for num_steps, seconds, *_ in self._steady())
+        ends = list(itertools.accumulate(num_steps for _, num_steps in fastest_first))
+        return ends[-1] if ends else 0, lambda rank: fastest_first[bisect.bisect_right(ends, rank)][0]
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:

@@ -158,7 +158,28 @@ def test_step_times_leave_the_first_step_out_and_weight_windows_by_their_steps(r
     assert told["mfu_noncausal"] == pytest.approx(0.75 * 20 / steady_s)
 
 
+@pytest.mark.parametrize("num_windows", [1, 2, 3, 40, 41])
+def test_the_median_and_the_ninth_decile_are_those_of_the_list_of_all_steps(rng, num_windows):
+    for _ in range(50):
+        windows = [(int(rng.integers(1, 6)), float(rng.integers(1, 9) * rng.uniform())) for _ in range(num_windows)]
+        times = StepTimes()
+        for num_steps, seconds in windows:
+            times.add_window(num_steps, seconds, 1, (0.5, 0.5))
+        each = sorted(s / n for n, s in windows[1:] or windows for _ in range(n))
+        told = times.to_json()
+        assert told["median_s"] == times.typical_step_s() == statistics.median(each)
+        assert told["p90_s"] == each[min(len(each) - 1, int(0.9 * len(each)))]
+
+
+def test_step_times_take_no_longer_for_windows_of_more_steps():
+    times = StepTimes()
+    for num_steps, step_s in ((1, 9.0), (10**12, 1.0), (10**12, 2.0), (3, 4.0)):
+        times.add_window(num_steps, num_steps * step_s, num_steps, (0.5, 0.5))
+    assert (times.typical_step_s(), times.to_json()["p90_s"]) == (2.0, 2.0)
+
+
 def test_step_times_before_any_step_are_null():
+    assert StepTimes().typical_step_s() is None
     assert set(StepTimes().to_json().values()) == {0, None}
 
 
