@@ -73,8 +73,9 @@ def test_no_sequence_reads_anothers_cells(form, implementation, rng):
     neighbours = neighbours[..., None, None]
     cache = dataclasses.replace(
         session.cache,
-        key=jnp.where(neighbours, jnp.inf, session.cache.key),
-        value=jnp.where(neighbours, jnp.nan, session.cache.value),
+        # Not infinite keys: a query of one sign makes logits of −inf of them, which count as pairs that may not attend.
+        key=jnp.where(neighbours, jnp.nan, session.cache.key),
+        value=jnp.where(neighbours, jnp.inf, session.cache.value),
     )
     after = np.asarray(decode(query, cache, CAUSAL, implementation=implementation))
     np.testing.assert_array_equal(after[[0, 2]], before[jnp.array([0, 2])])
