@@ -17,11 +17,10 @@ from jaxtyping import Array, Float
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
 
-# Up to these this is faster on GPUs than reading only the blocks that a row sees: cells of one slab that all rows look
-# at, cells of each row's own, and multiplications. Measured with 12 heads of 64 in bfloat16, 1 to 32 sequences (H200,
-# 2026-11-22, `python -m experiments.benchmarks.decode --implementation dense`, and `triton`): 172 and 190 µs a step for
-# 2 × 1,280 cells of one slab, but 253 and 223 for 3 × 1,920; 165 and 229 for 8 slabs of 160, but 196 and 164 for 2 of
-# 544; 169 and 215 for 8 × 1,024, the most multiplications at which it is.
+# Up to these, reading everything is faster on GPUs than reading only the blocks that a row sees: cells of one slab that
+# all rows look at, cells of each row's own, and multiplications. Chosen on an H200 (2026-11-22) for 12 heads of 64 in
+# bfloat16 and 1 to 32 sequences. To choose them anew, compare `python -m experiments.benchmarks.decode
+# --implementation dense` with `--implementation triton`.
 _MOST_SHARED_CELLS, _MOST_OWN_CELLS = 1280, 160
 _MOST_MULTIPLICATIONS = 8 * 12 * 1024 * (64 + 64)
 

@@ -30,8 +30,9 @@ _SMALLEST_DOT, _MOST_ROWS = 16, 64
 # with 12 heads of 64, and 1 of 32,768 with 8 of 128 (H200, 2026-11-21): four small programs on each multiprocessor.
 _TILE_CELLS = 32
 _NUM_PROGRAMS = 528
-# Where sequences share so few cells, a program has one block or two, and half the warps are faster: 224 µs a step
-# instead of 240 for 8 sequences of 512 tokens in 5,120 cells, 12 layers with 12 heads of 64 (H200, 2026-11-22).
+# Where sequences share so few cells, a program has one block or two, and half the warps are faster. Chosen on an H200
+# (2026-11-22) for 8 sequences of 512 tokens, 12 heads of 64: `python -m experiments.benchmarks.decode --sequences 8
+# --prompts 512`.
 _FEW_SHARED_CELLS = 5120
 _LIST_CHUNK, _PUT_TOGETHER_ELEMENTS = 1024, 8192
 
