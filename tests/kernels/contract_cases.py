@@ -84,7 +84,8 @@ class Case:
 
 def _spoil(rng: np.random.Generator, query, key, value, sinks):
     """Puts NaN or infinities into a token of each element of the batch but the first, and NaN into the first sink."""
-    token = int(rng.integers(1, min(query.shape[1], key.shape[1])))
+    # One that a later query sees, three tokens on too.
+    token = int(rng.integers(1, min(query.shape[1], key.shape[1]) - 3))
     key = key.at[1, token, :, 0].set(jnp.nan)
     # Of rows that see nothing else, too. The logits are +inf or −inf, as the query's sign says.
     key = key.at[2, jnp.array([0, token]), :, 0].set(jnp.inf)

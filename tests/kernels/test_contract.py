@@ -91,6 +91,8 @@ def run_spoiled_case(case, rng, attend, *, dtype=jnp.float32, with_lse=True, exa
     )
     expected_output, expected_lse = spelled_out(*arrays, case.mask, keywords)
     assert np.isnan(expected_lse).any()
+    if case.segments is None:
+        assert not np.isfinite(expected_output[VALUE_IS_SPOILED]).all(), "no query sees the value"
     if with_lse:
         assert_close(lse, expected_lse, dtype)
     leaks = np.arange(case.batch) == VALUE_IS_SPOILED

@@ -85,6 +85,29 @@ def full(*_, **__):
     raise OSError(28, NO_SPACE)
 
 
+def make_loops(monkeypatch, train):
+    """Has `run` prepare nothing, and train by calling `train(record)`."""
+
+    class Loop:
+        def __init__(self, setup, workdir, console, record, account, stop):
+            self._record = record
+
+        def restore_and_compile(self):
+            pass
+
+        def under_way(self):
+            return "3 steps"
+
+        def train(self):
+            return train(self._record)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+
+
 def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
     def fail(*_):
         monkeypatch.setattr("trainer.record.write_atomically", full)
@@ -105,22 +128,11 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config
     ],
 )
 def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatch, error, raised, message):
-    class Loop:
-        def __init__(self, setup, workdir, console, record, account, stop):
-            self.record = record
+    def train(record):
+        record.put(step=17)
+        raise error
 
-        def restore_and_compile(self):
-            pass
-
-        def train(self):
-            self.record.put(step=17)
-            raise error
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
-    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    make_loops(monkeypatch, train)
     with pytest.raises(raised):
         run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     record = json.loads((tmp_path / "record.json").read_text())
@@ -136,27 +148,14 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
         statuses.append(status)
         left.set()
 
-    class Loop:
-        def __init__(self, setup, workdir, console, record, account, stop):
-            record.put(step=23)
+    def train(record):
+        record.put(step=23)
+        for name in names:
+            os.kill(os.getpid(), signal.Signals[name])
+        assert left.wait(10)
+        return 0
 
-        def restore_and_compile(self):
-            pass
-
-        def under_way(self):
-            return "3 steps"
-
-        def train(self):
-            for name in names:
-                os.kill(os.getpid(), signal.Signals[name])
-            assert left.wait(10)
-            return 0
-
-        def close(self):
-            pass
-
-    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
-    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.signals.os._exit", leave)
     run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     assert statuses == [130]
@@ -173,24 +172,11 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
     """Signals come while the ending is written into the record, and one more once `run` is over."""
     statuses = []
 
-    class Loop:
-        def __init__(self, setup, workdir, console, record, account, stop):
-            self.record = record
-
-        def restore_and_compile(self):
-            pass
-
-        def under_way(self):
-            return "3 steps"
-
-        def train(self):
-            if ending == "failed":
-                raise TrainingFailed("not finite")
-            self.record.update(status="completed")
-            return 0
-
-        def close(self):
-            pass
+    def train(record):
+        if ending == "failed":
+            raise TrainingFailed("not finite")
+        record.update(status="completed")
+        return 0
 
     def write(path, content):
         path.write_text(content)
@@ -204,8 +190,7 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr("trainer.run.TrainingLoop", Loop)
-    monkeypatch.setattr("trainer.run.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.record.write_atomically", write)
     monkeypatch.setattr("trainer.signals.os._exit", statuses.append)
     monkeypatch.setattr(trainer.run, "run", run_and_signal)
@@ -242,6 +227,7 @@ def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp
     assert "the newest good checkpoint is not there yet" in message
     assert message.endswith("see that the disk has room and can be written to, then run the same command again")
     assert stopped.errors == f"error: {message}\n"
+    assert stopped.output.count("warning: saving checkpoint") <= 1, "it doesn't try on after a stop signal"
     assert not list((tmp_path / "checkpoints").iterdir()), "nothing half-written stays"
 
 
