@@ -3,6 +3,7 @@
 import os
 import secrets
 
+from tests.host_cpus import FAST_COMPILATION
 from trainer.hardware import expected_platform
 
 # Several test processes share one accelerator; each would otherwise claim most of its memory at its first array.
@@ -12,9 +13,7 @@ os.environ.setdefault("PJRT_NPROC", "16")
 # Where no accelerator is to be seen, JAX need not look for one: libtpu, which is here to compile, would complain.
 if expected_platform() == "cpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # XLA's own passes are those that users get; LLVM's would take half of all the time, and small inputs don't repay
-    # it. A test that is about speed or the last bit starts a process with `XLA_FLAGS=`.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.setdefault("XLA_FLAGS", FAST_COMPILATION)
     # Triton reads this when it is imported: its kernels then run on the host.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -26,21 +26,33 @@ from tests.kernels.contract_cases import CASES, CAUSAL, SPOILED, WINDOW, Case
 from tests.kernels.spelled_out import allowed_keys, spelled_out
 
 
-def value_and_gradients(attend, case, arrays, cotangents, *, with_lse):
-    """Output, lse (or None) and the gradients of query, key, value and sinks."""
-    inputs = [x for x in arrays if x is not None]
+def value_and_gradients(attend, arrays, cotangents, *, with_lse):
+    """Output, lse (or None) and the gradients of query, key, value and sinks (if there are any)."""
+    given = [x for x in arrays if x is not None]
+    result, vjp = jax.vjp(lambda *given: attend(*given, *[None] * (len(arrays) - len(given))), *given)
+    output, lse = result if with_lse else (result, None)
+    d_output = cotangents[0].astype(output.dtype)
+    # A row that attends to nothing has lse −inf, whose cotangent means nothing.
+    d_lse = None if lse is None else jnp.where(jnp.isfinite(lse), cotangents[1], 0).astype(lse.dtype)
+    return output, lse, vjp((d_output, d_lse) if with_lse else d_output)
+
+
+def compiled_value_and_gradients(attend, arrays, keywords, cotangents, *, with_lse):
+    attend = functools.partial(attend, keywords=keywords)
+    return jax.jit(functools.partial(value_and_gradients, attend, with_lse=with_lse))(arrays, cotangents)
+
+
+@functools.cache
+def compiled_reference(case, with_lse):
+    """A case's reference, compiled once for all the backends that are held to it: with the keywords traced, too."""
 
     @jax.jit
-    def run(*inputs):
-        sinks = inputs[3] if case.sinks else None
-        result, vjp = jax.vjp(lambda *x: attend(*x[:3], x[3] if case.sinks else sinks), *inputs)
-        output, lse = result if with_lse else (result, None)
-        d_output = cotangents[0].astype(output.dtype)
-        # A row that attends to nothing has lse −inf, whose cotangent means nothing.
-        d_lse = None if lse is None else jnp.where(jnp.isfinite(lse), cotangents[1], 0).astype(lse.dtype)
-        return output, lse, vjp((d_output, d_lse) if with_lse else d_output)
+    def run(arrays, traced_keywords, cotangents):
+        keywords = {"scale": case.scale, "logits_soft_cap": case.logits_soft_cap, **traced_keywords}
+        attend = functools.partial(through_implementation(case, "reference", with_lse=with_lse), keywords=keywords)
+        return value_and_gradients(attend, arrays, cotangents, with_lse=with_lse)
 
-    return run(*inputs)
+    return run
 
 
 def assert_close(actual, expected, dtype):
@@ -59,17 +71,10 @@ def assert_close(actual, expected, dtype):
 
 def run_case(case, rng, attend, *, dtype=jnp.float32, with_lse=True):
     arrays, keywords, cotangents = case.inputs(rng, dtype)
-    actual = value_and_gradients(
-        functools.partial(attend, keywords=keywords), case, arrays, cotangents, with_lse=with_lse
-    )
-
-    def reference(query, key, value, sinks):
-        return dot_product_attention(
-            query, key, value, case.mask, sinks=sinks, implementation="reference", return_lse=with_lse, **keywords
-        )
-
+    actual = compiled_value_and_gradients(attend, arrays, keywords, cotangents, with_lse=with_lse)
     exact = [None if x is None else x.astype(jnp.float32) for x in arrays]
-    expected = value_and_gradients(reference, case, exact, cotangents, with_lse=with_lse)
+    traced_keywords = {name: x for name, x in keywords.items() if isinstance(x, jax.Array)}
+    expected = compiled_reference(case, with_lse)(exact, traced_keywords, cotangents)
     assert actual[0].dtype == dtype
     assert_close(actual, expected, dtype)
 
@@ -86,9 +91,7 @@ def run_spoiled_case(case, rng, attend, *, dtype=jnp.float32, with_lse=True, exa
       empty_rows_leak: whether a value's NaN may reach queries that may attend to nothing, too.
     """
     arrays, keywords, cotangents = case.inputs(rng, dtype)
-    output, lse, gradients = value_and_gradients(
-        functools.partial(attend, keywords=keywords), case, arrays, cotangents, with_lse=with_lse
-    )
+    output, lse, gradients = compiled_value_and_gradients(attend, arrays, keywords, cotangents, with_lse=with_lse)
     expected_output, expected_lse = spelled_out(*arrays, case.mask, keywords)
     assert np.isnan(expected_lse).any()
     if case.segments is None:
@@ -513,7 +516,9 @@ def test_triton_of_a_fused_projection_interpreted(rng):
 def test_the_split_backward_gives_the_same_bits_every_time(tuning, rng):
     (case,) = (case for case in WIDE if case.name == "wide_packed")
     arrays, keywords, cotangents = case.inputs(rng, jnp.bfloat16)
-    attend = functools.partial(through_implementation(case, tuning), keywords=keywords)
-    first, *others = [value_and_gradients(attend, case, arrays, cotangents, with_lse=True) for _ in range(5)]
+    attend = through_implementation(case, tuning)
+    first, *others = [
+        compiled_value_and_gradients(attend, arrays, keywords, cotangents, with_lse=True) for _ in range(5)
+    ]
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)

@@ -1,7 +1,6 @@
 """Attention on a mesh equals attention on one device, and refuses what doesn't divide."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,17 +13,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from kernels import CausalMask, FullMask, MultiHeadMask
 from layers import ActivationSharding
+from tests.host_cpus import environment_of_cpus
 
 AXES = ("data", "fsdp", "tensor", "context")
 HERE = Path(__file__).parent
 
 
 def test_eight_devices_give_what_one_gives(rng):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-        "PYTHONPATH": str(HERE.parent.parent),
-    }
+    environment = environment_of_cpus(8)
     program = [sys.executable, HERE / "eight_devices.py", str(int(rng.integers(2**31)))]
     finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280)
     assert finished.returncode == 0, finished.stderr

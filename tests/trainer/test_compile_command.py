@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.host_cpus import environment_of_cpus
 from trainer.compile.__main__ import DOES_NOT_FIT, main
 from trainer.compile.command_line import parse_command_line
 from trainer.compile.worker import Request, profile_in_fresh_process
@@ -54,9 +55,8 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def fast_compilation_on_cpus(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, environment_of_cpus(8)[name])
 
 
 def compile_step(*arguments: object, output: Path) -> tuple[int, dict[str, Any]]:

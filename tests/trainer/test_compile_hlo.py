@@ -1,14 +1,13 @@
 """Collectives are counted as often as they run, from a real program's text and from texts that show one thing each."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
+from tests.host_cpus import environment_of_cpus
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.hlo import parse_module
 
@@ -230,11 +229,7 @@ print(json.dumps([dataclasses.asdict(total) for total in count_collectives(modul
 
 def test_a_program_of_eight_devices(rng):
     rows, width, trips = 2 * int(rng.integers(3, 20)), int(rng.integers(3, 50)), int(rng.integers(3, 30))
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    environment = environment_of_cpus(8)
     command = [sys.executable, "-c", SCRIPT, *map(str, (rows, width, trips))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.host_cpus import environment_of_cpus
 from trainer.compilation import count_compilations
 from trainer.recompilation import Change, RecompilingFunction, summarize
 
@@ -237,10 +237,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def told_of_shardings():
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
+    environment = environment_of_cpus(4)
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", RESHARD], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,14 @@
 """Training on meshes of eight fake CPU devices is training on one."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
 SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context"]
@@ -16,12 +17,7 @@ SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context"]
 @pytest.fixture(scope="module")
 def run():
     seed = int(np.random.default_rng().integers(2**31))
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        # The time goes into compiling, which is twice as fast without LLVM's optimisations.
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-        "PYTHONPATH": str(SCRIPT.parents[2]),
-    }
+    environment = environment_of_cpus(8)
     print(f"Inputs: {SCRIPT.name} {seed}")
     done = subprocess.run([sys.executable, SCRIPT, str(seed)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
