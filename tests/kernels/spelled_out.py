@@ -22,6 +22,7 @@ def allowed_keys(b: int, t: int, n: int, q_len: int, kv_len: int, mask, keywords
 def spelled_out(query, key, value, sinks, mask, keywords) -> tuple[np.ndarray, np.ndarray]:
     """Output and lse, one query at a time. A logit of −inf counts as a pair that may not attend."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    keywords = {name: x if x is None or isinstance(x, float) else np.asarray(x) for name, x in keywords.items()}
     batch, q_len, num_heads, head_dim = query.shape
     kv_len, group = key.shape[1], num_heads // key.shape[2]
     scale = head_dim**-0.5 if keywords["scale"] is None else keywords["scale"]
