@@ -3,7 +3,6 @@
 from kernels.attention import Selection, dot_product_attention, select_backend
 from kernels.block_plan import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
-from kernels.intervals import TileKind
 from kernels.masks import (
     CausalMask,
     ChunkedCausalMask,
@@ -14,6 +13,7 @@ from kernels.masks import (
     MultiHeadMask,
     NumpyMask,
     PrefixMask,
+    TileKind,
     parse_mask,
 )
 from kernels.target import Target

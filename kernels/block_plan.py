@@ -21,8 +21,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from kernels.intervals import LAST_POSITION, TileKind
-from kernels.masks import Mask, MultiHeadMask, evaluate_on_host, state_of_functions
+from kernels.masks import Mask, TileKind
+from kernels.masks.intervals import LAST_POSITION
 
 _logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def make_block_plan(
     >>> make_block_plan(LocalMask(1023, 0), 1 << 20, 1 << 20, 128, 128)
     BlockPlan(1048576×1048576 in 128×128 tiles: 73,692 of 67,108,864 visited, 57,316 full)
     """
-    if isinstance(mask, MultiHeadMask):
+    if mask.num_heads is not None:
         raise ValueError("a block plan is for the mask of one head; call it for each of MultiHeadMask.masks")
     for name, size in (("q_len", q_len), ("kv_len", kv_len), ("block_q", block_q), ("block_kv", block_kv)):
         if size < 1:
@@ -211,7 +211,7 @@ def make_block_plan(
                 f"{side}_len={length} from position {side}_offset={offset} on goes past the last position, "
                 f"{LAST_POSITION}: positions are int32; plan a shorter part"
             )
-    state = state_of_functions(mask)
+    state = mask.state()
     make = _make_block_plan if state is not None else _make_block_plan.__wrapped__
     return make(mask, state, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
 
@@ -306,7 +306,7 @@ def _count_allowed(mask: Mask, corners) -> tuple[np.ndarray, np.ndarray]:
             q = (q_lo[part, None] + np.arange(row, min(row + num_rows, height)))[:, :, None]
             # Positions past a rectangle's end are moved to its last one, where any mask is defined.
             q_inside, q = q <= q_hi[part, None, None], np.minimum(q, q_hi[part, None, None])
-            counts[part] += np.sum(evaluate_on_host(mask, q, kv) & q_inside & kv_inside, axis=(1, 2))
+            counts[part] += np.sum(mask.evaluate(q, kv) & q_inside & kv_inside, axis=(1, 2))
     return counts, areas
 
 
@@ -321,8 +321,8 @@ def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     >>> count_allowed_pairs(CausalMask(), 4, 4)
     10
     """
-    if isinstance(mask, MultiHeadMask):
-        return sum(count_allowed_pairs(head, q_len, kv_len) for head in mask.masks)
+    if mask.num_heads is not None:
+        return sum(count_allowed_pairs(head, q_len, kv_len) for head in mask.for_each_head(mask.num_heads))
     block = 128
     plan = make_block_plan(mask, q_len, kv_len, block, block)
     corners = functools.partial(_corner_positions, block=(block, block), length=(q_len, kv_len), offset=(0, 0))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.masks import FullMask, Mask, MultiHeadMask, NumpyMask, check_functions, leaves
+from kernels.masks import Mask, checked_mask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
@@ -120,7 +120,9 @@ def make_call(
 
     has_query_positions, has_key_value_positions = query_positions is not None, key_value_positions is not None
     has_positions = has_query_positions or has_key_value_positions
-    mask = _checked_mask(mask, num_heads, q_len, kv_len, positions_given=has_positions)
+    mask = checked_mask(mask, num_heads)
+    if not has_positions:
+        mask.check_lengths(q_len, kv_len)
     scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
 
@@ -184,26 +186,6 @@ def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
             f"sinks must be floating [{num_heads}], one logit per query head, got {sinks.dtype}{sinks.shape}"
         )
     return sinks
-
-
-def _checked_mask(mask, num_heads: int, q_len: int, kv_len: int, *, positions_given: bool) -> Mask:
-    if mask is None:
-        return FullMask()
-    if not isinstance(mask, Mask):
-        raise ValueError(
-            f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}; "
-            "wrap a dense boolean array in NumpyMask"
-        )
-    heads = mask.masks if isinstance(mask, MultiHeadMask) else (mask,)
-    if isinstance(mask, MultiHeadMask) and mask.num_heads != num_heads:
-        raise ValueError(
-            f"MultiHeadMask has {mask.num_heads} masks for num_heads={num_heads} query heads; give one per head"
-        )
-    check_functions(mask)
-    for leaf in leaves(mask):
-        if isinstance(leaf, NumpyMask) and not positions_given and leaf.array.shape != (q_len, kv_len):
-            raise ValueError(f"NumpyMask of shape {leaf.array.shape} doesn't cover q_len={q_len}, kv_len={kv_len}")
-    return heads[0] if len(set(heads)) == 1 else mask
 
 
 def _or_counted(positions, length: int):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels import Mask, MultiHeadMask, dot_product_attention
+from kernels import Mask, dot_product_attention
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
 
 
@@ -163,7 +163,7 @@ class ActivationSharding:
                 raise ValueError(
                     f"{what} {size} is not a multiple of the mesh's {axes}={num_shards}; change one of them"
                 )
-        if isinstance(mask, MultiHeadMask) and sizes[self.head_axis] > 1:
+        if mask is not None and mask.num_heads is not None and sizes[self.head_axis] > 1:
             raise ValueError(
                 f"a MultiHeadMask gives each head its own static mask, but with the mesh's "
                 f"{self.head_axis}={sizes[self.head_axis]} one program serves different heads; "

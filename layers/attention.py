@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Mask, MultiHeadMask, SlabCache, decode_attention, dot_product_attention
+from kernels import CausalMask, Mask, SlabCache, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.config import RopeScaling, check_heads
@@ -88,8 +88,8 @@ class Attention(nnx.Module):
                 )
             head_dim = width // num_heads
         check_heads(num_heads, num_kv_heads, head_dim, rope_base)
-        if isinstance(mask, MultiHeadMask) and mask.num_heads != num_heads:
-            raise ValueError(f"the MultiHeadMask is for {mask.num_heads} heads, but num_heads={num_heads}")
+        if mask is not None:
+            mask.for_each_head(num_heads)  # refuses a mask of another number of heads
 
         self.mask = mask
         self.head_dim = head_dim

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from kernels import CausalMask, Mask, MultiHeadMask
+from kernels import CausalMask, Mask
 from kernels.backends import BACKENDS
-from kernels.masks import AndMask, OrMask
 from kernels.static_numbers import checked_soft_cap
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -132,12 +131,12 @@ class GPTConfig:
         for mask in self.masks:
             if not isinstance(mask, Mask):
                 raise ValueError(f"model.masks holds {mask!r}; expected masks from kernels, such as CausalMask()")
-            if _is_deeper(mask, _MAX_MASK_DEPTH):
+            if mask.is_deeper_than(_MAX_MASK_DEPTH):
                 raise ValueError(
                     f"model.masks holds a composition of more than {_MAX_MASK_DEPTH} levels of &, | and ~; "
                     "use fewer, or a MaskFn"
                 )
-            if isinstance(mask, MultiHeadMask) and mask.num_heads != self.num_heads:
+            if mask.num_heads not in (None, self.num_heads):
                 raise ValueError(
                     f"model.masks holds a MultiHeadMask for {mask.num_heads} heads, but num_heads={self.num_heads}; "
                     "give it one mask per query head"
@@ -158,7 +157,7 @@ class GPTConfig:
           ValueError: a mask lets a token see later ones, or has no closed form to tell by.
         """
         for mask in self.masks:
-            if _may_look_ahead(mask):
+            if mask.looks_ahead:
                 raise ValueError(
                     f"the model's mask {mask!r} may let a token see later ones, which aren't there yet while a text is "
                     "being written; sampling needs masks that only look back, such as CausalMask() & LocalMask(1023, 0)"
@@ -172,30 +171,6 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
         return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
-
-
-def _may_look_ahead(mask: Mask) -> bool:
-    """Whether a query may see a key at a later position; True as well where the mask has no closed form to tell by."""
-    if mask.band is not None:
-        return mask.band.right is None or mask.band.right > 0
-    match mask:
-        case MultiHeadMask(masks=masks):
-            return any(map(_may_look_ahead, masks))
-        case OrMask(a=a, b=b):
-            return _may_look_ahead(a) or _may_look_ahead(b)
-        case AndMask(a=a, b=b):
-            return _may_look_ahead(a) and _may_look_ahead(b)
-    return True
-
-
-def _is_deeper(mask: Mask, depth: int) -> bool:
-    """Whether a composition has more than `depth` levels."""
-    level = [mask]
-    for _ in range(depth + 1):
-        values = [getattr(part, field_.name) for part in level for field_ in dataclasses.fields(part)]  # type: ignore[arg-type]
-        parts = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-        level = [part for part in parts if isinstance(part, Mask)]
-    return bool(level)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None) -> None:

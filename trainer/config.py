@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kernels import MultiHeadMask
 from layers import GPTConfig
 from layers.config import check_numbers
 
@@ -337,7 +336,7 @@ class TrainConfig:
                     f"model.{name}={length} is not a multiple of mesh.{axis}={size}; "
                     f"use {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
                 )
-        if self.mesh.tensor > 1 and any(isinstance(mask, MultiHeadMask) for mask in self.model.masks):
+        if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
             raise ValueError(
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"

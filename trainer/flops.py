@@ -18,8 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int
 
-from kernels import Mask, MultiHeadMask, count_allowed_pairs
-from kernels.intervals import chunk_start
+from kernels import Mask, count_allowed_pairs
 from layers import GPTConfig
 
 # Dense bfloat16 FLOP/s of one JAX device, by device_kind; the first full match counts. GPU: the data sheets at
@@ -106,7 +105,7 @@ class FlopCounter:
         table = self._pairs_by_length[mask]
         for length in lengths[table[lengths] < 0]:
             table[length] = count_allowed_pairs(mask, int(length), int(length))
-        return table[lengths] * (1 if isinstance(mask, MultiHeadMask) else self._num_heads)
+        return table[lengths] * (self._num_heads if mask.num_heads is None else 1)
 
 
 def num_matmul_parameters(config: GPTConfig) -> int:
@@ -127,19 +126,11 @@ def _document_lengths(segment_ids: np.ndarray) -> np.ndarray:
 
 def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:
     """Pairs allowed in a document of each length 0..longest, or None if a longer one changes earlier rows."""
-    band = mask.band
-    if band is None or band.right is None or band.right > 0:
+    interval = None if mask.looks_ahead or mask.num_heads is not None else mask.row_interval(np.arange(longest))
+    if interval is None:
         return None
-    q = np.arange(longest)
-    upper = q + band.right
-    lower = np.zeros_like(q)
-    if band.kv_stop is not None:
-        upper = np.minimum(upper, band.kv_stop - 1)
-    if band.left is not None:
-        lower = np.maximum(lower, q - band.left)
-    for size in band.chunk_sizes:
-        lower = np.maximum(lower, chunk_start(q, size))
-    return np.concatenate([[0], np.cumsum(np.maximum(upper - lower + 1, 0))])
+    first, last = interval
+    return np.concatenate([[0], np.cumsum(np.maximum(last - np.maximum(first, 0) + 1, 0))])
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.head_groups import attend_by_distinct_mask
 from kernels.block_plan import BlockPlan, IntervalRows, ListedRows, make_block_plan
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.intervals import TileKind, kleene_and, tile_kind
+from kernels.masks.intervals import TileKind, kleene_and, tile_kind
 from kernels.tuning import BlockwiseTuning
 from kernels.varying import vary
 

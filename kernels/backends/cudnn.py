@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.intervals import Band
 
 
 def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
@@ -24,14 +23,14 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
             return f"has no {feature}"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
-    band = call.mask.band
-    if band is None or band not in (Band(), Band(right=0), Band(left=band.left, right=0)):
+    window = call.mask.window
+    if window is None or (window[1] != 0 and not call.mask.allows_all):
         return f"has full, causal and causal sliding-window masks only, not {call.mask!r}"
-    if band.right is not None and call.q_len != call.kv_len:
+    if not call.mask.allows_all and call.q_len != call.kv_len:
         return f"masks need equal lengths, got q_len={call.q_len} and kv_len={call.kv_len}"
     if call.q_len % 2 or call.kv_len % 2:
         return f"needs even lengths for its backward, got q_len={call.q_len} and kv_len={call.kv_len}"
-    if band.left is not None and band.left < 0:
+    if window[0] is not None and window[0] < 0:
         return f"window of {call.mask!r} leaves rows empty"
     if call.value_dim != call.head_dim:
         return f"needs equal head dims, got {call.head_dim} and {call.value_dim} for value"
@@ -48,17 +47,16 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
 
 def attention(inputs: AttentionInputs, call: AttentionCall, tuning: None = None):
     """Attention of one call; the lse is None, since cuDNN's has no gradient. See `kernels.dot_product_attention`."""
-    band = call.mask.band
-    assert band is not None, "refused by unsupported_reason"
-    # A window as long as the sequence is none.
-    window = None if band.left is None or band.left >= call.q_len - 1 else (band.left, 0)
+    assert call.mask.window is not None, "refused by unsupported_reason"
+    left, right = call.mask.window
     output = jax.nn.dot_product_attention(
         inputs.query,
         inputs.key,
         inputs.value,
         scale=call.scale,
-        is_causal=band.right == 0,
-        local_window_size=window,
+        is_causal=right == 0,
+        # A window as long as the sequence is none.
+        local_window_size=None if left is None or left >= call.q_len - 1 else (left, 0),
         implementation="cudnn",
     )
     return output, None

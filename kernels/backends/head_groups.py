@@ -10,7 +10,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks import MultiHeadMask
 
 
 def attend_by_distinct_mask(attend: Callable, inputs: AttentionInputs, call: AttentionCall):
@@ -21,11 +20,11 @@ def attend_by_distinct_mask(attend: Callable, inputs: AttentionInputs, call: Att
     Returns:
       (output, lse) of all heads, in order.
     """
-    if not isinstance(call.mask, MultiHeadMask):
+    if call.mask.num_heads is None:
         return attend(inputs, call)
     outputs, order = [], []
-    for mask in dict.fromkeys(call.mask.masks):
-        heads = np.array([head for head, other in enumerate(call.mask.masks) if other == mask])
+    for mask, sharing in call.mask.distinct_heads(call.num_heads).items():
+        heads = np.array(sharing)
         order.append(heads)
         kv_heads, counts = np.unique(heads // call.group_size, return_counts=True)
         if len(set(counts)) > 1:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from kernels.block_plan import IntervalRows, ListedRows, make_block_plan
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.intervals import TileKind, kleene_and, tile_kind
+from kernels.masks.intervals import TileKind, kleene_and, tile_kind
 
 
 class Rows(NamedTuple):

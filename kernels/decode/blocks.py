@@ -13,8 +13,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kernels.intervals import TileKind, kleene_and, tile_kind
-from kernels.masks import Mask, MultiHeadMask
+from kernels.masks import Mask, TileKind
+from kernels.masks.intervals import kleene_and, tile_kind
 
 DEFAULT_BLOCK_SIZE = 128
 
@@ -53,7 +53,7 @@ def block_kinds(mask: Mask, query_positions: Int[Array, "B T"], summary: BlockSu
     """
     q_lo, q_hi = query_positions.min(-1, keepdims=True), query_positions.max(-1, keepdims=True)
     kinds = mask.classify(q_lo, q_hi, summary.lowest, summary.highest)
-    if isinstance(mask, MultiHeadMask):
+    if mask.num_heads is not None:
         kinds = tile_kind((kinds != TileKind.EMPTY).any(0), (kinds == TileKind.FULL).all(0))
     return kleene_and(jnp.broadcast_to(kinds, summary.some.shape), tile_kind(summary.some, summary.every))
 

@@ -18,7 +18,7 @@ from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import MOST_TOKENS, integers, of_rows, which_sequences
 from kernels.decode.unified import UnifiedCache
-from kernels.masks import FullMask, Mask, MultiHeadMask, check_functions
+from kernels.masks import Mask, checked_mask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.varying import vary, varying_axes
@@ -104,7 +104,7 @@ def make_decode_call(
         )
     if query.dtype != cache.key.dtype:
         raise ValueError(f"query is {query.dtype}, but the cache holds {cache.key.dtype}; cast it")
-    mask = _checked_mask(mask, num_heads)
+    mask = checked_mask(mask, num_heads)
     scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
     rows = which_sequences(sequences, batch, cache.num_sequences)
@@ -142,19 +142,3 @@ def make_decode_call(
         varying_axes=axes,
     )
     return vary(inputs, axes), call
-
-
-def _checked_mask(mask: Mask | None, num_heads: int) -> Mask:
-    if mask is None:
-        return FullMask()
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}")
-    check_functions(mask)
-    if isinstance(mask, MultiHeadMask):
-        if mask.num_heads != num_heads:
-            raise ValueError(
-                f"MultiHeadMask has {mask.num_heads} masks for num_heads={num_heads} query heads; give one per head"
-            )
-        if len(set(mask.masks)) == 1:
-            return mask.masks[0]
-    return mask

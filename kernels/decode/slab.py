@@ -26,7 +26,7 @@ from kernels.decode.tokens import (
     sequence_numbers,
     which_sequences,
 )
-from kernels.masks import AndMask, Mask, MultiHeadMask, OrMask
+from kernels.masks import Mask, require_mask
 
 
 @jax.tree_util.register_dataclass
@@ -265,22 +265,7 @@ def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) 
     (32768, 1024)
     """
     check_sizes(max_length=max_length, tokens_per_step=tokens_per_step)
-    if mask is not None and not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}")
-    reach = None if mask is None else _reach(mask)
-    return max_length if reach is None else min(max_length, reach + tokens_per_step)
-
-
-def _reach(mask: Mask) -> int | None:
-    """How many positions back a query may look at most; None if that has no bound."""
-    if mask.band is not None:
-        bounds = [size - 1 for size in mask.band.chunk_sizes]
-        bounds += [] if mask.band.left is None else [max(mask.band.left, 0)]
-        return min(bounds, default=None)
-    if isinstance(mask, AndMask):
-        return min((reach for reach in (_reach(mask.a), _reach(mask.b)) if reach is not None), default=None)
-    if isinstance(mask, OrMask | MultiHeadMask):
-        parts = mask.masks if isinstance(mask, MultiHeadMask) else (mask.a, mask.b)
-        reaches = [_reach(part) for part in parts]
-        return None if None in reaches else max(reach for reach in reaches if reach is not None)
-    return None
+    if mask is None:
+        return max_length
+    require_mask(mask)
+    return max_length if mask.lookback is None else min(max_length, mask.lookback + tokens_per_step)

@@ -1,53 +1,56 @@
-"""Attention masks as small algebraic objects: never an array, never T×T.
+"""The mask algebra: what a mask is, everything that can be asked of one, and how masks combine.
 
-A mask is a frozen, hashable, shape-free description of which (query position, key/value position) pairs
-may attend. It answers two questions, and these are all that a backend may ask:
+A mask is a frozen, hashable, shape-free description of which (query position, key/value position) pairs may attend:
+never an array, never T×T. It answers two questions, from which every other answer follows:
 
 - `mask(q_pos, kv_pos)`: allowed or not, elementwise over broadcast integer arrays;
 - `mask.classify(q_lo, q_hi, kv_lo, kv_hi)`: what a whole rectangle holds, in closed form.
+
+Backends, layers and the trainer ask methods of `Mask`, and never which class a mask is.
 
 Masks combine with `&`, `|` and `~`. The names follow JAX's splash attention masks.
 
 Positions are integers from 0 to 2³¹ − 1, int32 on devices. (Negative ones down to −2³⁰ are evaluated, too.) A mask's
 widths may be any integers: a width that no position can reach is no bound, as None is.
 
+>>> from kernels import CausalMask, LocalMask, TileKind
 >>> sliding_window = CausalMask() & LocalMask(1023, 0)
 >>> sliding_window(q_pos=2000, kv_pos=1500)
 True
 >>> sliding_window.classify(0, 127, 128, 255) == TileKind.EMPTY
 True
+>>> sliding_window.lookback, sliding_window.looks_ahead
+(1023, False)
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import functools
-import hashlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from kernels.intervals import (
+from kernels.masks.drawing import block_map
+from kernels.masks.intervals import (
     LAST_POSITION,
     Band,
     Integers,
     TileKind,
     array_namespace,
-    at_most,
-    chunk_start,
     kleene_and,
     kleene_not,
     kleene_or,
 )
-from kernels.position_functions import FunctionTrace, booleans, identity, tile_kinds, trace
 
 
 class Mask:
     """Base of all masks. See the module's docstring."""
+
+    # What the mask combines its parts with; None: it has none, or one for each head.
+    operator: Literal["&", "|", "~"] | None = None
 
     def __call__(self, q_pos: Integers, kv_pos: Integers) -> Any:
         """Whether each pair may attend.
@@ -74,12 +77,15 @@ class Mask:
           rectangle answered PARTIAL is certainly mixed only if the mask is `exact`.
         """
         if self.band is None:
-            return _unknown(q_lo, q_hi, kv_lo, kv_hi)
+            return unknown_kinds(q_lo, q_hi, kv_lo, kv_hi)
         return self.band.classify(q_lo, q_hi, kv_lo, kv_hi)
 
     @property
     def band(self) -> Band | None:
-        """The mask's rows as intervals, or None if they aren't such (see `Band`)."""
+        """The closed form that the answers below come from, where one `Band` tells the whole mask.
+
+        For the masks of this package alone: everybody else asks the methods below.
+        """
         return None
 
     @property
@@ -91,6 +97,144 @@ class Mask:
     def translation_invariant(self) -> bool:
         """Whether adding one constant to query and key/value positions changes nothing."""
         return self.band is not None and self.band.translation_invariant
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that this one combines; empty for a mask that stands alone."""
+        return ()
+
+    def leaves(self) -> Iterator[Mask]:
+        """The masks without parts that a composition is built from."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.leaves()
+
+    def is_deeper_than(self, depth: int) -> bool:
+        """Whether a composition has more than `depth` levels of `&`, `|` and `~`."""
+        level: list[Mask] = [self]
+        for _ in range(depth + 1):
+            level = [part for mask in level for part in mask.parts]
+        return bool(level)
+
+    @property
+    def num_heads(self) -> int | None:
+        """How many heads the mask tells apart; None if it is the same for any number of heads."""
+        return None
+
+    def for_each_head(self, num_heads: int) -> tuple[Mask, ...]:
+        """The mask of each of `num_heads` query heads, in their order.
+
+        Raises:
+          ValueError: the mask is for another number of heads.
+        """
+        return (self,) * num_heads
+
+    def distinct_heads(self, num_heads: int) -> dict[Mask, list[int]]:
+        """The distinct masks of `num_heads` query heads, and the heads that share each."""
+        heads: dict[Mask, list[int]] = {}
+        for head, mask in enumerate(self.for_each_head(num_heads)):
+            heads.setdefault(mask, []).append(head)
+        return heads
+
+    def row_interval(self, q_pos: Integers) -> tuple[Any, Any] | None:
+        """The keys that each query may attend to, where these are one interval.
+
+        Args:
+          q_pos: query positions, int32 in a NumPy or a JAX array of any shape.
+
+        Returns:
+          (first, last), inclusive, of `q_pos`'s shape and namespace, or None if the mask's structure doesn't tell that
+          each query allows one interval. An empty interval has `last < first`; `first` may lie below 0. `first` and
+          `last` don't fall as the position rises, but for queries whose interval is empty.
+        """
+        return None if self.band is None else self.band.interval(q_pos)
+
+    @property
+    def has_row_intervals(self) -> bool:
+        """Whether `row_interval` has an answer."""
+        return self.row_interval(np.zeros(1, np.int32)) is not None
+
+    @property
+    def allows_all(self) -> bool:
+        """Whether every query may attend to every key."""
+        return self.band == Band()
+
+    @property
+    def window(self) -> tuple[int | None, int | None] | None:
+        """(left, right) if the mask allows just `-left ≤ kv - q ≤ right`, where None is no bound; else None.
+
+        >>> from kernels import CausalMask, LocalMask, PrefixMask
+        >>> (CausalMask() & LocalMask(1023, None)).window, CausalMask().window, PrefixMask(5).window
+        ((1023, 0), (None, 0), None)
+        """
+        band = self.band
+        if band is None or band != Band(left=band.left, right=band.right):
+            return None
+        return band.left, band.right
+
+    @property
+    def causal_chunk_size(self) -> int | None:
+        """The size of the chunks if the mask is causal within chunks and nothing else."""
+        sizes = () if self.band is None else self.band.chunk_sizes
+        return sizes[0] if len(sizes) == 1 and self.band == Band(right=0, chunk_sizes=sizes) else None
+
+    @property
+    def same_keys_for_all_queries(self) -> bool:
+        """Whether every query may attend to the same keys, as far as the mask's structure tells."""
+        return self.band is not None and self.band == Band(kv_stop=self.band.kv_stop)
+
+    @property
+    def lookback(self) -> int | None:
+        """How many positions before its own a query may look at most; None if that has no bound, or isn't known."""
+        return None if self.band is None else self.band.lookback
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a query may see a key at a later position; True as well where the structure doesn't tell."""
+        return self.band is None or self.band.right is None or self.band.right > 0
+
+    @property
+    def needs_lookup(self) -> bool:
+        """Whether evaluating the mask looks positions up in arrays, which a kernel can't do."""
+        return any(part.needs_lookup for part in self.parts)
+
+    @property
+    def largest_parameter(self) -> int:
+        """The largest integer (or array side) in the mask's definition: the length at which its shape shows.
+
+        Integers that no position can reach show nowhere, and don't count.
+        """
+        values = [part.largest_parameter for part in self.parts] or list(vars(self).values())
+        return max([1, *(abs(value) for value in values if isinstance(value, int) and abs(value) < LAST_POSITION)])
+
+    def check_functions(self) -> None:
+        """Checks that the mask's functions can be evaluated on devices.
+
+        Raises:
+          ValueError: one can't, with the reason and the remedy.
+        """
+        for part in self.parts:
+            part.check_functions()
+
+    def check_lengths(self, q_len: int, kv_len: int) -> None:
+        """Checks that the mask is defined for sequences of these lengths, whose positions count from 0.
+
+        Raises:
+          ValueError: an array has another shape.
+        """
+        for part in self.parts:
+            part.check_lengths(q_len, kv_len)
+
+    def state(self) -> Hashable | None:
+        """What of the mask may change between calls, for a cache's key; None if that can't be told."""
+        states = tuple(part.state() for part in self.parts)
+        return None if None in states else states
+
+    def evaluate(self, q_pos: np.ndarray, kv_pos: np.ndarray) -> np.ndarray:
+        """The pairs as a NumPy array, also while JAX traces and where a function is written with `jax.numpy`."""
+        with jax.ensure_compile_time_eval():
+            return np.asarray(self(q_pos, kv_pos))
 
     def __and__(self, other: Mask) -> Mask:
         return _combine(AndMask, self, other)
@@ -105,12 +249,10 @@ class Mask:
         raise TypeError("a mask has no truth value: use & instead of and, | instead of or, ~ instead of not")
 
     def __str__(self) -> str:
-        from kernels.mask_drawing import block_map
-
         return f"{self!r}\n{block_map(self)}"
 
 
-def _unknown(*corners: Integers) -> Any:
+def unknown_kinds(*corners: Integers) -> Any:
     """PARTIAL for every rectangle, the answer of a mask that has no closed form."""
     return array_namespace(*corners).full(np.broadcast_shapes(*map(np.shape, corners)), int(TileKind.PARTIAL))
 
@@ -119,242 +261,29 @@ def _combine(operator: type[AndMask] | type[OrMask], a: Mask, b: Mask) -> Mask:
     if not isinstance(a, Mask) or not isinstance(b, Mask):
         return NotImplemented
     # Per-head masks stay outermost, so that backends need to look for them in one place only.
-    counts = [mask.num_heads for mask in (a, b) if isinstance(mask, MultiHeadMask)]
+    counts = [mask.num_heads for mask in (a, b) if mask.num_heads is not None]
     if not counts:
         return operator(a, b)
     if len(set(counts)) > 1:
         raise ValueError(f"cannot combine masks for {counts[0]} and {counts[1]} heads; give both one mask per head")
-    count = counts[0]
-    heads_a, heads_b = (mask.masks if isinstance(mask, MultiHeadMask) else (mask,) * count for mask in (a, b))
+    heads_a, heads_b = (mask.for_each_head(counts[0]) for mask in (a, b))
     return MultiHeadMask([_combine(operator, x, y) for x, y in zip(heads_a, heads_b, strict=True)])
-
-
-def _require_int(owner: Mask, name: str, *, minimum: int | None = None, optional: bool = False) -> None:
-    value = getattr(owner, name)
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        kind = "an integer or None" if optional else "an integer"
-        raise ValueError(f"{type(owner).__name__}.{name} must be {kind}, got {value!r}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{type(owner).__name__}.{name}={value} must be at least {minimum}")
-    object.__setattr__(owner, name, int(value))
-
-
-@dataclass(frozen=True)
-class FullMask(Mask):
-    """Every pair is allowed."""
-
-    def __call__(self, q_pos, kv_pos):
-        return (q_pos == q_pos) & (kv_pos == kv_pos)
-
-    @property
-    def band(self) -> Band:
-        return Band()
-
-
-@dataclass(frozen=True)
-class CausalMask(Mask):
-    """Allows kv ≤ q + offset."""
-
-    offset: int = 0
-
-    def __post_init__(self):
-        _require_int(self, "offset")
-
-    def __call__(self, q_pos, kv_pos):
-        right = self.band.right
-        return FullMask()(q_pos, kv_pos) if right is None else at_most(kv_pos, q_pos, right)
-
-    @property
-    def band(self) -> Band:
-        return Band(right=self.offset)
-
-
-@dataclass(frozen=True)
-class LocalMask(Mask):
-    """Allows −left ≤ kv − q ≤ right; None leaves that side unbounded.
-
-    A causal window over the last W tokens, the token itself among them, is `LocalMask(W - 1, 0)`.
-    """
-
-    left: int | None
-    right: int | None
-
-    def __post_init__(self):
-        _require_int(self, "left", optional=True)
-        _require_int(self, "right", optional=True)
-
-    def __call__(self, q_pos, kv_pos):
-        allowed, band = FullMask()(q_pos, kv_pos), self.band
-        if band.left is not None:
-            allowed = allowed & at_most(q_pos, kv_pos, band.left)
-        if band.right is not None:
-            allowed = allowed & at_most(kv_pos, q_pos, band.right)
-        return allowed
-
-    @property
-    def band(self) -> Band:
-        return Band(left=self.left, right=self.right)
-
-
-@dataclass(frozen=True)
-class ChunkedCausalMask(Mask):
-    """Allows kv ≤ q within one chunk of `chunk_size` positions (Llama 4's local attention)."""
-
-    chunk_size: int
-
-    def __post_init__(self):
-        _require_int(self, "chunk_size", minimum=1)
-
-    def __call__(self, q_pos, kv_pos):
-        allowed = kv_pos <= q_pos
-        for size in self.band.chunk_sizes:
-            allowed = allowed & (kv_pos >= chunk_start(q_pos, size))
-        return allowed
-
-    @property
-    def band(self) -> Band:
-        return Band(right=0, chunk_sizes=(self.chunk_size,))
-
-
-@dataclass(frozen=True)
-class PrefixMask(Mask):
-    """Allows kv < length. A prefix language model is `CausalMask() | PrefixMask(length)`."""
-
-    length: int
-
-    def __post_init__(self):
-        _require_int(self, "length", minimum=0)
-
-    def __call__(self, q_pos, kv_pos):
-        stop = self.band.kv_stop
-        return FullMask()(q_pos, kv_pos) if stop is None else (q_pos == q_pos) & (kv_pos < stop)
-
-    @property
-    def band(self) -> Band:
-        return Band(kv_stop=self.length)
-
-
-@dataclass(frozen=True, eq=False)
-class MaskFn(Mask):
-    """A mask computed by a function of the two positions.
-
-    Two are equal if their functions are the same objects, so define these once, at module level.
-
-    The function may capture arrays (`lambda q, kv: document[q] == document[kv]`), if these are JAX's and aren't being
-    traced. Kernels can't look arrays up: `mosaic_gpu` passes such masks over, and `splash` takes their PARTIAL tiles
-    as arrays, like a `NumpyMask`'s. What the function captures may change from call to call: a plan is used again only
-    while the function computes the same, which its trace tells. It mustn't change between a call and its gradient, nor
-    under `jax.jit`, which like for any function keeps what was captured when it compiled.
-
-    Args:
-      fn: `fn(q_pos, kv_pos) -> bool`, elementwise, written with operators or `jax.numpy`. It may ignore either.
-      classify_fn: the closed form, with the arguments and result of `Mask.classify`; tiles that it calls PARTIAL
-        are visited even if they hold nothing. Without it a block plan evaluates `fn` on every pair, once per plan:
-        time in proportion to T².
-
-    Raises:
-      ValueError: not functions; or when evaluated, results that aren't booleans (of `classify_fn`: tile kinds), or that
-        don't broadcast to the arguments' shape.
-    """
-
-    fn: Callable[[Any, Any], Any]
-    classify_fn: Callable[[Any, Any, Any, Any], Any] | None = None
-
-    def __post_init__(self):
-        if not callable(self.fn):
-            raise ValueError(f"MaskFn.fn must be a function of (q_pos, kv_pos), got {self.fn!r}")
-        if self.classify_fn is not None and not callable(self.classify_fn):
-            raise ValueError(
-                f"MaskFn.classify_fn must be a function of (q_lo, q_hi, kv_lo, kv_hi) or None, got {self.classify_fn!r}"
-            )
-
-    def __eq__(self, other):
-        return isinstance(other, MaskFn) and self._functions == other._functions
-
-    def __hash__(self):
-        return hash(self._functions)
-
-    @property
-    def _functions(self) -> tuple[Hashable, ...]:
-        return identity(self.fn), identity(self.classify_fn)
-
-    def __call__(self, q_pos, kv_pos):
-        return booleans(self.fn(q_pos, kv_pos), q_pos, kv_pos, repr(self))
-
-    def trace(self) -> FunctionTrace:
-        """What the function computes and captures at this moment.
-
-        Raises:
-          ValueError: it can't be evaluated on devices, with the reason.
-        """
-        return trace(self.fn, repr(self))
-
-    def __repr__(self):
-        name = getattr(self.fn, "__qualname__", type(self.fn).__qualname__)
-        return f"MaskFn(<{getattr(self.fn, '__module__', '?')}.{name}>)"
-
-    def classify(self, q_lo, q_hi, kv_lo, kv_hi):
-        if self.classify_fn is not None:
-            corners = (q_lo, q_hi, kv_lo, kv_hi)
-            shape = np.broadcast_shapes(*map(np.shape, corners))
-            return tile_kinds(self.classify_fn(*corners), shape, f"classify_fn of {self!r}")
-        return _unknown(q_lo, q_hi, kv_lo, kv_hi)
-
-    @property
-    def exact(self) -> bool:
-        return self.classify_fn is not None
-
-
-@dataclass(frozen=True, eq=False)
-class NumpyMask(Mask):
-    """A dense boolean array `[q_len, kv_len]`, indexed by positions: the baseline that the others avoid.
-
-    A block plan reads every element of it. Positions outside the array are not allowed to attend. Two are equal if
-    their arrays are.
-    """
-
-    array: np.ndarray = field(repr=False)
-
-    def __post_init__(self):
-        array = np.array(self.array, copy=True)
-        if array.ndim != 2 or array.dtype != np.bool_:
-            raise ValueError(
-                f"NumpyMask needs a 2-D boolean array [q_len, kv_len], got {array.dtype} of shape {array.shape}"
-            )
-        array.setflags(write=False)
-        object.__setattr__(self, "array", array)
-
-    @functools.cached_property
-    def _digest(self) -> bytes:
-        return hashlib.sha256(repr(self.array.shape).encode() + np.packbits(self.array).tobytes()).digest()
-
-    def __eq__(self, other):
-        return isinstance(other, NumpyMask) and self._digest == other._digest
-
-    def __hash__(self):
-        return hash(self._digest)
-
-    def __repr__(self):
-        return f"NumpyMask(<{self.array.shape[0]}×{self.array.shape[1]}, sha256 {self._digest.hex()[:12]}>)"
-
-    def __call__(self, q_pos, kv_pos):
-        xp = array_namespace(q_pos, kv_pos)
-        q_len, kv_len = self.array.shape
-        inside = (q_pos >= 0) & (q_pos < q_len) & (kv_pos >= 0) & (kv_pos < kv_len)
-        return inside & xp.asarray(self.array)[xp.clip(q_pos, 0, q_len - 1), xp.clip(kv_pos, 0, kv_len - 1)]
 
 
 @dataclass(frozen=True)
 class AndMask(Mask):
     """Allows what both masks allow; written `a & b`."""
 
+    operator = "&"
     a: Mask
     b: Mask
 
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) & self.b(q_pos, kv_pos)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.a, self.b
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         corners = (q_lo, q_hi, kv_lo, kv_hi)
@@ -370,6 +299,21 @@ class AndMask(Mask):
     def translation_invariant(self) -> bool:
         return self.a.translation_invariant and self.b.translation_invariant
 
+    def row_interval(self, q_pos):
+        if self.band is not None:
+            return self.band.interval(q_pos)
+        a, b = self.a.row_interval(q_pos), self.b.row_interval(q_pos)
+        xp = array_namespace(q_pos)
+        return None if a is None or b is None else (xp.maximum(a[0], b[0]), xp.minimum(a[1], b[1]))
+
+    @property
+    def lookback(self) -> int | None:
+        return min((part.lookback for part in self.parts if part.lookback is not None), default=None)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.a.looks_ahead and self.b.looks_ahead
+
     def __repr__(self):
         a = f"({self.a!r})" if isinstance(self.a, OrMask) else repr(self.a)
         b = f"({self.b!r})" if isinstance(self.b, AndMask | OrMask) else repr(self.b)
@@ -380,11 +324,16 @@ class AndMask(Mask):
 class OrMask(Mask):
     """Allows what either mask allows; written `a | b`."""
 
+    operator = "|"
     a: Mask
     b: Mask
 
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) | self.b(q_pos, kv_pos)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.a, self.b
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         corners = (q_lo, q_hi, kv_lo, kv_hi)
@@ -393,11 +342,30 @@ class OrMask(Mask):
     @property
     def exact(self) -> bool:
         # Rows that all start at the first key are nested, so a full union has a full member.
-        return all(m.band is not None and m.band.exact and m.band.unbounded_below for m in (self.a, self.b))
+        return self._rows_are_nested and self.a.exact and self.b.exact
+
+    @functools.cached_property
+    def _rows_are_nested(self) -> bool:
+        return all(part.band is not None and part.band.unbounded_below for part in self.parts)
 
     @property
     def translation_invariant(self) -> bool:
         return self.a.translation_invariant and self.b.translation_invariant
+
+    def row_interval(self, q_pos):
+        a, b = self.a.row_interval(q_pos), self.b.row_interval(q_pos)
+        # Two intervals that both start at the first key make one; others may have a gap between them.
+        if a is None or b is None or not self._rows_are_nested:
+            return None
+        return a[0], array_namespace(q_pos).maximum(a[1], b[1])
+
+    @property
+    def lookback(self) -> int | None:
+        return _longest(part.lookback for part in self.parts)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return self.a.looks_ahead or self.b.looks_ahead
 
     def __repr__(self):
         return f"{self.a!r} | " + (f"({self.b!r})" if isinstance(self.b, OrMask) else repr(self.b))
@@ -407,10 +375,15 @@ class OrMask(Mask):
 class NotMask(Mask):
     """Allows what the mask doesn't; written `~a`."""
 
+    operator = "~"
     a: Mask
 
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) ^ True
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.a,)
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         return kleene_not(self.a.classify(q_lo, q_hi, kv_lo, kv_hi))
@@ -441,13 +414,36 @@ class MultiHeadMask(Mask):
         if not masks:
             raise ValueError("MultiHeadMask needs at least one mask, got none")
         for mask in masks:
-            if not isinstance(mask, Mask) or isinstance(mask, MultiHeadMask):
+            if not isinstance(mask, Mask) or mask.num_heads is not None:
                 raise ValueError(f"MultiHeadMask takes one single-head mask per head, got {mask!r}")
         object.__setattr__(self, "masks", masks)
 
     @property
     def num_heads(self) -> int:
         return len(self.masks)
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.masks
+
+    def for_each_head(self, num_heads: int) -> tuple[Mask, ...]:
+        if num_heads != self.num_heads:
+            raise ValueError(
+                f"MultiHeadMask has {self.num_heads} masks for num_heads={num_heads} query heads; give one per head"
+            )
+        return self.masks
+
+    @property
+    def has_row_intervals(self) -> bool:
+        return all(mask.has_row_intervals for mask in self.masks)
+
+    @property
+    def lookback(self) -> int | None:
+        return _longest(mask.lookback for mask in self.masks)
+
+    @property
+    def looks_ahead(self) -> bool:
+        return any(mask.looks_ahead for mask in self.masks)
 
     def __call__(self, q_pos, kv_pos):
         per_head = [mask(q_pos, kv_pos) for mask in self.masks]
@@ -472,106 +468,7 @@ class MultiHeadMask(Mask):
         return f"MultiHeadMask([{', '.join(map(repr, self.masks))}])"
 
 
-_PARSABLE = {
-    mask.__name__: mask for mask in (FullMask, CausalMask, LocalMask, ChunkedCausalMask, PrefixMask, MultiHeadMask)
-}
-
-
-def parse_mask(text: str) -> Mask:
-    """Reads a mask back from its `repr`, as the command line and `config.json` write it.
-
-    Args:
-      text: calls of the mask classes with integers or None, joined by `&`, `|`, `~` and parentheses.
-
-    Raises:
-      ValueError: for anything else, naming the part that isn't understood.
-
-    >>> parse_mask("CausalMask() & LocalMask(1023, 0)")
-    CausalMask(offset=0) & LocalMask(left=1023, right=0)
-    """
-    try:
-        mask = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(f"cannot read the mask {text!r}: {error}") from None
-    except (RecursionError, MemoryError):  # the latter from Python's parser
-        raise ValueError(f"cannot read the mask {text[:40]!r}…: it is nested too deep") from None
-    if not isinstance(mask, Mask):
-        raise ValueError(f"cannot read the mask {text!r}: it is {mask!r}, not a mask such as 'CausalMask()'")
-    return mask
-
-
-def _evaluate(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=int() | None):
-            return node.value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
-            return -value
-        case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return ~_evaluate(operand)
-        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _evaluate(left) & _evaluate(right)
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _evaluate(left) | _evaluate(right)
-        case ast.List(elts=elements) | ast.Tuple(elts=elements):
-            return [_evaluate(element) for element in elements]
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _PARSABLE:
-            named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
-            return _PARSABLE[name](*map(_evaluate, args), **named)
-    known = ", ".join(sorted(_PARSABLE))
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
-
-
-def leaves(mask: Mask) -> Iterator[Mask]:
-    """The masks that a composition is built from."""
-    parts = [getattr(mask, parameter.name) for parameter in dataclasses.fields(mask)]  # type: ignore[arg-type]
-    inner = [part for value in parts for part in (value if isinstance(value, tuple) else (value,))]
-    if not any(isinstance(part, Mask) for part in inner):
-        yield mask
-    for part in inner:
-        if isinstance(part, Mask):
-            yield from leaves(part)
-
-
-def check_functions(mask: Mask) -> None:
-    """Checks that a mask's functions can be evaluated on devices.
-
-    Raises:
-      ValueError: one can't, with the reason and the remedy.
-    """
-    for leaf in leaves(mask):
-        if isinstance(leaf, MaskFn):
-            leaf.trace()
-
-
-def captures_arrays(mask: Mask) -> bool:
-    """Whether a mask looks positions up in arrays that its functions capture."""
-    return any(isinstance(leaf, MaskFn) and leaf.trace().captures for leaf in leaves(mask))
-
-
-def state_of_functions(mask: Mask) -> Hashable | None:
-    """A part of a cache's key that changes with what a mask's functions compute; None if that can't be told."""
-    functions = [leaf for leaf in leaves(mask) if isinstance(leaf, MaskFn)]
-    try:
-        digests = tuple(function.trace().digest for function in functions)
-    except ValueError:
-        return None
-    return None if None in digests else digests
-
-
-def evaluate_on_host(mask: Mask, q_pos: np.ndarray, kv_pos: np.ndarray) -> np.ndarray:
-    """A mask's pairs as a NumPy array, also while JAX traces and where a function is written with `jax.numpy`."""
-    with jax.ensure_compile_time_eval():
-        return np.asarray(mask(q_pos, kv_pos))
-
-
-def largest_parameter(mask: Mask) -> int:
-    """The largest integer (or array side) in a mask's definition: the length at which its shape shows.
-
-    Integers that no position can reach show nowhere, and don't count.
-    """
-    largest = 1
-    for leaf in leaves(mask):
-        values = leaf.array.shape if isinstance(leaf, NumpyMask) else vars(leaf).values()
-        sizes = [abs(value) for value in values if isinstance(value, int)]
-        largest = max([largest, *(size for size in sizes if size < LAST_POSITION)])
-    return largest
+def _longest(lookbacks: Iterable[int | None]) -> int | None:
+    """The longest of some look-backs, where None has no bound."""
+    bounds = list(lookbacks)
+    return None if None in bounds else max(bounds)  # type: ignore[type-var]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
-from kernels.block_plan import make_block_plan
-from kernels.intervals import LAST_POSITION
-from kernels.masks import Mask, MultiHeadMask, largest_parameter
+from kernels.masks.intervals import LAST_POSITION, TileKind
+
+if TYPE_CHECKING:
+    from kernels.masks.algebra import Mask
 
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
 # Without a closed form a drawing evaluates the mask on every pair.
 _LONGEST_EVALUATED = 4096
+_PAIRS_PER_EVALUATION = 1 << 22
 _LEGEND = "█ full  ▒ partial  · empty"
 
 
@@ -33,15 +38,14 @@ def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *
     ··▒▒
     16 queries × 16 keys, 4×4 a tile: █ full  ▒ partial  · empty
     """
-    if isinstance(mask, MultiHeadMask):
-        maps = []
-        for distinct in dict.fromkeys(mask.masks):
-            heads = ", ".join(str(head) for head, other in enumerate(mask.masks) if other == distinct)
-            maps.append(f"head {heads}: {distinct!r}\n{block_map(distinct, q_len, kv_len, num_tiles=num_tiles)}")
-        return "\n".join(maps)
+    if mask.num_heads is not None:
+        return "\n".join(
+            f"head {', '.join(map(str, heads))}: {head!r}\n{block_map(head, q_len, kv_len, num_tiles=num_tiles)}"
+            for head, heads in mask.distinct_heads(mask.num_heads).items()
+        )
     q_len, kv_len = _lengths(mask, q_len, kv_len, num_tiles)
     block = -(-max(q_len, kv_len) // num_tiles)
-    lines = ["".join(row) for row in _SYMBOLS[make_block_plan(mask, q_len, kv_len, block, block).kinds()]]
+    lines = ["".join(row) for row in _SYMBOLS[_tile_kinds(mask, q_len, kv_len, block)]]
     return "\n".join([*lines, f"{q_len} queries × {kv_len} keys, {block}×{block} a tile: {_LEGEND}"])
 
 
@@ -71,28 +75,52 @@ def save_png(
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("drawing a mask needs matplotlib: pip install 'flax-longcontext[plots]'") from error
 
-    distinct = list(dict.fromkeys(mask.masks)) if isinstance(mask, MultiHeadMask) else [mask]
+    distinct = list(mask.distinct_heads(mask.num_heads or 1))
     figure = Figure(figsize=(5 * len(distinct), 5), layout="constrained")
     for axes, each in zip(figure.subplots(1, len(distinct), squeeze=False)[0], distinct, strict=True):
-        rows, cols = _lengths(each, q_len, kv_len, num_tiles)
-        block = -(-max(rows, cols) // num_tiles)
-        plan = make_block_plan(each, rows, cols, block, block)
+        lengths = _lengths(each, q_len, kv_len, num_tiles)
+        block = -(-max(lengths) // num_tiles)
+        kinds = _tile_kinds(each, *lengths, block)
         axes.imshow(
-            plan.kinds(),
+            kinds,
             cmap=ListedColormap(["#f4f4f4", "#9ecae1", "#08519c"]),
             vmin=0,
             vmax=2,
-            extent=(0, plan.num_cols * block, plan.num_rows * block, 0),
+            extent=(0, kinds.shape[1] * block, kinds.shape[0] * block, 0),
         )
         axes.set(xlabel="key position", ylabel="query position")
-        axes.set_title(f"{each!r}\n{plan.num_visited:,} of {plan.num_tiles:,} tiles visited", fontsize=9, wrap=True)
+        num_visited = np.count_nonzero(kinds != TileKind.EMPTY)
+        axes.set_title(f"{each!r}\n{num_visited:,} of {kinds.size:,} tiles visited", fontsize=9, wrap=True)
     figure.savefig(path, format="png", dpi=120)
 
 
 def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) -> tuple[int, int]:
-    natural = 4 * largest_parameter(mask)
+    natural = 4 * mask.largest_parameter
     if not mask.exact:
         natural = min(natural, _LONGEST_EVALUATED)
     natural = min(-(-natural // num_tiles) * num_tiles, LAST_POSITION + 1)
     q_len = q_len or kv_len or natural
     return q_len, kv_len or q_len
+
+
+def _tile_kinds(mask: Mask, q_len: int, kv_len: int, block: int) -> np.ndarray:
+    """`TileKind` of every tile, `[query tiles, key tiles]`: in closed form, and by evaluation where that is open."""
+    q_lo, kv_lo = np.arange(0, q_len, block)[:, None], np.arange(0, kv_len, block)[None]
+    q_hi, kv_hi = np.minimum(q_lo + block, q_len) - 1, np.minimum(kv_lo + block, kv_len) - 1
+    corners = np.broadcast_arrays(q_lo, q_hi, kv_lo, kv_hi)
+    with jax.ensure_compile_time_eval():
+        kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
+    if not mask.exact:
+        for tile in zip(*np.nonzero(kinds == TileKind.PARTIAL), strict=True):
+            strips = [(pairs.all(), pairs.any()) for pairs in _strips(mask, *(int(corner[tile]) for corner in corners))]
+            full, some = all(strip[0] for strip in strips), any(strip[1] for strip in strips)
+            kinds[tile] = TileKind.FULL if full else TileKind.PARTIAL if some else TileKind.EMPTY
+    return kinds
+
+
+def _strips(mask: Mask, q_lo: int, q_hi: int, kv_lo: int, kv_hi: int) -> Iterator[np.ndarray]:
+    """The pairs of a rectangle, so many queries at a time that they take a few megabytes."""
+    kv_pos = np.arange(kv_lo, kv_hi + 1)[None]
+    height = max(1, _PAIRS_PER_EVALUATION // kv_pos.size)
+    for start in range(q_lo, q_hi + 1, height):
+        yield mask.evaluate(np.arange(start, min(start + height, q_hi + 1))[:, None], kv_pos)

@@ -24,6 +24,9 @@ Integers = Any  # an int, a NumPy or a JAX array of integers
 
 LAST_POSITION = (1 << 31) - 1
 """The highest position of a token: positions are int32 on devices."""
+# The first key of a row without a bound below: the lowest int32 but one. The lowest stands for keys that aren't there:
+# no interval holds it.
+_FIRST = -LAST_POSITION
 # Less than any difference of two int32: a width of which no pair of positions is within reach.
 _OUT_OF_REACH = -(1 << 32)
 
@@ -174,6 +177,34 @@ class Band:
     def translation_invariant(self) -> bool:
         """Whether the band depends on kv − q alone."""
         return self.kv_stop is None and not self.chunk_sizes
+
+    @property
+    def lookback(self) -> int | None:
+        """How many positions back row q's first key may lie at most; None if that has no bound."""
+        bounds = [size - 1 for size in self.chunk_sizes]
+        bounds += [] if self.left is None else [max(self.left, 0)]
+        return min(bounds, default=None)
+
+    def interval(self, q_pos: Integers) -> tuple[Any, Any]:
+        """(first, last) key of each row, inclusive, since int32 has no number after the last position.
+
+        Args:
+          q_pos: int32 in a NumPy or a JAX array. The result has its shape and namespace; see `Mask.row_interval`.
+        """
+        xp = array_namespace(q_pos)
+        first, last = xp.full_like(q_pos, _FIRST), xp.full_like(q_pos, LAST_POSITION)
+        if self.right is not None:
+            last = xp.minimum(last, shifted(q_pos, self.right))
+        if self.kv_stop is not None:
+            last = xp.minimum(last, self.kv_stop - 1)
+        if self.left is not None:
+            first = xp.maximum(first, shifted(q_pos, -self.left))
+            if self.left < 0:
+                # Rows whose first key would stand past the last position are empty.
+                last = xp.where(at_most(q_pos, LAST_POSITION, self.left), last, _FIRST - 1)
+        for size in self.chunk_sizes:
+            first = xp.maximum(first, chunk_start(q_pos, size))
+        return first, last
 
     @property
     def exact(self) -> bool:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from kernels.intervals import TileKind, array_namespace
+from kernels.masks.intervals import TileKind, array_namespace
 
 _TRACED = (jax.ShapeDtypeStruct((2, 1), np.int32), jax.ShapeDtypeStruct((1, 3), np.int32))
 _BOOLEAN_REMEDY = "compare, as in `kv_pos <= q_pos` or `x != 0`"

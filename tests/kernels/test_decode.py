@@ -10,7 +10,7 @@ import pytest
 
 from kernels import LocalMask, MultiHeadMask, decode_attention, slab_capacity
 from kernels.decode.blocks import BlockSummary, block_kinds, list_visits
-from kernels.intervals import TileKind
+from kernels.masks import TileKind
 from tests.kernels.decode_session import (
     CAUSAL,
     HEAD_DIM,

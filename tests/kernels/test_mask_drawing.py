@@ -3,7 +3,7 @@
 import pytest
 
 from kernels import CausalMask, LocalMask, MultiHeadMask
-from kernels.mask_drawing import block_map, save_png
+from kernels.masks.drawing import block_map, save_png
 
 
 def test_a_mask_prints_as_its_block_map():

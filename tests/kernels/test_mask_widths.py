@@ -37,9 +37,8 @@ from kernels import (
 )
 from kernels.backends.mosaic_gpu.kinds import mask_family
 from kernels.backends.splash.upstream_lazy import lazy_mask
-from kernels.backends.triton.key_intervals import interval_of_rows
 from kernels.call import make_call
-from kernels.mask_drawing import block_map
+from kernels.masks.drawing import block_map
 from tests.kernels.integer_masks import LAST, UNREACHABLE, WITHIN_REACH, integers, positions, specs
 from tests.kernels.spelled_out import attention_of
 
@@ -176,7 +175,7 @@ def test_plans_refuse_positions_that_int32_does_not_hold():
 def test_intervals_of_rows(spec, q_pos, kv_pos):
     """What the Triton kernels evaluate in a mask's place."""
     for q in (np.asarray(q_pos, np.int32), jnp.asarray(q_pos, jnp.int32)):
-        interval = interval_of_rows(spec.mask(), q)
+        interval = spec.mask().row_interval(q)
         assume(interval is not None)
         first, last = (np.asarray(x)[:, None] for x in interval)
         assert first.dtype == last.dtype == np.int32
@@ -209,7 +208,7 @@ def test_backends(name, given_positions, rng):
         pytest.skip("Mosaic GPU's interpreter came with JAX 0.11")
     table = WITHIN_REACH if given_positions else UNREACHABLE
     if name == "triton":
-        table = [spec for spec in table if interval_of_rows(spec.mask(), np.zeros(1, np.int32)) is not None]
+        table = [spec for spec in table if spec.mask().has_row_intervals]
     # Each distinct mask is a kernel of its own, so one of them each time.
     heads = list(rng.permutation(np.array(table, object))[: len(table) if name == "reference" else 1])
     length = 40

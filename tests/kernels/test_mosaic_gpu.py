@@ -27,7 +27,7 @@ from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
 from kernels.backends.mosaic_gpu.walk import read_row, read_shared_row, share_walks
 from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import make_call
-from kernels.intervals import TileKind
+from kernels.masks import TileKind
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)

@@ -216,7 +216,7 @@ def test_float32_is_multiplied_in_full_precision_forward_and_backward(backward, 
 def test_no_pair_is_evaluated_ahead_of_time(mask, monkeypatch):
     """Whatever the mask is called on while tracing is traced itself: the kernel's own tile."""
     called_on = []
-    leaf_types = {type(leaf) for leaf in passes.leaves(mask)}
+    leaf_types = {type(leaf) for leaf in mask.leaves()}
     for leaf_type in leaf_types:
         call = leaf_type.__call__
 

@@ -24,9 +24,9 @@ from kernels import (
 )
 from kernels.backends.tile_walk import make_rows
 from kernels.backends.triton import key_intervals, support
-from kernels.backends.triton.key_intervals import has_key_intervals, make_key_intervals
+from kernels.backends.triton.key_intervals import make_key_intervals
 from kernels.call import make_call
-from kernels.intervals import TileKind
+from kernels.masks import TileKind
 
 A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
 WINDOW = CausalMask() & LocalMask(40, 0)
@@ -88,7 +88,7 @@ def test_intervals_of_keys_are_the_mask(mask, longest, given, rng, monkeypatch):
     ids=repr,
 )
 def test_masks_with_gaps_or_without_a_closed_form_have_none(mask):
-    assert not has_key_intervals(mask)
+    assert not mask.has_row_intervals
 
 
 def as_kinds(bounds, num_cols):

@@ -120,7 +120,7 @@ def test_works_inside_another_model(rng):
     ("changes", "message"),
     [
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-        ({"mask": MultiHeadMask([CausalMask()] * 2)}, "the MultiHeadMask is for 2 heads, but num_heads=4"),
+        ({"mask": MultiHeadMask([CausalMask()] * 2)}, "MultiHeadMask has 2 masks for num_heads=4"),
         ({"implementation": "fastest"}, "unknown implementation 'fastest'"),
         ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be finite"),
     ],

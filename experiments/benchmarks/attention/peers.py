@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from experiments.benchmarks.attention.cases import Case
-from kernels.intervals import Band
 
 
 def _window(case: Case, segment_ids, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
@@ -22,14 +21,14 @@ def _window(case: Case, segment_ids, *, windows: bool = True, documents: bool = 
     Raises:
       ValueError: a mask that isn't full, causal or (if `windows`) a causal window, or packed documents.
     """
-    band = case.mask.band
-    if band is None or band not in (Band(), Band(right=0), Band(left=band.left, right=0)):
+    window = case.mask.window
+    if window is None or (window[1] != 0 and not case.mask.allows_all):
         raise ValueError(f"has full masks, causal masks and causal windows only, not {case.mask!r}")
-    if band.left is not None and not windows:
+    if window[0] is not None and not windows:
         raise ValueError(f"has no windows such as {case.mask!r}")
     if segment_ids is not None and not documents:
         raise ValueError("has no segment ids for packed documents")
-    return band.right == 0, band.left
+    return window[1] == 0, window[0]
 
 
 def _needs_gpu() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import tyro
 
-from kernels import CausalMask, FullMask, LocalMask, Mask, parse_mask
+from kernels import Mask, parse_mask
 from trainer.broken_pipe import reader_may_leave
 
 BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention.readme_table -->"
@@ -116,12 +116,12 @@ def _title(row: dict[str, Any]) -> str:
 
 def mask_title(mask: Mask) -> str:
     """A mask as the table has it."""
-    match mask:
-        case FullMask():
+    match mask.window:
+        case (None, None):
             return "no mask"
-        case CausalMask(offset=0):
+        case (None, 0):
             return "causal"
-        case LocalMask(left=int(left), right=0):
+        case (int(left), 0):
             return f"window {left + 1:,}"
     return repr(mask)
 

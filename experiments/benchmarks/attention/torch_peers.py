@@ -15,7 +15,6 @@ import numpy as np
 
 from experiments.benchmarks.attention.cases import Direction, Problem
 from experiments.benchmarks.attention.timing import Contender
-from kernels.intervals import Band
 
 
 def compile_torch(problem: Problem, backend: str, direction: Direction, calls_per_program: int = 1) -> Contender:
@@ -66,14 +65,14 @@ def _flash(problem: Problem) -> Callable[..., Any]:
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    band = problem.case.mask.band
-    if problem.segment_ids is not None or band not in (Band(), Band(right=0)):
+    window = problem.case.mask.window
+    if problem.segment_ids is not None or window not in ((None, None), (None, 0)):
         raise ValueError(f"has full and causal masks of one document only, not {problem.case.mask!r}")
 
     def attend(*inputs, enable_gqa: bool):
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
             return torch.nn.functional.scaled_dot_product_attention(
-                *inputs, is_causal=band == Band(right=0), enable_gqa=enable_gqa
+                *inputs, is_causal=window == (None, 0), enable_gqa=enable_gqa
             )
 
     return attend
@@ -84,11 +83,10 @@ def _flex(problem: Problem) -> Callable[..., Any]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    case, length, band = problem.case, problem.length, problem.case.mask.band
-    if band is None or band.kv_stop is not None or band.chunk_sizes:
+    case, length = problem.case, problem.length
+    if case.mask.window is None:
         raise ValueError(f"is written for masks of distances here, not {case.mask!r}")
-    left = length if band.left is None else band.left
-    right = length if band.right is None else band.right
+    left, right = (length if side is None else side for side in case.mask.window)
     ids = None if problem.segment_ids is None else torch.tensor(np.array(problem.segment_ids), device="cuda")
 
     def allowed(b, h, q, kv):

@@ -12,7 +12,7 @@ from experiments.benchmarks.compile_time.cell import Source
 from kernels.backends.splash import dense, passes, upstream_lazy
 from kernels.backends.splash.tuning import default_tuning
 from kernels.call import AttentionCall, make_call
-from kernels.masks import Mask, MultiHeadMask
+from kernels.masks import Mask
 
 _SOURCES: dict[Source, passes.MaskSource] = {
     "ours": passes.planned_mask,
@@ -41,8 +41,8 @@ def count_visited_tiles(
     if tuning.backward == "split":
         walks["d_query"] = passes.d_query_pass(call, tuning)
     # Ours runs one kernel for each distinct mask, JAX's one for all heads.
-    masks = call.mask.masks if isinstance(call.mask, MultiHeadMask) else (call.mask,) * call.num_heads
-    calls = [(call._replace(mask=each), masks.count(each)) for each in dict.fromkeys(masks)]
+    distinct = call.mask.distinct_heads(call.num_heads)
+    calls = [(call._replace(mask=each), len(heads)) for each, heads in distinct.items()]
     if source != "ours":
         calls = [(call, call.num_heads)]
     return {name: sum(_visited(source, *each, walk) for each in calls) for name, walk in walks.items()}

@@ -31,7 +31,6 @@ from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
-from kernels.masks import FullMask, PrefixMask
 from kernels.tuning import MosaicBackwardTuning
 
 # Indices of a query's offsets.
@@ -80,7 +79,7 @@ def key_value_pass(
     dq_cols = head_dim if dq_by_rows else head_dim // num_warpgroups
 
     # Blocks that begin with the same query tile would all add to the same part of dQ at once.
-    same_start = isinstance(call.mask, (FullMask, PrefixMask)) and all(x is None for x in tokens)
+    same_start = call.mask.same_keys_for_all_queries and all(x is None for x in tokens)
 
     # A soft cap comes between the product and lse.
     lse_is_offset = call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from kernels.intervals import Band
 from kernels.masks import Mask
 
 Family = Literal["full", "causal", "window", "packed", "other"]
@@ -27,9 +26,8 @@ def mask_family(mask: Mask, *, packed: bool) -> Family:
     """
     if packed:
         return "packed"
-    band = mask.band
-    if band == Band():
+    if mask.allows_all:
         return "full"
-    if band == Band(right=0):
-        return "causal"
-    return "window" if band is not None and band == Band(left=band.left, right=0) else "other"
+    if mask.window is None or mask.window[1] != 0:
+        return "other"
+    return "causal" if mask.window[0] is None else "window"

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from kernels.call import AttentionCall
-from kernels.masks import NumpyMask, captures_arrays, leaves
 from kernels.tuning import MosaicGpuTuning
 
 _HOPPER = 9.0
@@ -33,10 +32,8 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
     if tuning is not None and (reason := _unsuited(tuning, widest)) is not None:
         return reason
-    if any(isinstance(leaf, NumpyMask) for leaf in leaves(call.mask)):
-        return f"evaluates masks in the kernel, which can't look {call.mask!r} up"
-    if captures_arrays(call.mask):
-        return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} captures"
+    if call.mask.needs_lookup:
+        return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} holds"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
     return None

@@ -12,7 +12,7 @@ from kernels.backends.splash.passes import attend
 from kernels.backends.splash.tuning import default_tuning
 from kernels.backends.splash.upstream_lazy import unsupported_reason, upstream_mask
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks import Mask, evaluate_on_host, state_of_functions
+from kernels.masks import Mask
 from kernels.tuning import SplashTuning
 
 __all__ = ["attention", "unsupported_reason"]
@@ -25,7 +25,7 @@ def attention(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
 
 def dense_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
     """A mask as an array; the heads of a call share one where their masks are equal."""
-    state = state_of_functions(mask)
+    state = mask.state()
     dense = _dense_mask if state is not None else _dense_mask.__wrapped__
     return dense(mask, state, q_len, kv_len, true_kv_len)
 
@@ -34,5 +34,5 @@ def dense_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstrea
 def _dense_mask(mask: Mask, state: Hashable | None, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
     """The array; `state` is there for the cache alone."""
     kv_pos = np.arange(kv_len)
-    inside = evaluate_on_host(mask, np.arange(q_len)[:, None], kv_pos[None])
+    inside = mask.evaluate(np.arange(q_len)[:, None], kv_pos[None])
     return upstream.NumpyMask(np.broadcast_to(inside & (kv_pos < true_kv_len), (q_len, kv_len)))

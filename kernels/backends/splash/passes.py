@@ -33,8 +33,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid, whole_grid
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.intervals import TileKind
-from kernels.masks import FullMask, Mask, NumpyMask, captures_arrays, leaves
+from kernels.masks import TileKind
 from kernels.tuning import SplashTuning
 
 _MASKED = upstream.DEFAULT_MASK_VALUE
@@ -112,7 +111,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
 
     mask_next = blocks = None
     q_positions: np.ndarray | Array | None = None
-    if is_materialised(call.mask):
+    if call.mask.needs_lookup:
         lengths, sides = (call.q_len, call.kv_len), (walk.block_q, walk.block_kv)
         blocks, mask_next = partial_blocks(call.mask, grid, lengths, sides, transposed=walk.transposed)
         function = None
@@ -152,15 +151,10 @@ def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
     )
 
 
-def is_materialised(mask: Mask) -> bool:
-    """Whether a mask's PARTIAL tiles are handed to the kernel as arrays, since it can't look pairs up."""
-    return any(isinstance(leaf, NumpyMask) for leaf in leaves(mask)) or captures_arrays(mask)
-
-
 def _predicate(call: AttentionCall, walk: Pass) -> Callable[[Array, Array], Array] | None:
     """What the kernel computes in each tile, or None if it allows all pairs."""
     sticks_out = call.kv_len % walk.block_kv != 0
-    if isinstance(call.mask, FullMask) and not sticks_out:
+    if call.mask.allows_all and not sticks_out:
         return None
     if not sticks_out:
         return call.mask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from kernels.backends.splash.passes import is_materialised
 from kernels.backends.splash.tuning import default_tuning, grid_excess
 from kernels.call import AttentionCall
 from kernels.tuning import SplashTuning
@@ -16,6 +15,6 @@ def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) 
         return f"takes bfloat16 and float32, not {call.dtype}"
     if call.has_key_value_positions:
         return "has no key_value_positions: it counts them from 0 itself"
-    if call.has_query_positions and is_materialised(call.mask):
+    if call.has_query_positions and call.mask.needs_lookup:
         return f"can't look {call.mask!r} up at positions that are known on the device only"
     return grid_excess(call, tuning or default_tuning(call))

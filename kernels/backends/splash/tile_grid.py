@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.block_plan import BlockPlan, make_block_plan
-from kernels.intervals import TileKind
-from kernels.masks import Mask, evaluate_on_host
+from kernels.masks import Mask, TileKind
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +134,7 @@ def partial_blocks(
         i, j = (tile, row) if transposed else (row, tile)
         q_pos, kv_pos = i * block_q + np.arange(block_q), j * block_kv + np.arange(block_kv)
         inside = (q_pos < q_len)[:, None] & (kv_pos < kv_len)
-        pairs = inside & evaluate_on_host(
-            mask, np.minimum(q_pos, q_len - 1)[:, None], np.minimum(kv_pos, kv_len - 1)[None]
-        )
+        pairs = inside & mask.evaluate(np.minimum(q_pos, q_len - 1)[:, None], np.minimum(kv_pos, kv_len - 1)[None])
         pairs = pairs.T if transposed else pairs
         index[row, step] = found.setdefault(pairs.tobytes(), len(distinct))
         if index[row, step] == len(distinct):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from kernels.backends.splash.passes import Pass, d_key_value_pass, d_query_pass, forward_pass, grid_of, is_materialised
+from kernels.backends.splash.passes import Pass, d_key_value_pass, d_query_pass, forward_pass, grid_of
 from kernels.call import AttentionCall
-from kernels.masks import MultiHeadMask
 from kernels.tuning import SplashTuning
 
 # By `jax.Device.device_kind`. All compile for head dims up to 256, forward and both backwards; none has been timed by
@@ -30,7 +29,7 @@ def default_tuning(call: AttentionCall) -> SplashTuning:
 
 def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
     """Why the tile grids don't fit into scalar memory, or None if they do."""
-    masks = set(call.mask.masks) if isinstance(call.mask, MultiHeadMask) else {call.mask}
+    masks = call.mask.distinct_heads(call.num_heads)
     passes = [forward_pass(call, tuning), d_key_value_pass(call, tuning)]
     if tuning.backward == "split":
         passes.append(d_query_pass(call, tuning))
@@ -48,4 +47,4 @@ def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
 
 def _grid_bytes(call: AttentionCall, walk: Pass) -> int:
     grid = grid_of(call, walk)
-    return grid.num_bytes + (4 * grid.tiles.size if is_materialised(call.mask) else 0)
+    return grid.num_bytes + (4 * grid.tiles.size if call.mask.needs_lookup else 0)

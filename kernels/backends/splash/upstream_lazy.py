@@ -21,17 +21,7 @@ from kernels.backends.splash.passes import Pass, PassMask, Tokens, attend
 from kernels.backends.splash.support import unsupported_reason as splash_unsupported_reason
 from kernels.backends.splash.tuning import default_tuning
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks import (
-    AndMask,
-    CausalMask,
-    ChunkedCausalMask,
-    FullMask,
-    LocalMask,
-    Mask,
-    MultiHeadMask,
-    OrMask,
-    evaluate_on_host,
-)
+from kernels.masks import Mask
 from kernels.tuning import SplashTuning
 
 
@@ -55,8 +45,9 @@ def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) ->
     """
     blocks = (walk.block_q, walk.block_kv)
     padded = (-(-call.q_len // walk.block_q) * walk.block_q, -(-call.kv_len // walk.block_kv) * walk.block_kv)
-    masks = call.mask.masks if isinstance(call.mask, MultiHeadMask) else (call.mask,) * call.num_heads
-    heads = upstream.MultiHeadMask([make_mask(mask, *padded, call.kv_len) for mask in masks])
+    heads = upstream.MultiHeadMask(
+        [make_mask(mask, *padded, call.kv_len) for mask in call.mask.for_each_head(call.num_heads)]
+    )
     process = upstream_info.process_mask_dkv if walk.transposed else upstream_info.process_mask
     info, function = process(heads, blocks, shrink_grid=walk.shrunk)
     return PassMask(jax.tree.map(jnp.asarray, info), function)
@@ -71,20 +62,18 @@ def lazy_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream
         return max(-longest, min(width, longest))
 
     if true_kv_len == kv_len:
-        match mask:
-            case FullMask():
-                return upstream.FullMask(shape)
-            case CausalMask(offset):
-                return upstream.CausalMask(shape, within(offset))
-            case LocalMask(left, right):
-                left, right = (None if side is None else within(side) for side in (left, right))
-                return upstream.LocalMask(shape, (left, right), 0)
-            case ChunkedCausalMask(chunk_size):
-                return upstream.ChunkedCausalMask(shape, min(chunk_size, longest))
-            case AndMask(a, b):
-                return lazy_mask(a, q_len, kv_len, kv_len) & lazy_mask(b, q_len, kv_len, kv_len)
-            case OrMask(a, b):
-                return lazy_mask(a, q_len, kv_len, kv_len) | lazy_mask(b, q_len, kv_len, kv_len)
+        if mask.operator in ("&", "|"):
+            a, b = (lazy_mask(part, q_len, kv_len, kv_len) for part in mask.parts)
+            return a & b if mask.operator == "&" else a | b
+        if mask.allows_all:
+            return upstream.FullMask(shape)
+        if mask.window is not None:
+            left, right = (None if side is None else within(side) for side in mask.window)
+            if left is None and right is not None:
+                return upstream.CausalMask(shape, right)
+            return upstream.LocalMask(shape, (left, right), 0)
+        if mask.causal_chunk_size is not None:
+            return upstream.ChunkedCausalMask(shape, min(mask.causal_chunk_size, longest))
     return _Sliced(mask, shape, true_kv_len)
 
 
@@ -100,7 +89,7 @@ class _Sliced(upstream.Mask):
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self._shape, strict=True))
-        return evaluate_on_host(self._mask, q_pos[:, None], kv_pos[None]) & (kv_pos < self._true_kv_len)
+        return self._mask.evaluate(q_pos[:, None], kv_pos[None]) & (kv_pos < self._true_kv_len)
 
     def __hash__(self):
         return hash((self._mask, self._shape, self._true_kv_len))

@@ -16,7 +16,7 @@ from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tiles import Matrices, Strided
 from kernels.backends.triton.tuning_table import fill_in
 from kernels.call import AttentionCall, AttentionInputs, make_call
-from kernels.masks import Mask, MultiHeadMask
+from kernels.masks import Mask
 from kernels.tuning import TritonTuning
 from kernels.varying import CHECK_VMA_REASON
 
@@ -52,7 +52,7 @@ def attend_fused_qkv(
     num_heads = qkv.shape[2] - 2 * num_kv_heads
     if num_kv_heads < 1 or num_heads < 1:
         raise ValueError(f"qkv of shape {qkv.shape} doesn't hold num_kv_heads={num_kv_heads} twice and a query")
-    if isinstance(mask, MultiHeadMask):
+    if isinstance(mask, Mask) and mask.num_heads is not None:
         raise ValueError(f"needs one mask for all heads, not {mask!r}; use kernels.dot_product_attention")
     tuning = tuning or TritonTuning()
     # The parts say what the call is; the kernels don't read them, so nothing is left of them once compiled.

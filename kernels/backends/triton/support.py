@@ -8,9 +8,7 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.backends.triton.key_intervals import has_key_intervals
 from kernels.call import AttentionCall
-from kernels.masks import MultiHeadMask
 from kernels.tuning import TritonTuning
 
 _OLDEST_CAPABILITY = 8.0
@@ -31,8 +29,8 @@ def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) 
     widest = max(call.head_dim, call.value_dim)
     if widest > _MAX_HEAD_DIM:
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
-    for mask in call.mask.masks if isinstance(call.mask, MultiHeadMask) else (call.mask,):
-        if not has_key_intervals(mask):
+    for mask in call.mask.distinct_heads(call.num_heads):
+        if not mask.has_row_intervals:
             return f"needs masks that allow each query one interval of keys, known in closed form, not {mask!r}"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"

@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.triton.key_intervals import interval_of_rows
 from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import next_power_of_2
 from kernels.decode.blocks import Visits, block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.tokens import numbers_of_rows
 from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, put_together_kernel
-from kernels.decode.triton.support import masks_of_heads
 from kernels.decode.unified import UnifiedCache
 from kernels.tuning import TritonTiles
 
@@ -144,7 +142,7 @@ def _attend_parts(
 def _intervals(inputs: DecodeInputs, call: DecodeCall) -> tuple[Int[Array, "B T n"], Int[Array, "B T n"]]:
     """The interval of positions that each query allows, `first ≤ … ≤ last`; n is 1 unless heads differ."""
     shape = inputs.query_positions.shape
-    bounds = [interval_of_rows(mask, inputs.query_positions) for mask in masks_of_heads(call.mask)]
+    bounds = [mask.row_interval(inputs.query_positions) for mask in call.mask.for_each_head(call.mask.num_heads or 1)]
     first, last = (
         jnp.stack([jnp.broadcast_to(jnp.asarray(x, jnp.int32), shape) for x in side], axis=-1)
         for side in zip(*bounds, strict=True)

@@ -6,9 +6,7 @@ import importlib.util
 
 import jax.numpy as jnp
 
-from kernels.backends.triton.key_intervals import has_key_intervals
 from kernels.decode.call import DecodeCall
-from kernels.masks import Mask, MultiHeadMask
 from kernels.varying import CHECK_VMA_REASON
 
 _OLDEST_CAPABILITY = 8.0
@@ -37,12 +35,7 @@ def unsupported_reason(call: DecodeCall) -> str | None:
         return f"takes a block_size that is a multiple of {_SMALLEST_TILE}, not {call.block_size}"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
-    for mask in masks_of_heads(call.mask):
-        if not has_key_intervals(mask):
+    for mask in call.mask.distinct_heads(call.num_heads):
+        if not mask.has_row_intervals:
             return f"needs masks that allow each query one interval of keys, not {mask!r}"
     return None
-
-
-def masks_of_heads(mask: Mask) -> tuple[Mask, ...]:
-    """The mask of each head, or the one mask of all."""
-    return mask.masks if isinstance(mask, MultiHeadMask) else (mask,)

@@ -1,0 +1,28 @@
+"""Which pairs may attend: the mask algebra, every question that anybody asks of a mask, text and pictures."""
+
+from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask
+from kernels.masks.checked import checked_mask, require_mask
+from kernels.masks.dense import NumpyMask
+from kernels.masks.functions import MaskFn
+from kernels.masks.intervals import TileKind
+from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
+from kernels.masks.text import parse_mask
+
+__all__ = [
+    "AndMask",
+    "CausalMask",
+    "ChunkedCausalMask",
+    "FullMask",
+    "LocalMask",
+    "Mask",
+    "MaskFn",
+    "MultiHeadMask",
+    "NotMask",
+    "NumpyMask",
+    "OrMask",
+    "PrefixMask",
+    "TileKind",
+    "checked_mask",
+    "parse_mask",
+    "require_mask",
+]

@@ -1,0 +1,57 @@
+"""Masks read from text: `repr`'s inverse."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from kernels.masks.algebra import Mask, MultiHeadMask
+from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
+
+_PARSABLE = {
+    mask.__name__: mask for mask in (FullMask, CausalMask, LocalMask, ChunkedCausalMask, PrefixMask, MultiHeadMask)
+}
+
+
+def parse_mask(text: str) -> Mask:
+    """Reads a mask back from its `repr`, as the command line and `config.json` write it.
+
+    Args:
+      text: calls of the mask classes with integers or None, joined by `&`, `|`, `~` and parentheses.
+
+    Raises:
+      ValueError: for anything else, naming the part that isn't understood.
+
+    >>> parse_mask("CausalMask() & LocalMask(1023, 0)")
+    CausalMask(offset=0) & LocalMask(left=1023, right=0)
+    """
+    try:
+        mask = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"cannot read the mask {text!r}: {error}") from None
+    except (RecursionError, MemoryError):  # the latter from Python's parser
+        raise ValueError(f"cannot read the mask {text[:40]!r}…: it is nested too deep") from None
+    if not isinstance(mask, Mask):
+        raise ValueError(f"cannot read the mask {text!r}: it is {mask!r}, not a mask such as 'CausalMask()'")
+    return mask
+
+
+def _evaluate(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=int() | None):
+            return node.value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
+            return -value
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return ~_evaluate(operand)
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return _evaluate(left) & _evaluate(right)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _evaluate(left) | _evaluate(right)
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_evaluate(element) for element in elements]
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _PARSABLE:
+            named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
+            return _PARSABLE[name](*map(_evaluate, args), **named)
+    known = ", ".join(sorted(_PARSABLE))
+    raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
