@@ -81,9 +81,9 @@ def test_captured_arrays(implementation, document, rng):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's kernels need JAX 0.11")
 def test_mosaic_gpu_passes_captured_arrays_over(document):
     call = call_of(MaskFn(same_document(document)), HOPPER)
-    with pytest.raises(ValueError, match=r"can't look up the arrays that MaskFn\(.*\) captures"):
+    with pytest.raises(ValueError, match=r"can't look up the arrays that MaskFn\(.*\) holds"):
         select_backend(call, "mosaic_gpu")
-    assert "captures" in dict(select_backend(call).passed_over)["mosaic_gpu"]
+    assert "holds" in dict(select_backend(call).passed_over)["mosaic_gpu"]
     assert select_backend(call_of(MaskFn(lambda q, kv: q - kv < 4), HOPPER)).name == "mosaic_gpu"
 
 

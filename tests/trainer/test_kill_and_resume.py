@@ -70,11 +70,9 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
     training_s = sum(expected_record["time"][f"{name}_s"] for name in ("data_wait", "step", "evaluation", "checkpoint"))
 
     num_kills, num_amid_a_save = 0, 0
-    for kind in ("save", "step", "save", "start", "save"):
+    for kind in ("save", "step", "save", "save"):
         process = trainer_command.start("--workdir", killed, *ARGUMENTS, **OPTIMISED)
         match kind:
-            case "start":
-                time.sleep(draw.uniform(0, 5))
             case "step":
                 wait_for_step(process, killed / "metrics.jsonl", draw.uniform(0, training_s / 4))
             case "save":
@@ -85,16 +83,14 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
         print(f"kill amid a {kind}: running {was_running}, {last} lines logged, half-written {unfinished}")
         num_kills += was_running
         num_amid_a_save += was_running and bool(unfinished)
-    assert num_kills >= 4
+    assert num_kills >= 3
     assert num_amid_a_save >= 1
 
     resumed = trainer_command.run("--workdir", killed, *ARGUMENTS, **OPTIMISED)
     assert resumed.status == 0, resumed.errors
     record, steps, evaluations = read_run(killed)
     assert record["status"] == "completed"
-    assert len(record["attempts"]) >= num_kills - 1, (
-        "the one killed amid its start may not have come to writing a record"
-    )
+    assert len(record["attempts"]) >= num_kills
     assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
     assert {attempt["status"] for attempt in record["attempts"]} <= {"killed", "completed"}
     assert record["attempts"][-1]["status"] != "killed" or "the last attempt ended without a word" in resumed.output

@@ -228,6 +228,8 @@ def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
     assert record["status"] == "preempted"
     assert record["step"] == len(steps) < NUM_STEPS
     assert [path.name for path in (workdir / "checkpoints").iterdir()] == [str(record["step"])]
+    if name == "SIGHUP":
+        return  # from here on both are alike
 
     resumed = trainer_command.run(*arguments)
     assert resumed.status == 0, resumed.errors
