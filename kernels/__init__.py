@@ -1,7 +1,6 @@
 """Attention kernels that never build a T×T mask: the mask algebra, block plans and their backends."""
 
 from kernels.attention import Selection, dot_product_attention, select_backend
-from kernels.block_plan import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     CausalMask,
@@ -16,6 +15,7 @@ from kernels.masks import (
     TileKind,
     parse_mask,
 )
+from kernels.plan.host import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.target import Target
 from kernels.tuning import (
     BlockwiseTuning,

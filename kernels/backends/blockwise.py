@@ -1,12 +1,9 @@
 """Attention in plain XLA, on any device: O(T) memory, only the tiles that aren't EMPTY, its own backward.
 
-The forward walks the block plan's rows: for each query tile an online softmax over its FULL tiles, where
-no mask is evaluated, then over its PARTIAL ones. The backward walks the transposed plan: for each
+The forward walks the plan's rows: for each query tile an online softmax over its PARTIAL tiles, then over its
+FULL ones, where no mask is evaluated. The backward walks the transposed plan: for each
 key/value tile it recomputes the weights once and gathers dK and dV there, while dQ is added up in place.
 All query heads of one key/value head form the rows of a single matmul.
-
-Without segment ids and positions the plan is static. With them, tiles are classified on the device from
-the lowest and highest id and position in each, by the same three-valued logic.
 
 Source: FlashAttention (arXiv:2205.14135, arXiv:2307.08691).
 
@@ -18,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.head_groups import attend_by_distinct_mask
-from kernels.block_plan import BlockPlan, IntervalRows, ListedRows, make_block_plan
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.masks.intervals import TileKind, kleene_and, tile_kind
+from kernels.plan import Row, Rows, make_rows
 from kernels.tuning import BlockwiseTuning
 from kernels.varying import vary
 
@@ -60,48 +55,6 @@ def attention(
     return attend_by_distinct_mask(functools.partial(_attend, tuning), inputs, call)
 
 
-class _Row(NamedTuple):
-    """What one row of tiles visits: ranks 0..num_full are FULL tiles, the others to num_visited PARTIAL ones."""
-
-    num_full: Int[Array, ""]
-    num_visited: Int[Array, ""]
-    tile: Callable[[Int[Array, ""], bool], Int[Array, ""]]
-    """(rank, whether it is a FULL one's) → the tile's column."""
-
-
-def _planned_row(rows: IntervalRows | ListedRows, r: Int[Array, ""]) -> _Row:
-    """Row r of a plan made ahead of time."""
-    if isinstance(rows, ListedRows):
-        offsets, num_full, tiles = (jnp.asarray(part.astype(np.int32)) for part in rows)
-        return _Row(num_full[r], offsets[r + 1] - offsets[r], lambda rank, full: tiles[offsets[r] + rank])
-    start, full_start, full_stop, stop = (jnp.asarray(vector)[r] for vector in rows)
-    num_full = full_stop - full_start
-
-    def tile(rank, full):
-        if full:
-            return full_start + rank
-        partial = start + rank - num_full
-        return jnp.where(partial < full_start, partial, partial + num_full)
-
-    return _Row(num_full, stop - start, tile)
-
-
-def _traced_row(kinds: Int[Array, " cols"]) -> _Row:
-    """A row of tiles whose kinds are known on the device only."""
-    # Sorted by kind, FULL tiles come first and EMPTY ones last, in order among themselves.
-    tiles = jnp.argsort(-kinds, stable=True).astype(jnp.int32)
-    num_full, num_visited = ((kinds >= kind).sum(dtype=jnp.int32) for kind in (TileKind.FULL, TileKind.PARTIAL))
-    return _Row(num_full, num_visited, lambda rank, full: tiles[rank])
-
-
-def _planned_kinds(plan: BlockPlan, i, j) -> Int[Array, "*tiles"]:
-    """Kinds of tiles (i, j) in a plan made ahead of time, elementwise."""
-    if isinstance(plan.rows, ListedRows):
-        return jnp.asarray(plan.kinds())[i, j]
-    start, full_start, full_stop, stop = (jnp.asarray(vector)[i] for vector in plan.rows)
-    return tile_kind((start <= j) & (j < stop), (full_start <= j) & (j < full_stop))
-
-
 class _Tiling:
     """A call cut into tiles: shapes, schedules, and the tiles themselves.
 
@@ -113,7 +66,7 @@ class _Tiling:
         self.call, self.inputs = call, inputs
         self.block_q, self.block_kv = min(tuning.block_q, call.q_len), min(tuning.block_kv, call.kv_len)
         self.num_q, self.num_kv = -(-call.q_len // self.block_q), -(-call.kv_len // self.block_kv)
-        # Segment ids and positions, those that were given, cut into tiles; lowest and highest of each tile.
+        # Segment ids and positions, those that were given, cut into tiles.
         given = {
             "query_segment_ids": self.block_q,
             "query_positions": self.block_q,
@@ -125,7 +78,6 @@ class _Tiling:
             for name, block in given.items()
             if (ids := getattr(inputs, name)) is not None
         }
-        self.corners = {name: (ids.min(-1), ids.max(-1)) for name, ids in self.tokens.items()}
 
     def pad_q(self, x: Float[Array, "B T ..."], fill: float = 0) -> Float[Array, "B R*block_q ..."]:
         """Fills the last query tile."""
@@ -160,38 +112,9 @@ class _Tiling:
         """Joins the tokens of all key/value tiles."""
         return tiles.reshape(self.call.batch, -1, *tiles.shape[2:])[:, : self.call.kv_len]
 
-    @functools.cached_property
-    def plan(self) -> BlockPlan:
-        """The mask's plan for positions that count from 0."""
-        return make_block_plan(self.call.mask, self.call.q_len, self.call.kv_len, self.block_q, self.block_kv)
-
-    def query_row(self, b, i) -> _Row:
-        """The key/value tiles that query tile i of batch element b visits."""
-        if not self.tokens:
-            return _planned_row(self.plan.rows, i)
-        return _traced_row(self._traced_kinds(b, i, jnp.arange(self.num_kv)))
-
-    def key_value_row(self, b, j) -> _Row:
-        """The query tiles that visit key/value tile j of batch element b."""
-        if not self.tokens:
-            return _planned_row(self.plan.transpose().rows, j)
-        return _traced_row(self._traced_kinds(b, jnp.arange(self.num_q), j))
-
-    def _traced_kinds(self, b, i, j) -> Int[Array, " tiles"]:
-        """Kinds of a row or a column of tiles, so that no array of all tiles is needed."""
-        if self.call.has_positions:
-            q, kv = self.corners["query_positions"], self.corners["key_value_positions"]
-            kinds = self.call.mask.classify(q[0][b, i], q[1][b, i], kv[0][b, j], kv[1][b, j])
-            if self.call.kv_len % self.block_kv:
-                kinds = jnp.where(j == self.num_kv - 1, jnp.minimum(kinds, TileKind.PARTIAL), kinds)
-        else:
-            kinds = _planned_kinds(self.plan, i, j)
-        if self.call.has_segment_ids:
-            q_lo, q_hi = (x[b, i] for x in self.corners["query_segment_ids"])
-            kv_lo, kv_hi = (x[b, j] for x in self.corners["key_value_segment_ids"])
-            one_document = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
-            kinds = kleene_and(kinds, tile_kind((q_lo <= kv_hi) & (kv_lo <= q_hi), one_document))
-        return jnp.broadcast_to(kinds, jnp.broadcast_shapes(jnp.shape(i), jnp.shape(j)))
+    def rows(self, *, transposed: bool) -> Rows:
+        """The key/value tiles that each query tile visits; transposed, the query tiles that visit each of those."""
+        return make_rows(self.inputs, self.call, self.block_q, self.block_kv, transposed=transposed)
 
     def allowed(self, b, i, j) -> Array:
         """Which pairs of tile (i, j) of batch element b may attend, bool `[block_q, C]`."""
@@ -244,6 +167,12 @@ def _pad_tokens(x: Array, length: int, fill: float) -> Array:
     return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2), constant_values=fill) if padding else x
 
 
+def _over_tiles(row: Row, visit: Callable, carry):
+    """Calls `visit(rank, carry, full=…)` for each tile of a row: the PARTIAL ones, then the FULL ones."""
+    carry = jax.lax.fori_loop(0, row.num_partial, functools.partial(visit, full=False), carry)
+    return jax.lax.fori_loop(row.num_partial, row.num_tiles, functools.partial(visit, full=True), carry)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def _attend(tuning: BlockwiseTuning, inputs: AttentionInputs, call: AttentionCall):
     (output, lse), _ = _attend_forward(tuning, inputs, call)
@@ -253,14 +182,15 @@ def _attend(tuning: BlockwiseTuning, inputs: AttentionInputs, call: AttentionCal
 def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: AttentionCall):
     tiling = _Tiling(inputs, call, tuning)
     query, key, value = tiling.pad_q(inputs.query), tiling.pad_kv(inputs.key), tiling.pad_kv(inputs.value)
+    rows = tiling.rows(transposed=False)
 
     def query_tile(index):
         b, i = index // tiling.num_q, index % tiling.num_q
-        row, q = tiling.query_row(b, i), tiling.query_tile(query, b, i)
+        row, q = rows.read(b, i), tiling.query_tile(query, b, i)
 
         def visit(rank, carry, *, full):
             acc, peak, total = carry
-            j = row.tile(rank, full)
+            j = row.tile(rank)
             logits = tiling.logits(q, tiling.key_value_tile(key, b, j))
             if not full:
                 logits = tiling.masked(logits, b, i, j)
@@ -272,15 +202,12 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
             acc = acc * shrink[..., None] + tiling.matmul("kmc,kcv->kmv", weights.astype(call.dtype), v)
             return acc, new_peak, total
 
-        rows = q.shape[:2]
         carry = (
-            jnp.zeros((*rows, call.value_dim), call.softmax_dtype),
-            jnp.full(rows, _INITIAL_MAX, call.softmax_dtype),
-            jnp.zeros(rows, call.softmax_dtype),
+            jnp.zeros((*q.shape[:2], call.value_dim), call.softmax_dtype),
+            jnp.full(q.shape[:2], _INITIAL_MAX, call.softmax_dtype),
+            jnp.zeros(q.shape[:2], call.softmax_dtype),
         )
-        carry = vary(carry, call.varying_axes)
-        carry = jax.lax.fori_loop(0, row.num_full, functools.partial(visit, full=True), carry)
-        acc, peak, total = jax.lax.fori_loop(row.num_full, row.num_visited, functools.partial(visit, full=False), carry)
+        acc, peak, total = _over_tiles(row, visit, vary(carry, call.varying_axes))
         # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
         attends = total != 0
         if inputs.sinks is not None:
@@ -315,16 +242,16 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
     query, key, value = tiling.pad_q(inputs.query), tiling.pad_kv(inputs.key), tiling.pad_kv(inputs.value)
     d_output, pull_rows, lse_rows = tiling.pad_q(d_output), tiling.pad_q(pull), tiling.pad_q(lse, fill=jnp.inf)
 
-    zero = jnp.int32(0)
+    rows, zero = tiling.rows(transposed=True), jnp.int32(0)
 
     def key_value_tile(d_query, index):
         b, j = index // tiling.num_kv, index % tiling.num_kv
-        row = tiling.key_value_row(b, j)
+        row = rows.read(b, j)
         k, v = tiling.key_value_tile(key, b, j), tiling.key_value_tile(value, b, j)
 
         def visit(rank, carry, *, full):
             d_key, d_value, d_query = carry
-            i = row.tile(rank, full)
+            i = row.tile(rank)
             q, d_out = tiling.query_tile(query, b, i), tiling.query_tile(d_output, b, i)
             capped = tiling.logits(q, k)
             logits = capped if full else tiling.masked(capped, b, i, j)
@@ -343,11 +270,7 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
             return d_key, d_value, jax.lax.dynamic_update_slice(d_query, d_q[None], (b, first, zero, zero))
 
         carry = (jnp.zeros(k.shape, call.softmax_dtype), jnp.zeros(v.shape, call.softmax_dtype), d_query)
-        carry = vary(carry, call.varying_axes)
-        carry = jax.lax.fori_loop(0, row.num_full, functools.partial(visit, full=True), carry)
-        d_key, d_value, d_query = jax.lax.fori_loop(
-            row.num_full, row.num_visited, functools.partial(visit, full=False), carry
-        )
+        d_key, d_value, d_query = _over_tiles(row, visit, vary(carry, call.varying_axes))
         return d_query, tuple(x.transpose(1, 0, 2).astype(call.dtype) for x in (d_key, d_value))
 
     d_query, d_key_value = jax.lax.scan(

@@ -24,10 +24,10 @@ from kernels import (
 from kernels.backends.mosaic_gpu.offsets import offset_columns
 from kernels.backends.mosaic_gpu.schedule import Schedule
 from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
-from kernels.backends.mosaic_gpu.walk import read_row, read_shared_row, share_walks
-from kernels.backends.tile_walk import Rows, make_rows
+from kernels.backends.mosaic_gpu.walk import read_shared_row, share_walks
 from kernels.call import make_call
 from kernels.masks import TileKind
+from kernels.plan import Rows, make_rows
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)
@@ -51,7 +51,7 @@ def visited(rows: Rows, batch: int, num_cols: int) -> np.ndarray:
     """What the kernel makes of `Rows`: the kind of every tile."""
     kinds = np.full((rows.bounds.shape[1], num_cols), TileKind.EMPTY)
     for i in range(len(kinds)):
-        row = read_row(rows.bounds, rows.tiles, batch, i)
+        row = rows.read(batch, i)
         for rank in range(int(row.num_tiles)):
             j = int(row.tile(rank))
             assert kinds[i, j] == TileKind.EMPTY, "no tile is visited twice"

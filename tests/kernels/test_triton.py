@@ -22,11 +22,11 @@ from kernels import (
     TritonTuning,
     select_backend,
 )
-from kernels.backends.tile_walk import make_rows
 from kernels.backends.triton import key_intervals, support
 from kernels.backends.triton.key_intervals import make_key_intervals
 from kernels.call import make_call
 from kernels.masks import TileKind
+from kernels.plan import make_rows
 
 A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
 WINDOW = CausalMask() & LocalMask(40, 0)

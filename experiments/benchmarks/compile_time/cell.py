@@ -227,9 +227,9 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
 
 def _forget_masks() -> None:
     """Empties every cache of masks and plans, ours and upstream's."""
-    from kernels import block_plan
+    from kernels.plan import host
 
-    caches: list[Callable] = [block_plan._make_block_plan]
+    caches: list[Callable] = [host._make_block_plan]
     if "kernels.backends.splash" in sys.modules:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info
 

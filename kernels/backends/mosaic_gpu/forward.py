@@ -36,8 +36,8 @@ from kernels.backends.mosaic_gpu.schedule import Block, Schedule
 from kernels.backends.mosaic_gpu.softmax import row_sums, weigh, weigh_first
 from kernels.backends.mosaic_gpu.tickets import Tickets
 from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
-from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
+from kernels.plan import Rows
 from kernels.tuning import MosaicForwardTuning
 
 _LOG2_E = math.log2(math.e)

@@ -28,9 +28,8 @@ from kernels.backends.mosaic_gpu.pairs import (
     token_memory,
 )
 from kernels.backends.mosaic_gpu.schedule import Schedule
-from kernels.backends.mosaic_gpu.walk import read_row
-from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
+from kernels.plan import Rows
 from kernels.tuning import MosaicBackwardTuning
 
 # Indices of a query's offsets.
@@ -115,7 +114,7 @@ def key_value_pass(
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
         b, kv_head, j = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, j, shift=j * _SHIFT if same_start else None)
+        row = Rows(bounds_ref, optional.get("tiles")).read(b, j, shift=j * _SHIFT if same_start else None)
         num_steps = call.group_size * row.num_tiles
 
         @pl.when(warpgroup == num_warpgroups)

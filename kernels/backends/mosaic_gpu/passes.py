@@ -20,8 +20,8 @@ from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
 from kernels.backends.mosaic_gpu.walk import share_walks
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
-from kernels.backends.tile_walk import Rows, make_rows
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.plan import Rows, make_rows
 from kernels.tuning import MosaicForwardTuning, MosaicGpuTuning
 
 _LOG2_E = math.log2(math.e)

@@ -20,9 +20,8 @@ from kernels.backends.mosaic_gpu.pairs import (
     token_memory,
 )
 from kernels.backends.mosaic_gpu.schedule import Schedule
-from kernels.backends.mosaic_gpu.walk import read_row
-from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
+from kernels.plan import Rows
 from kernels.tuning import MosaicBackwardTuning
 
 
@@ -59,7 +58,7 @@ def query_pass(
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
         b, head, i = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, i)
+        row = Rows(bounds_ref, optional.get("tiles")).read(b, i)
 
         @pl.when(warpgroup == num_warpgroups)
         def _load():

@@ -38,9 +38,8 @@ from kernels.backends.mosaic_gpu.pairs import (
     token_memory,
 )
 from kernels.backends.mosaic_gpu.schedule import Schedule
-from kernels.backends.mosaic_gpu.walk import read_row
-from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
+from kernels.plan import Rows
 from kernels.tuning import MosaicBackwardTuning
 
 _DV, _DK, _LOAD = 0, 1, 2
@@ -78,7 +77,7 @@ def wide_key_value_pass(
         token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
         b, kv_head, j = schedule.block(jax.lax.axis_index("program"))
         warpgroup = jax.lax.axis_index("warpgroup")
-        row = read_row(bounds_ref, optional.get("tiles"), b, j)
+        row = Rows(bounds_ref, optional.get("tiles")).read(b, j)
         keys = pl.ds(j * ROWS, ROWS)
         num_steps = call.group_size * row.num_tiles
 

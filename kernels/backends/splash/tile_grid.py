@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.block_plan import BlockPlan, make_block_plan
 from kernels.masks import Mask, TileKind
+from kernels.plan.host import BlockPlan, make_block_plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,7 @@ rectangle that is EMPTY or FULL is never cut further, so time and memory go with
 boundary and not with the number of tiles. (A mask without an exact closed form is evaluated on the pairs of
 the tiles left open: for a `MaskFn` or a `NumpyMask` all of them.)
 
-Rows of tiles mostly are intervals, `start ≤ … full_start ≤ … full_stop ≤ … stop`; then four vectors hold
-the whole plan (`IntervalRows`). Other plans hold a list of tiles (`ListedRows`).
+Rows of tiles mostly are intervals; then four vectors hold the whole plan. Other plans hold a list of tiles (`Rows`).
 """
 
 from __future__ import annotations
@@ -16,39 +15,18 @@ import functools
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from kernels.masks import Mask, TileKind
 from kernels.masks.intervals import LAST_POSITION
+from kernels.plan.rows import Rows
 
 _logger = logging.getLogger(__name__)
 
 _PAIRS_PER_EVALUATION = 1 << 22
 _PAIRS_WORTH_A_WARNING = 1 << 30
-
-
-class IntervalRows(NamedTuple):
-    """Tiles of each row as half-open intervals, int32 `[num_rows]` each.
-
-    Row i visits the tiles `start[i]:stop[i]`, of which `full_start[i]:full_stop[i]` are FULL. A row
-    without FULL tiles has `full_start == full_stop == stop`; an empty one has all four 0.
-    """
-
-    start: np.ndarray
-    full_start: np.ndarray
-    full_stop: np.ndarray
-    stop: np.ndarray
-
-
-class ListedRows(NamedTuple):
-    """Tiles of each row as a list: row i visits `tiles[offsets[i]:offsets[i + 1]]`, `num_full[i]` FULL ones first."""
-
-    offsets: np.ndarray
-    num_full: np.ndarray
-    tiles: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +79,8 @@ class BlockPlan:
     partial: Rectangles
 
     @functools.cached_property
-    def rows(self) -> IntervalRows | ListedRows:
-        """What each row of query tiles visits: intervals if every row is one, else lists."""
+    def rows(self) -> Rows:
+        """What each query tile visits: intervals if every row is one, else lists."""
         return _rows_of(self.full, self.partial, self.num_rows)
 
     @property
@@ -130,28 +108,13 @@ class BlockPlan:
         """Number of tiles in which every pair is allowed: no mask needs to be evaluated there."""
         return self.full.num_tiles
 
-    def listed(self) -> ListedRows:
-        """The rows as lists of tiles, of `num_visited` elements in all."""
-        if isinstance(self.rows, ListedRows):
-            return self.rows
-        start, full_start, full_stop, stop = (vector.astype(np.int64) for vector in self.rows)
-        num_full, num_visited = full_stop - full_start, stop - start
-        offsets = np.concatenate([[0], np.cumsum(num_visited)])
-        row = np.repeat(np.arange(self.num_rows), num_visited)
-        rank = np.arange(offsets[-1]) - offsets[row]
-        rank_among_partial = rank - num_full[row]
-        partial = start[row] + rank_among_partial
-        partial += np.where(partial >= full_start[row], num_full[row], 0)
-        tiles = np.where(rank_among_partial < 0, full_start[row] + rank, partial)
-        return ListedRows(offsets, num_full.astype(np.int32), tiles.astype(np.int32))
-
     def kinds(self) -> np.ndarray:
-        """`TileKind` of every tile, int8 `[num_rows, num_cols]`: for tests and drawings, not for kernels."""
-        rows = self.listed()
+        """`TileKind` of every tile, int8 `[num_rows, num_cols]`: for drawings and small plans, not for kernels."""
         kinds = np.full((self.num_rows, self.num_cols), TileKind.EMPTY, np.int8)
-        row = np.repeat(np.arange(self.num_rows), np.diff(rows.offsets))
-        is_full = np.arange(len(rows.tiles)) - rows.offsets[row] < rows.num_full[row]
-        kinds[row, rows.tiles] = np.where(is_full, TileKind.FULL, TileKind.PARTIAL)
+        for rectangles, kind in ((self.full, TileKind.FULL), (self.partial, TileKind.PARTIAL)):
+            runs = _cut_into_rows(rectangles)
+            row, tiles = _tiles_of(runs)
+            kinds[row, tiles] = kind
         return kinds
 
     def transpose(self) -> BlockPlan:
@@ -331,32 +294,37 @@ def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     return int(np.sum((q_hi - q_lo + 1) * (kv_hi - kv_lo + 1)) + counts.sum())
 
 
-def _rows_of(full: Rectangles, partial: Rectangles, num_rows: int) -> IntervalRows | ListedRows:
+def _rows_of(full: Rectangles, partial: Rectangles, num_rows: int) -> Rows:
     """Collects disjoint rectangles into rows: as intervals if every row is one, else as lists."""
     full, partial = _cut_into_rows(full), _cut_into_rows(partial)
     unset = np.iinfo(np.int64).max
     start, full_start = np.full(num_rows, unset), np.full(num_rows, unset)
-    stop, full_stop, num_full, num_visited = (np.zeros(num_rows, np.int64) for _ in range(4))
-    for rects, counts in ((full, (num_full, num_visited)), (partial, (num_visited,))):
-        np.minimum.at(start, rects.row_start, rects.col_start)
-        np.maximum.at(stop, rects.row_start, rects.col_stop)
-        for count in counts:
-            np.add.at(count, rects.row_start, rects.col_stop - rects.col_start)
+    stop, full_stop, num_full, num_partial = (np.zeros(num_rows, np.int64) for _ in range(4))
+    for runs, count in ((full, num_full), (partial, num_partial)):
+        np.minimum.at(start, runs.row_start, runs.col_start)
+        np.maximum.at(stop, runs.row_start, runs.col_stop)
+        np.add.at(count, runs.row_start, runs.col_stop - runs.col_start)
     np.minimum.at(full_start, full.row_start, full.col_start)
     np.maximum.at(full_stop, full.row_start, full.col_stop)
 
-    start = np.where(num_visited > 0, start, 0)
-    full_start, full_stop = np.where(num_full > 0, full_start, stop), np.where(num_full > 0, full_stop, stop)
-    if np.array_equal(stop - start, num_visited) and np.array_equal(full_stop - full_start, num_full):
-        return IntervalRows(*(vector.astype(np.int32) for vector in (start, full_start, full_stop, stop)))
+    num_tiles = num_full + num_partial
+    start, full_start = np.where(num_tiles > 0, start, 0), np.where(num_full > 0, full_start, 0)
+    if np.array_equal(stop - start, num_tiles) and np.array_equal(full_stop - full_start, num_full):
+        return Rows.of_intervals(*(vector[None] for vector in (start, full_start, full_stop, stop)))
 
     runs = Rectangles.join([full, partial])
-    is_partial = np.repeat([False, True], [len(full), len(partial)])
-    runs = runs[np.lexsort((runs.col_start, is_partial, runs.row_start))]
+    is_full = np.repeat([True, False], [len(full), len(partial)])
+    _, tiles = _tiles_of(runs[np.lexsort((runs.col_start, is_full, runs.row_start))])
+    first = np.cumsum(num_tiles) - num_tiles
+    bounds = np.stack([first, num_partial, np.zeros_like(first), num_tiles], axis=-1)
+    return Rows(bounds.astype(np.int32)[None], tiles.astype(np.int32)[None])
+
+
+def _tiles_of(runs: Rectangles) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of each tile of some rectangles of one row each, int64."""
     length = runs.col_stop - runs.col_start
     first = np.cumsum(length) - length
-    tiles = np.repeat(runs.col_start - first, length) + np.arange(length.sum())
-    return ListedRows(np.concatenate([[0], np.cumsum(num_visited)]), num_full.astype(np.int32), tiles.astype(np.int32))
+    return np.repeat(runs.row_start, length), np.repeat(runs.col_start - first, length) + np.arange(length.sum())
 
 
 def _cut_into_rows(rects: Rectangles) -> Rectangles:

@@ -20,7 +20,7 @@ from kernels import (
     count_allowed_pairs,
     make_block_plan,
 )
-from kernels.block_plan import IntervalRows, ListedRows
+from kernels.plan import list_rows
 from tests.kernels.mask_strategies import any_masks, interval_masks
 
 lengths = st.integers(1, 260)
@@ -68,15 +68,18 @@ def test_plans_of_the_interval_family_are_exact_at_any_offset(
 
 
 @given(mask=any_masks, q_len=lengths, kv_len=lengths)
-def test_rows_list_full_tiles_first_and_each_tile_once(mask, q_len, kv_len):
+def test_rows_name_each_tile_once_and_partial_ones_first(mask, q_len, kv_len):
     plan = make_block_plan(mask, q_len, kv_len, 32, 16)
-    kinds, rows = plan.kinds(), plan.listed()
-    for i in range(plan.num_rows):
-        tiles = rows.tiles[rows.offsets[i] : rows.offsets[i + 1]]
-        assert sorted(tiles) == list(np.flatnonzero(kinds[i]))
-        assert list(kinds[i, tiles]) == sorted(kinds[i, tiles], reverse=True)
-    if isinstance(plan.rows, IntervalRows):
-        for i, (start, full_start, full_stop, stop) in enumerate(zip(*plan.rows, strict=True)):
+    kinds = plan.kinds()
+    for rows in (plan.rows, list_rows(kinds[None])):
+        for i in range(plan.num_rows):
+            row = rows.read(0, i)
+            tiles = [int(row.tile(rank)) for rank in range(int(row.num_tiles))]
+            assert sorted(tiles) == list(np.flatnonzero(kinds[i]))
+            assert list(kinds[i, tiles]) == sorted(kinds[i, tiles])
+            assert (kinds[i, tiles] == TileKind.PARTIAL).sum() == row.num_partial
+    if plan.rows.tiles is None:
+        for i, (start, full_start, full_stop, stop) in enumerate(plan.rows.bounds[0]):
             assert list(range(start, stop)) == list(np.flatnonzero(kinds[i]))
             assert list(range(full_start, full_stop)) == list(np.flatnonzero(kinds[i] == TileKind.FULL))
 
@@ -89,8 +92,8 @@ def test_allowed_pairs_are_counted_exactly(mask, q_len, kv_len):
 
 def test_scattered_tiles_are_listed_and_intervals_are_not():
     scattered = LocalMask(8, 0) | PrefixMask(4)
-    assert isinstance(make_block_plan(scattered, 256, 256, 8, 8).rows, ListedRows)
-    assert isinstance(make_block_plan(CausalMask() | PrefixMask(64), 256, 256, 8, 8).rows, IntervalRows)
+    assert make_block_plan(scattered, 256, 256, 8, 8).rows.tiles is not None
+    assert make_block_plan(CausalMask() | PrefixMask(64), 256, 256, 8, 8).rows.tiles is None
 
 
 def test_a_function_with_a_closed_form_is_not_evaluated():
@@ -124,8 +127,8 @@ def test_a_million_tokens_take_a_tenth_of_a_second_and_fifty_megabytes(mask):
         # Another offset each time, so that no attempt finds the last one's plan in the cache.
         begin = time.perf_counter()
         plan = make_block_plan(mask, MILLION, MILLION, 128, 128, q_offset=128 * attempt, kv_offset=128 * attempt)
-        assert isinstance(plan.rows, IntervalRows)
-        assert isinstance(plan.transpose().rows, IntervalRows)
+        assert plan.rows.tiles is None
+        assert plan.transpose().rows.tiles is None
         seconds.append(time.perf_counter() - begin)
     tracemalloc.start()
     try:

@@ -1,0 +1,11 @@
+"""Which tiles of the attention matrix a kernel visits: planned on the host from the mask, on the device from data too.
+
+`make_block_plan` plans a mask ahead of time. `make_rows` plans a call: on the host where it can, on the device where
+segment ids or positions are given. Both give `Rows`.
+"""
+
+from kernels.plan.device import make_rows
+from kernels.plan.host import BlockPlan, count_allowed_pairs, make_block_plan
+from kernels.plan.rows import Row, Rows, list_rows
+
+__all__ = ["BlockPlan", "Row", "Rows", "count_allowed_pairs", "list_rows", "make_block_plan", "make_rows"]

@@ -1,0 +1,208 @@
+"""Plans made on the device, from what is known there only: segment ids and positions.
+
+Where a mask's rows are intervals, a plan costs what its rows cost. Documents give each tile an interval of places in
+the other sequence. Positions give each tile a lowest and a highest one, and these an interval of tiles: those whose own
+positions come within reach. For other masks every tile is classified, and rows are lists.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.masks.intervals import LAST_POSITION, TileKind, kleene_and, tile_kind
+from kernels.plan.documents import PlaceIntervals, document_intervals
+from kernels.plan.host import make_block_plan
+from kernels.plan.rows import Rows, list_rows
+from kernels.plan.search import search
+from kernels.varying import vary
+
+
+def make_rows(
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    block_q: int,
+    block_kv: int,
+    *,
+    transposed: bool = False,
+    only_intervals: bool = False,
+) -> Rows:
+    """The rows of a call cut into tiles, on the host where no segment ids and positions are given.
+
+    Args:
+      inputs, call: the call; segment ids and positions are those of the whole sequences.
+      block_q, block_kv: sides of a tile, in tokens.
+      transposed: rows of query tiles for each key/value tile, in place of key/value tiles for each query tile.
+      only_intervals: no lists; tiles of an interval that are EMPTY are then visited as PARTIAL ones.
+    """
+    if call.has_positions and call.mask.has_row_intervals:
+        return _rows_by_position(inputs, call, block_q, block_kv, transposed)
+    planned = None
+    if not call.has_positions:
+        plan = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv)
+        plan = plan.transpose() if transposed else plan
+        planned = plan.rows
+        if planned.tiles is None:
+            return _narrowed(planned, inputs, call, block_q, block_kv, transposed)
+        if not call.has_segment_ids and not only_intervals:
+            return jax.tree.map(jnp.asarray, planned)
+    kinds = _kinds_by_position(inputs, call, block_q, block_kv) if planned is None else jnp.asarray(plan.kinds())[None]
+    if planned is None and transposed:
+        kinds = kinds.swapaxes(1, 2)
+    if call.has_segment_ids:
+        documents = _kinds_of_documents(inputs, block_q, block_kv)
+        kinds = kleene_and(kinds, documents.swapaxes(1, 2) if transposed else documents)
+    return _hull(kinds) if only_intervals else list_rows(kinds)
+
+
+class _Tiles(NamedTuple):
+    """Intervals of tiles, from intervals of places: as `PlaceIntervals`, in tiles."""
+
+    start: Int[Array, "B R"]
+    stop: Int[Array, "B R"]
+    full_start: Int[Array, "B R"]
+    full_stop: Int[Array, "B R"]
+
+    @staticmethod
+    def of(places: PlaceIntervals, block: int) -> _Tiles:
+        """The tiles that hold some of the places, and those that hold none but full ones."""
+        return _Tiles(
+            places.start // block, -(-places.stop // block), -(-places.full_start // block), places.full_stop // block
+        )
+
+
+def _tiles_of_documents(
+    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
+) -> _Tiles:
+    """The tiles of each row that the documents leave."""
+    query, key_value = inputs.query_segment_ids, inputs.key_value_segment_ids
+    assert query is not None
+    assert key_value is not None
+    if transposed:
+        return _Tiles.of(document_intervals(key_value, block_kv, query, call.varying_axes), block_q)
+    return _Tiles.of(document_intervals(query, block_q, key_value, call.varying_axes), block_kv)
+
+
+def _narrowed(
+    planned: Rows, inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
+) -> Rows:
+    """A plan's intervals, less what the documents rule out."""
+    if not call.has_segment_ids:
+        return Rows(jnp.asarray(planned.bounds), None)
+    documents = _tiles_of_documents(inputs, call, block_q, block_kv, transposed)
+    start, full_start, full_stop, stop = (planned.bounds[..., i] for i in range(4))
+    return Rows.of_intervals(
+        jnp.maximum(start, documents.start),
+        jnp.maximum(full_start, documents.full_start),
+        jnp.minimum(full_stop, documents.full_stop),
+        jnp.minimum(stop, documents.stop),
+    )
+
+
+class _Extents(NamedTuple):
+    """Lowest and highest of something of each tile, inclusive, int32 `[B, tiles]`."""
+
+    lowest: Int[Array, "B tiles"]
+    highest: Int[Array, "B tiles"]
+
+
+def _rows_by_position(
+    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
+) -> Rows:
+    """Intervals for a mask whose rows are intervals of key positions.
+
+    A query tile reaches some keys from the first one of its lowest position's row to the last one of its highest
+    position's. All of its queries allow the keys from the first one of the highest position's row to the last one of
+    the lowest position's. A tile is visited where the keys' extent meets the reach, and FULL where it lies within the
+    latter. Rows and columns are in whatever order: a row's interval runs from its first such tile to its last.
+    """
+    queries = _extents(inputs.query_positions, block_q)
+    reach, within = _reach(call, queries)
+    keys = _extents(inputs.key_value_positions, block_kv)
+    columns = queries if transposed else keys
+    shape = (keys if transposed else queries).lowest.shape
+    num_columns = columns.lowest.shape[1]
+    ends = vary((jnp.zeros(shape, jnp.int32), jnp.full(shape, num_columns, jnp.int32)), call.varying_axes)
+    if call.has_segment_ids:
+        tiles = _tiles_of_documents(inputs, call, block_q, block_kv, transposed)
+    else:
+        tiles = _Tiles(*ends, *ends)
+    if transposed:
+        own, other, too_low, too_high = keys, reach, (within.highest, keys.highest), (within.lowest, keys.lowest)
+    else:
+        own, other, too_low, too_high = reach, keys, (keys.lowest, within.lowest), (keys.highest, within.highest)
+    # A column is met if it is high enough and low enough. Two rounds, for a zigzag shard has two runs of positions.
+    start, stop = search(
+        jnp.stack([other.highest, ~other.lowest]),
+        jnp.stack([own.lowest, ~own.highest]),
+        tiles.start,
+        tiles.stop,
+        num_rounds=2,
+    )
+    # FULL ones come after the last column that is too low, and before the first that is too high.
+    full_start = jnp.maximum(tiles.full_start, start)
+    full_stop = jnp.maximum(jnp.minimum(tiles.full_stop, stop), full_start)
+    ends = full_start, full_stop
+    _, full_start = search(~too_low[0][None], ~too_low[1][None], *ends, above=True)
+    full_stop, _ = search(too_high[0][None], too_high[1][None], *ends, above=True)
+    if call.kv_len % block_kv:
+        last_tile = -(-call.kv_len // block_kv) - 1
+        sticks_out = jnp.arange(shape[1]) == last_tile
+        full_stop = jnp.where(sticks_out, 0, full_stop) if transposed else jnp.minimum(full_stop, last_tile)
+    return Rows.of_intervals(start, full_start, full_stop, stop)
+
+
+def _reach(call: AttentionCall, queries: _Extents) -> tuple[_Extents, _Extents]:
+    """The keys that some of a tile's queries may see, and those that all may see."""
+    lowest, highest = (call.mask.row_interval(position) for position in queries)
+    assert lowest is not None
+    assert highest is not None
+    # `last` rises with the position, but where rows without keys begin.
+    has_reached_the_end = highest[1] < lowest[1]
+    first, last = lowest[0], jnp.where(has_reached_the_end, LAST_POSITION, highest[1])
+    # An empty reach meets no key at all.
+    is_empty = last < first
+    reach = _Extents(jnp.where(is_empty, LAST_POSITION, first), jnp.where(is_empty, -LAST_POSITION, last))
+    return reach, _Extents(highest[0], jnp.minimum(lowest[1], highest[1]))
+
+
+def _kinds_by_position(inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int):
+    """What the mask says of each tile `[B, R, C]`, from its lowest and highest positions."""
+    q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_positions, block_q))
+    kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_positions, block_kv))
+    shape = (call.batch, q_lo.shape[1], kv_lo.shape[2])
+    kinds = jnp.broadcast_to(call.mask.classify(q_lo, q_hi, kv_lo, kv_hi), shape)
+    return kinds.at[:, :, -1].min(TileKind.PARTIAL) if call.kv_len % block_kv else kinds
+
+
+def _kinds_of_documents(inputs: AttentionInputs, block_q: int, block_kv: int) -> Int[Array, "B R C"]:
+    """What the documents say of each tile, from its lowest and highest segment id."""
+    q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_segment_ids, block_q))
+    kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_segment_ids, block_kv))
+    one_document = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
+    return tile_kind((q_lo <= kv_hi) & (kv_lo <= q_hi), one_document)
+
+
+def _hull(kinds: Int[Array, "B R C"]) -> Rows:
+    """The intervals from each row's first tile that isn't EMPTY to its last."""
+    num_cols = kinds.shape[-1]
+    col = jnp.arange(num_cols, dtype=jnp.int32)
+    visited, full = kinds != TileKind.EMPTY, kinds == TileKind.FULL
+    start, full_start = (jnp.where(some, col, num_cols).min(-1) for some in (visited, full))
+    stop, full_stop = (jnp.where(some, col + 1, 0).max(-1) for some in (visited, full))
+    # Where other tiles are among the FULL ones, all are visited as PARTIAL ones.
+    full_stop = jnp.where(full_stop - full_start == full.sum(-1, dtype=jnp.int32), full_stop, full_start)
+    return Rows.of_intervals(start, full_start, full_stop, stop)
+
+
+def _extents(tokens: Int[Array, "B L"] | None, block: int) -> _Extents:
+    """Lowest and highest of each tile."""
+    assert tokens is not None
+    # Repeating the last token adds nothing to what a tile's extent says.
+    filled = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
+    by_tile = filled.reshape(tokens.shape[0], -1, block)
+    return _Extents(by_tile.min(-1), by_tile.max(-1))

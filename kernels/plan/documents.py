@@ -1,0 +1,88 @@
+"""Packed documents as intervals of places: where in one sequence the tokens lie that a token of the other may meet.
+
+The intervals are data: a token may meet no more than those at `first ≤ place < stop`. That is what narrows a plan, and
+it costs what the tokens cost. Documents are one source of such intervals. A document that comes back after another one
+has the interval from its first token to its last, with tiles that may hold both; none of these is FULL then.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kernels.varying import vary
+
+_NOWHERE = np.int32(-(2**31) + 1)
+_FEWEST_SLOTS = 1 << 16
+
+
+class PlaceIntervals(NamedTuple):
+    """For each tile of one sequence, places in the other one. An empty interval has `stop ≤ start`.
+
+    Attributes:
+      start, stop: some of the tile's tokens may meet tokens at `start:stop`, and none may meet any elsewhere.
+      full_start, full_stop: all of the tile's tokens may meet all tokens at `full_start:full_stop`.
+    """
+
+    start: Int[Array, "B R"]
+    stop: Int[Array, "B R"]
+    full_start: Int[Array, "B R"]
+    full_stop: Int[Array, "B R"]
+
+
+def document_intervals(
+    own: Int[Array, "B L"], block: int, others: Int[Array, "B M"], varying_axes: tuple[str, ...] = ()
+) -> PlaceIntervals:
+    """The places of the tokens with the same segment ids.
+
+    Args:
+      own: segment ids of the sequence that is cut into tiles of `block` tokens.
+      others: segment ids of the sequence whose places are asked for.
+      varying_axes: mesh axes over which the ids differ (`kernels.varying`).
+    """
+    table, num_slots = _table_of_documents(others, varying_axes)
+
+    def look_up(ids):
+        entry = jnp.take_along_axis(table, (ids & (num_slots - 1))[..., None], axis=1)
+        return -entry[..., 0], entry[..., 1], entry[..., 2]
+
+    batch, length = own.shape
+    # Repeating the last token adds no document.
+    filled = jnp.pad(own, [(0, 0), (0, -length % block)], mode="edge").reshape(batch, -1, block)
+    first, _, last = (x.reshape(filled.shape) for x in look_up(filled.reshape(batch, -1)))
+    start, stop = jnp.minimum(first.min(-1), others.shape[1]), jnp.maximum(last.max(-1) + 1, 0)
+
+    document = filled[..., 0]
+    first, last_start, last = look_up(document)
+    at_first = jnp.take_along_axis(others, jnp.minimum(first, others.shape[1] - 1), axis=1)
+    # Another document may have the slot, and if it is this one's too, then there are two runs in it.
+    is_one_run = (first == last_start) & (at_first == document) & (filled == document[..., None]).all(-1)
+    return PlaceIntervals(start, stop, jnp.where(is_one_run, first, 0), jnp.where(is_one_run, last + 1, 0))
+
+
+def _table_of_documents(ids: Int[Array, "B M"], varying_axes) -> tuple[Int[Array, "B slots 3"], int]:
+    """Of the tokens whose ids share their lowest bits: −(first place), where the last run starts, last place.
+
+    So many bits are taken that ids which count from 0 don't meet, and others seldom do. Where two do, the interval
+    holds both documents.
+    """
+    batch, length = ids.shape
+    num_slots = max(_FEWEST_SLOTS, 1 << (length - 1).bit_length())
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    differs, end = ids[:, 1:] != ids[:, :-1], jnp.ones((batch, 1), bool)
+    is_start, is_end = jnp.concatenate([end, differs], axis=1), jnp.concatenate([differs, end], axis=1)
+    entries = jnp.stack(
+        [
+            jnp.where(is_start, -place, _NOWHERE),
+            jnp.where(is_start, place, _NOWHERE),
+            jnp.where(is_end, place, _NOWHERE),
+        ],
+        axis=-1,
+    )
+    # A token amid its document says nothing new, and is dropped.
+    slot = jnp.where(is_start | is_end, ids & (num_slots - 1), num_slots)
+    table = vary(jnp.full((batch, num_slots, 3), _NOWHERE), varying_axes)
+    return table.at[jnp.arange(batch)[:, None], slot].max(entries, mode="drop"), num_slots

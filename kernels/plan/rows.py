@@ -1,0 +1,106 @@
+"""The tiles that each row of tiles visits: what a plan is, whether the host or the device made it.
+
+A row is a query tile, and its tiles are key/value tiles; in a transposed plan it is a key/value tile, and its tiles
+are query tiles. A row's tiles are either an interval, which four numbers give, or a part of a list. Either way its
+PARTIAL tiles come first, then the FULL ones, so that a kernel has one loop that evaluates the mask and one that
+doesn't.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from kernels.masks.intervals import TileKind, array_namespace
+
+Integers = Any  # a NumPy or a JAX array of int32
+
+
+class Rows(NamedTuple):
+    """The tiles of all rows: NumPy arrays made on the host, or JAX arrays. W is 1 if the batch shares them, else B.
+
+    Attributes:
+      bounds: of an interval (start, full_start, full_stop, stop): the row visits `start:stop`, and of these
+        `full_start:full_stop` are FULL. Without FULL tiles both are `stop`, and all four are 0 in an empty row.
+        Of a list (first entry, number of PARTIAL tiles, 0, number of tiles).
+      tiles: int32, the lists; None for intervals.
+    """
+
+    bounds: Int[Integers, "W R 4"]
+    tiles: Int[Integers, "W n"] | None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.bounds.shape[1]
+
+    @staticmethod
+    def of_intervals(start: Integers, full_start: Integers, full_stop: Integers, stop: Integers) -> Rows:
+        """Rows from the intervals' bounds `[W, R]`, which need not be in order where a row has no tile of a kind."""
+        xp = array_namespace(start, full_start, full_stop, stop)
+        is_empty = stop <= start
+        start, stop = xp.where(is_empty, 0, start), xp.where(is_empty, 0, stop)
+        full_start, full_stop = xp.maximum(full_start, start), xp.minimum(full_stop, stop)
+        has_full = full_start < full_stop
+        full_start, full_stop = xp.where(has_full, full_start, stop), xp.where(has_full, full_stop, stop)
+        return Rows(xp.stack([start, full_start, full_stop, stop], axis=-1).astype(xp.int32), None)
+
+    def read(self, batch, row, shift=None) -> Row:
+        """One row, of the arrays or of references to them within a kernel; `shift` rotates an interval's FULL tiles."""
+        batch = batch if self.bounds.shape[0] > 1 else 0
+        a, b, c, d = (self.bounds[batch, row, i] for i in range(4))
+        if self.tiles is not None:
+            return Row(num_tiles=d, num_partial=b, first=(batch, a), tiles=self.tiles)
+        return Row(num_tiles=d - a, num_partial=(b - a) + (d - c), first=(a, b, c), shift=shift)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tiles of one row.
+
+    Attributes:
+      num_tiles, num_partial: its number of tiles, and how many of them are PARTIAL.
+      first: of an interval its first three bounds, of a list (element of the batch, first entry).
+      tiles: the lists, or None.
+      shift: by how many an interval's FULL tiles are rotated, or None.
+    """
+
+    num_tiles: Any
+    num_partial: Any
+    first: tuple[Any, ...]
+    tiles: Any = None
+    shift: Any = None
+
+    def tile(self, rank):
+        """The rank-th tile, PARTIAL ones first."""
+        if self.tiles is not None:
+            batch, entry = self.first
+            return self.tiles[batch, entry + rank]
+        start, full_start, full_stop = self.first
+        num_before = full_start - start
+        if self.shift is not None:
+            num_full = self.num_tiles - self.num_partial
+            rotated = jax.lax.rem(rank - self.num_partial + self.shift, jnp.maximum(num_full, 1)) + self.num_partial
+            rank = jnp.where(rank < self.num_partial, rank, rotated)
+        after = jnp.where(rank < self.num_partial, full_stop - num_before, full_start - self.num_partial)
+        return rank + jnp.where(rank < num_before, start, after)
+
+
+def list_rows(kinds: Int[Integers, "W R C"]) -> Rows:
+    """Lists of the tiles that aren't EMPTY.
+
+    Args:
+      kinds: the `TileKind` of every tile.
+    """
+    xp = array_namespace(kinds)
+    batch, num_rows, num_cols = kinds.shape
+    order = xp.argsort(xp.where(kinds == TileKind.EMPTY, 3, kinds), axis=-1, stable=True).astype(xp.int32)
+    num_partial = (kinds == TileKind.PARTIAL).sum(-1, dtype=xp.int32)
+    num_tiles = (kinds != TileKind.EMPTY).sum(-1, dtype=xp.int32)
+    first = xp.broadcast_to(xp.arange(num_rows, dtype=xp.int32) * num_cols, num_tiles.shape)
+    bounds = xp.stack([first, num_partial, xp.zeros_like(first), num_tiles], axis=-1)
+    return Rows(bounds, order.reshape(batch, -1))
