@@ -1,5 +1,6 @@
 """Attention kernels that never build a T×T mask: the mask algebra, block plans and their backends."""
 
+from flax_longcontext import warn_of_neighbours
 from kernels.attention import Selection, dot_product_attention, select_backend
 from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
@@ -27,6 +28,8 @@ from kernels.tuning import (
     TritonTuning,
     Tuning,
 )
+
+warn_of_neighbours(__name__)
 
 __all__ = [
     "BlockPlan",

@@ -9,7 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from layers.config import GPTConfig, RopeScaling
+from flax_longcontext import require_ours, warn_of_neighbours
+
+require_ours("kernels", importer=__name__)
+warn_of_neighbours(__name__)
+
+from layers.config import GPTConfig, RopeScaling  # noqa: E402, it imports `kernels`
 
 if TYPE_CHECKING:
     from layers.activation_sharding import ActivationSharding

@@ -9,8 +9,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODULES_WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for package in ("kernels", "layers", "trainer", "experiments")
-    for path in (ROOT / package).rglob("*.py")
+    for pattern in (
+        "flax_longcontext.py",
+        "kernels/**/*.py",
+        "layers/**/*.py",
+        "trainer/**/*.py",
+        "experiments/**/*.py",
+    )
+    for path in ROOT.glob(pattern)
     if ">>> " in path.read_text()
 )
 

@@ -149,6 +149,34 @@ def test_every_snippet_names_its_language():
     assert unnamed == []
 
 
+def test_readme_is_short():
+    """It invites; what is longer has a page in docs/."""
+    assert len(README.read_text().split()) <= 1500
+
+
+def headings(page: Path) -> set[str]:
+    """What a link into a page can name, as GitHub derives it from the page's headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *GUIDES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        target = page.parent / path if path else page
+        if not link.startswith("https://") and not (target.exists() and (not heading or heading in headings(target))):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_and_picture_can_be_reached():
+    linked = {link for page in [README, *GUIDES] for link in re.findall(r"\]\((?:docs/)?([^)\s#]+)", page.read_text())}
+    files = [path for path in (ROOT / "docs").rglob("*") if path.is_file()]
+    assert [path for path in files if str(path.relative_to(ROOT / "docs")) not in linked] == []
+
+
 def needs_libtpu(section: Section) -> bool:
     commands = " ".join(command for snippet in section.snippets for command in snippet.commands())
     return "--topology" in commands or "--target" in commands

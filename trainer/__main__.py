@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import PREEMPTED, StopRequest
 from trainer.standard_streams import outlive_readers
@@ -34,17 +35,18 @@ def main(arguments: Sequence[str]) -> int:
         os._exit(PREEMPTED)
 
     with outlive_readers(), StopRequest(leave):
-        from trainer.command_line import parse_command_line
-        from trainer.workdir import claim_workdir
-
         try:
+            require_ours("trainer", importer=__name__)
+            from trainer.command_line import parse_command_line
+            from trainer.workdir import claim_workdir
+
             command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
             line = ["python", "-m", "trainer", *arguments]
             return run(command.train, workdir, command=line, started=started, ending=ending)
-        except UserMistake as mistake:
+        except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return 2
         except TrainingFailed as failure:

@@ -9,9 +9,13 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from flax_longcontext import require_ours
 from kernels.call import AttentionCall
 from kernels.tuning import Tuning
 from kernels.varying import CHECK_VMA_REASON
+
+# The distribution `kernels` on PyPI has a module of this name: installed over ours, it imports this folder for it.
+require_ours("kernels", importer=__name__)
 
 
 @dataclass(frozen=True)

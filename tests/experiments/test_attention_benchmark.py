@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks.attention import contenders, readme_table
+from experiments.benchmarks.attention import contenders, speed_table
 from experiments.benchmarks.attention import measure as measuring
 from experiments.benchmarks.attention.__main__ import SUITES, Arguments, Suite, cells, headings, main, measure
 from experiments.benchmarks.attention.cases import CASES, Case, known_cases, make_problem
@@ -22,7 +22,7 @@ from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_p
 
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 class Device:
@@ -213,13 +213,13 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     assert re.search(r"^cudnn.*: .*runs on gpu, not on cpu$", printed, re.MULTILINE)
 
 
-def test_the_readme_has_the_table_of_the_rows_that_are_kept():
-    table = readme_table.make_table(readme_table.read_rows(readme_table.Arguments().results), "mosaic_gpu")
-    page = README.read_text(encoding="utf-8")
-    assert readme_table.replace_block(page, table) == page, f"make it again: {readme_table.BEGIN}"
+def test_the_page_has_the_table_of_the_rows_that_are_kept():
+    table = speed_table.make_table(speed_table.read_rows(speed_table.Arguments().results), "mosaic_gpu")
+    page = PAGE.read_text(encoding="utf-8")
+    assert speed_table.replace_block(page, table) == page, f"make it again: {speed_table.BEGIN}"
 
 
-def test_the_readmes_table_says_what_was_measured(tmp_path):
+def test_the_table_says_what_was_measured(tmp_path):
     row = {"case": "a", "batch": 1, "length": 4096, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     row |= {"mask": repr(LocalMask(1023, 0)), "document_length": None, "document_spread": 0.0, "backend": "mosaic_gpu"}
     row |= {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "seconds": 1.0, "direction": "forward"}
@@ -232,10 +232,10 @@ def test_the_readmes_table_says_what_was_measured(tmp_path):
         {**row, "tflops_per_s": 2.0, "speed_ratios": {}, "case": "b", "head_dim": 128, "date": "2026-11-22"},
         {"case": "c", "backend": "mosaic_gpu", "direction": "forward", "refused": "can't"},
     ]
-    path, page = tmp_path / "rows.jsonl", tmp_path / "README.md"
+    path, page = tmp_path / "rows.jsonl", tmp_path / "benchmarks.md"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page.write_text(f"before\n{readme_table.BEGIN}\nold\n{readme_table.END}\nafter\n")
-    readme_table.main(readme_table.Arguments(results=path, readme=page))
+    page.write_text(f"before\n{speed_table.BEGIN}\nold\n{speed_table.END}\nafter\n")
+    speed_table.main(speed_table.Arguments(results=path, page=page))
     before, _, where, _, headings, _, first, second, _, after = page.read_text().splitlines()
     assert (before, after) == ("before", "after")
     assert where == "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22:"
@@ -244,16 +244,16 @@ def test_the_readmes_table_says_what_was_measured(tmp_path):
     assert second == "| 1 × 8/2 × 4,096 × 128, window 1,024 | 2 | – | – | – | – | – |"
 
 
-def test_the_readmes_table_needs_its_markers_and_rows():
-    once = f"{readme_table.BEGIN}\n{readme_table.END}"
-    for page in ("", readme_table.BEGIN, f"{readme_table.END}\n{readme_table.BEGIN}", once + once):
+def test_the_table_needs_its_markers_and_rows():
+    once = f"{speed_table.BEGIN}\n{speed_table.END}"
+    for page in ("", speed_table.BEGIN, f"{speed_table.END}\n{speed_table.BEGIN}", once + once):
         with pytest.raises(ValueError, match=re.escape("put them around the table's place")):
-            readme_table.replace_block(page, "table")
+            speed_table.replace_block(page, "table")
     refused = {"case": "a", "direction": "forward", "backend": "blockwise", "refused": "can't"}
     with pytest.raises(ValueError, match="no row of backend='blockwise'"):
-        readme_table.make_table([refused], "blockwise")
+        speed_table.make_table([refused], "blockwise")
 
 
 def test_a_mask_without_a_name_is_written_out():
-    titles = [readme_table.mask_title(mask) for mask in (CausalMask(), FullMask(), CausalMask() & PrefixMask(7))]
+    titles = [speed_table.mask_title(mask) for mask in (CausalMask(), FullMask(), CausalMask() & PrefixMask(7))]
     assert titles == ["causal", "no mask", "CausalMask(offset=0) & PrefixMask(length=7)"]

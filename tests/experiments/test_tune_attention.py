@@ -11,7 +11,7 @@ import pytest
 
 from experiments.benchmarks.attention.cases import CASES, Case, make_problem
 from experiments.benchmarks.attention.contenders import compile_contender
-from experiments.benchmarks.attention.readme_table import read_rows
+from experiments.benchmarks.attention.speed_table import read_rows
 from experiments.benchmarks.tune_attention import __main__ as command
 from experiments.benchmarks.tune_attention import candidates, table
 from experiments.benchmarks.tune_attention import race as race_module

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from flax_longcontext import ForeignPackage, require_ours
 from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 
@@ -20,6 +21,7 @@ DOES_NOT_FIT = 3
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
+        require_ours("trainer", importer=__name__)
         from trainer.compile.command_line import parse_command_line
 
         task = parse_command_line(arguments)
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0
-    except UserMistake as mistake:
+    except (ForeignPackage, UserMistake) as mistake:
         print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
         return 2
     except TrainingFailed as failure:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from flax_longcontext import ForeignPackage, require_ours
 from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.signals import INTERRUPTED
@@ -18,6 +19,7 @@ from trainer.signals import INTERRUPTED
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
+        require_ours("trainer", importer=__name__)
         from trainer.sample.command_line import parse_command_line
 
         command = parse_command_line(arguments)
@@ -25,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
 
         run(command)
         return 0
-    except UserMistake as mistake:
+    except (ForeignPackage, UserMistake) as mistake:
         print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
         return 2
     except TrainingFailed as failure:

@@ -1,0 +1,149 @@
+"""Writes the table of attention speeds in docs/benchmarks.md from the rows that were measured.
+
+    python -m experiments.benchmarks.attention.speed_table
+
+What stands between the page's two markers is replaced; a test holds the page to what this command writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from kernels import Mask, parse_mask
+from trainer.broken_pipe import reader_may_leave
+
+BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention.speed_table -->"
+END = "<!-- end attention speeds -->"
+REPOSITORY = Path(__file__).parents[3]
+HEADINGS = ("batch × heads × length × head dim", *("forward", "× cuDNN", "× next"), *("backward", "× cuDNN", "× next"))
+VERSIONS = {"jax": "JAX", "nvidia-cudnn-cu13": "cuDNN", "torch": "PyTorch", "tokamax": "tokamax"}
+NEXT = {
+    "pallas_mosaic": "JAX's Pallas, Mosaic",
+    "pallas_triton": "JAX's Pallas, Triton",
+    "tokamax_mosaic": "tokamax, Mosaic",
+    "tokamax_triton": "tokamax, Triton",
+    "torch_flash": "FlashAttention-2",
+    "torch_flex": "FlexAttention",
+}
+"""The systems besides cuDNN; a table has the fastest of them in each row."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Writes the table of attention speeds in docs/benchmarks.md."""
+
+    results: Path = REPOSITORY / "experiments/benchmarks/results/attention_hopper_h200.jsonl"
+    """JSON lines of `python -m experiments.benchmarks.attention`. Of a measurement made twice, the later one counts."""
+    page: Path = REPOSITORY / "docs/benchmarks.md"
+    """The page that has the two markers."""
+    backend: str = "mosaic_gpu"
+    """The backend whose TFLOP/s and ratios the table has."""
+
+
+def make_table(rows: Iterable[dict[str, Any]], backend: str) -> str:
+    """The table in Markdown, under a line with device, versions and dates.
+
+    Raises:
+      ValueError: no row with a time of the backend.
+    """
+    latest = latest_rows(rows, backend)
+    circumstances = {
+        ", ".join(
+            [row["device"], *(f"{label} {row[name]}" for name, label in VERSIONS.items() if name in row), row["date"]]
+        )
+        for row in latest.values()
+    }
+    lines = ["; ".join(sorted(circumstances)) + ":", "", _line(HEADINGS), _line("---" for _ in HEADINGS)]
+    for case in dict.fromkeys(case for case, _ in latest):
+        directions = [latest.get((case, direction)) for direction in ("forward", "backward")]
+        title = case_title(next(row for row in directions if row is not None))
+        lines.append(_line([title, *(cell for row in directions for cell in _speeds(row))]))
+    return "\n".join(lines)
+
+
+def replace_block(markdown: str, table: str) -> str:
+    """A page with another table between its markers.
+
+    Raises:
+      ValueError: not exactly one marker of each kind, the end behind the beginning.
+    """
+    before, begin, rest = markdown.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end or BEGIN in rest or END in after:
+        raise ValueError(f"expected one {BEGIN!r} and one {END!r} behind it; put them around the table's place")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def latest_rows(rows: Iterable[dict[str, Any]], backend: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a backend that have a time, by case and direction. Of a measurement made twice, the later one counts.
+
+    Raises:
+      ValueError: there is none.
+    """
+    latest = {(row["case"], row["direction"]): row for row in rows if row["backend"] == backend and "seconds" in row}
+    if not latest:
+        raise ValueError(f"no row of backend={backend!r} with a time; measure it with experiments.benchmarks.attention")
+    return latest
+
+
+def _line(columns: Iterable[str]) -> str:
+    return f"| {' | '.join(columns)} |"
+
+
+def _speeds(row: dict[str, Any] | None) -> tuple[str, str, str]:
+    """TFLOP/s, and how many times as fast as cuDNN and as the fastest of the others."""
+    if row is None:
+        return "–", "–", "–"
+    ratios = row["speed_ratios"]
+    others = {name: ratios[name] for name in NEXT if name in ratios}
+    closest = min(others, key=others.__getitem__, default=None)
+    return (
+        f"{row['tflops_per_s']:.0f}",
+        f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–",
+        "–" if closest is None else f"{others[closest]:.2f} ({NEXT[closest]})",
+    )
+
+
+def case_title(row: dict[str, Any]) -> str:
+    """A row's shape, mask and documents."""
+    heads = f"{row['num_heads']}" + ("" if row["num_kv_heads"] == row["num_heads"] else f"/{row['num_kv_heads']}")
+    shape = f"{row['batch']} × {heads} × {row['length']:,} × {row['head_dim']}"
+    documents = ""
+    if row["document_length"] is not None:
+        around = "log-normal around" if row["document_spread"] else "of"
+        documents = f", packed documents {around} {row['document_length']:,}"
+    return f"{shape}, {mask_title(parse_mask(row['mask']))}{documents}"
+
+
+def mask_title(mask: Mask) -> str:
+    """A mask as the table has it."""
+    match mask.window:
+        case (None, None):
+            return "no mask"
+        case (None, 0):
+            return "causal"
+        case (int(left), 0):
+            return f"window {left + 1:,}"
+    return repr(mask)
+
+
+def main(arguments: Arguments) -> None:
+    """Rewrites the block."""
+    table = make_table(read_rows(arguments.results), arguments.backend)
+    arguments.page.write_text(replace_block(arguments.page.read_text(encoding="utf-8"), table), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with reader_may_leave():
+        main(tyro.cli(Arguments))

@@ -1,0 +1,193 @@
+"""Draws the pictures of the documentation: two plots from the rows that were measured, and the block maps of masks.
+
+    python -m experiments.benchmarks.plots
+
+A plot holds a digest of the figures that it shows, and a test holds it to the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_title, latest_rows, read_rows
+from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
+from kernels.masks.drawing import save_png
+from trainer.broken_pipe import reader_may_leave
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Series = dict[str, dict[str, dict[str, list[Any]]]]
+"""What a plot shows: panel → curve → "x" and "y", lists of one length."""
+
+OURS = "this project"
+_CONTENDERS = {
+    OURS: ("o", "#08519c"),
+    "cuDNN": ("s", "#76a832"),
+    "tokamax, Mosaic": ("D", "#d09a2c"),
+    "FlashAttention-2": ("^", "#8c6bb1"),
+    "FlexAttention": ("v", "#b4442c"),
+    "JAX's Pallas, Mosaic": ("P", "#777777"),
+    "JAX's Pallas, Triton": ("X", "#777777"),
+    "tokamax, Triton": ("d", "#777777"),
+}
+"""Marker and colour of each."""
+_SOURCES = {
+    "ours": (OURS, "#08519c"),
+    "upstream_lazy": ("JAX's lazy masks", "#d09a2c"),
+    "dense": ("a dense mask", "#b4442c"),
+}
+"""Name and colour of each source of tiles."""
+_MASKS = {
+    "causal": "CausalMask()",
+    "window_4096": "CausalMask() & LocalMask(4095, 0)",
+    "prefix_1024": "CausalMask() | PrefixMask(1024)",
+    "two_masks": "heads in turn causal, LocalMask(4095, 0)",
+}
+
+MASK_PICTURES = {
+    "masks.png": (
+        CausalMask(),
+        CausalMask() & LocalMask(1023, 0),
+        ChunkedCausalMask(1024),
+        CausalMask() | PrefixMask(1024),
+    ),
+    "masks_composed.png": (
+        LocalMask(511, 511),
+        CausalMask() & (LocalMask(511, 0) | PrefixMask(256)),
+        CausalMask() & ~LocalMask(1535, 0),
+        ChunkedCausalMask(1024) | PrefixMask(256),
+    ),
+}
+"""The masks of each picture, drawn at 4,096 tokens."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Draws the pictures of the documentation from the rows that were measured."""
+
+    results: Path = REPOSITORY / "experiments/benchmarks/results"
+    """The folder of the rows."""
+    output: Path = REPOSITORY / "docs/images"
+    """The folder that the pictures are written to."""
+
+
+def attention_speeds(rows: Iterable[Row], backend: str = "mosaic_gpu") -> Series:
+    """TFLOP/s of a backend and of what took turns with it, for each case, forward and backward.
+
+    Raises:
+      ValueError: no row of the backend has a time.
+    """
+    rows = list(rows)
+    labels = {backend: OURS, "cudnn": "cuDNN", **NEXT}
+    speeds: Series = {"forward": {}, "backward": {}}
+    for name, label in labels.items():
+        for key, row in latest_rows(rows, backend).items():
+            if key[1] in speeds and name in {backend, *row["speed_ratios"]}:
+                curve = speeds[key[1]].setdefault(label, {"x": [], "y": []})
+                curve["x"].append(round(latest_rows(rows, name)[key]["tflops_per_s"], 1))
+                curve["y"].append(case_title(row))
+    return speeds
+
+
+def trace_seconds(rows: Iterable[Row]) -> Series:
+    """Seconds of the first trace against the length, for each mask, of the sources of its tiles."""
+    seconds: Series = {title: {} for title in _MASKS.values()}
+    measured = [row for row in rows if row["status"] == "measured" and row["subject"] == "attention"]
+    for row in sorted(measured, key=lambda row: row["length"]):
+        curve = seconds[_MASKS[row["mask"]]].setdefault(_SOURCES[row["source"]][0], {"x": [], "y": []})
+        # A length that two sweeps measured is shown as the first of them has it.
+        if row["length"] not in curve["x"]:
+            curve["x"].append(row["length"])
+            curve["y"].append(round(row["first_trace_s"], 4))
+    return seconds
+
+
+def digest(series: Series) -> str:
+    """What a plot of these figures has in its metadata."""
+    return hashlib.sha256(json.dumps(series, sort_keys=True).encode()).hexdigest()
+
+
+def draw_attention_speeds(series: Series, path: Path) -> None:
+    """Draws `attention_speeds` into an SVG file: a line for each case, a panel for each direction."""
+
+    def fill(axes: Axes, direction: str) -> None:
+        for label, (marker, color) in _CONTENDERS.items():
+            if label in series[direction]:
+                curve = series[direction][label]
+                places = [titles.index(title) for title in curve["y"]]
+                axes.plot(curve["x"], places, marker, color=color, label=label, zorder=3 if label == OURS else 2)
+        axes.set(title=direction, xlabel="TFLOP/s of allowed pairs", xlim=(0, None), yticks=range(len(titles)))
+        axes.set_yticklabels(titles if direction == "forward" else [""] * len(titles))
+        axes.grid(alpha=0.3)
+        axes.invert_yaxis()
+
+    titles = list(dict.fromkeys(series["forward"][OURS]["y"] + series["backward"][OURS]["y"]))
+    _draw(series, path, fill, size=(11, 5))
+
+
+def draw_trace_seconds(series: Series, path: Path) -> None:
+    """Draws `trace_seconds` into an SVG file: a panel for each mask, both axes logarithmic."""
+
+    def fill(axes: Axes, mask: str) -> None:
+        for label, color in _SOURCES.values():
+            if label in series[mask]:
+                curve = series[mask][label]
+                axes.loglog(curve["x"], curve["y"], "o-", color=color, label=label)
+        axes.set_title(mask, fontsize=9)
+        axes.set(xlabel="tokens", ylim=(0.02, 300), xticks=[4096, 32768, 131072], xlim=(3000, 180_000))
+        axes.set_xticklabels(["4,096", "32,768", "131,072"])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        if mask == next(iter(series)):
+            axes.set_ylabel("seconds to trace")
+
+    _draw(series, path, fill, size=(13, 3.4))
+
+
+def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: tuple[float, float]) -> None:
+    """A panel beside the other for each entry of `series`, and one legend under all."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the plots need matplotlib: pip install 'flax-longcontext[plots]'") from error
+
+    # Without the salt and the date the same figures give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "flax-longcontext"}):
+        figure: Figure = Figure(figsize=size, layout="constrained")
+        for axes, panel in zip(figure.subplots(1, len(series), squeeze=False)[0], series, strict=True):
+            fill(axes, panel)
+        curves = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(curves.values(), curves.keys(), loc="outside lower center", ncols=5, frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest(series)})
+
+
+def main(arguments: Arguments) -> None:
+    """Draws every picture and prints where it lies."""
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    speeds = attention_speeds(read_rows(arguments.results / "attention_hopper_h200.jsonl"))
+    draw_attention_speeds(speeds, arguments.output / "attention_speed.svg")
+    seconds = trace_seconds(read_rows(arguments.results / "compile_time_v5p.jsonl"))
+    draw_trace_seconds(seconds, arguments.output / "trace_time.svg")
+    for name, masks in MASK_PICTURES.items():
+        save_png(MultiHeadMask(masks), arguments.output / name, 4096)
+    print(*sorted(arguments.output.iterdir()), sep="\n")
+
+
+if __name__ == "__main__":
+    with reader_may_leave():
+        main(tyro.cli(Arguments))

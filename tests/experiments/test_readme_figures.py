@@ -1,0 +1,46 @@
+"""The README's table of figures, held to the rows that are kept."""
+
+import re
+from pathlib import Path
+
+from experiments.benchmarks.attention.speed_table import latest_rows, read_rows
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "experiments/benchmarks/results"
+
+
+def figures() -> list[str]:
+    """The second column of the README's one table."""
+    lines = re.findall(r"^\|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    (what, figure, on), _, *rows = ([column.strip() for column in line.split("|")] for line in lines)
+    assert (what, figure, on) == ("what", "figure", "on")
+    return [row[1] for row in rows]
+
+
+def test_the_figures_are_those_of_the_rows():
+    speeds = latest_rows(read_rows(RESULTS / "attention_hopper_h200.jsonl"), "mosaic_gpu")
+    training = {row["workload"]: row for row in read_rows(RESULTS / "train_throughput_h200.jsonl")}
+    traces = read_rows(RESULTS / "compile_time_v5p.jsonl")
+    (trace_s,) = (
+        row["first_trace_s"]
+        for row in traces
+        if (row["source"], row["mask"], row["length"]) == ("ours", "causal", 131_072)
+    )
+
+    def faster(case: str, direction: str, than: str) -> str:
+        return f"{speeds[case, direction]['speed_ratios'][than]:.2f} ×"
+
+    measured = [
+        faster("1x16x32768x128", "forward", "cudnn") + " cuDNN's speed",
+        faster("1x16x32768x128", "backward", "cudnn") + " cuDNN's speed",
+        faster("1x16x32768x128_documents", "forward", "torch_flex") + " FlexAttention's speed",
+        f"{round(training['124m_32k']['tokens_per_s'], -2):,.0f} tokens/s",
+        f"{100 * training['1b_32k']['mfu_causal']:.1f} % MFU",
+        f"{training['124m_1m']['device_peak_bytes'] / 1e9:.1f} GB",
+        f"{trace_s:.2f} s",
+    ]
+    *from_rows, make_train = figures()
+    assert from_rows == measured
+    # Timed by hand: the rows have the trainer's part of it.
+    assert make_train in (ROOT / "docs/benchmarks.md").read_text()
+    assert len(figures()) <= 8
