@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.signals import PREEMPTED, StopRequest
-from trainer.standard_streams import outlive_readers
+from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.process.standard_streams import outlive_readers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,13 +34,15 @@ def main(arguments: Sequence[str]) -> int:
         os._exit(PREEMPTED)
 
     with outlive_readers(), StopRequest(leave):
-        from trainer.command_line import parse_command_line
+        from trainer.cli.train_command import parse_command_line
         from trainer.workdir import claim_workdir
 
         try:
             command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
-            from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            from trainer.run.attempt import (
+                run,  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            )
 
             line = ["python", "-m", "trainer", *arguments]
             return run(command.train, workdir, command=line, started=started, ending=ending)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from trainer.errors import UserMistake
-from trainer.step import Batch
+from trainer.step.functions import Batch
 
 
 @dataclass(frozen=True)

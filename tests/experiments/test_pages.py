@@ -11,8 +11,8 @@ from experiments import gpt_1b_32k, gpt_32k, gpt_32k_window, smoke
 from kernels import CausalMask
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.step.functions import make_trainer
+from trainer.step.sharding import make_mesh
 
 
 def arrays_in(hlo):

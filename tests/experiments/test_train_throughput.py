@@ -20,8 +20,8 @@ from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workloa
 from trainer.compile.hlo import parse_module
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.step.functions import make_trainer
+from trainer.step.sharding import make_mesh
 
 TINY = Workload("124m", 128, document_length=24, num_batches=2, num_windows=2, steps_per_window=1)
 

@@ -23,17 +23,18 @@ import rich.console
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import TrainConfig
-from trainer.config_file import config_to_json
-from trainer.console import Console
+from trainer.config.file import config_to_json
 from trainer.data import Corpus, make_train_iterator
 from trainer.data.documents import DOCUMENT_DTYPE, Documents
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.loop import TrainingLoop
-from trainer.metrics_log import MetricsLog
-from trainer.record import RunRecord, TimeAccount
-from trainer.workdir import claim_workdir, write_atomically
+from trainer.files.atomic import write_atomically
+from trainer.observers.metrics import MetricsLog
+from trainer.observers.record import RunRecord, TimeAccount
+from trainer.run.loop import TrainingLoop
+from trainer.terminal.console import Console
+from trainer.workdir import claim_workdir
 
 CONFIG = TrainConfig(
     "tiny",
@@ -102,7 +103,7 @@ def start() -> Iterator[Callable[[Path], Started]]:
         return Started(loop, json.loads((path / "record.json").read_text()), rows, console.notes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.loop.compile_steps", compile_nothing)
+        patch.setattr("trainer.run.loop.compile_steps", compile_nothing)
         yield run
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
+from trainer.process.broken_pipe import reader_may_leave
 
 DOES_NOT_FIT = 3
 
@@ -20,10 +20,10 @@ DOES_NOT_FIT = 3
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
-        from trainer.compile.command_line import parse_command_line
+        from trainer.compile.compile_command import parse_command_line
 
         task = parse_command_line(arguments)
-        from trainer.compile.run import run  # imports Flax: seconds that a mistyped flag shouldn't cost
+        from trainer.compile.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0

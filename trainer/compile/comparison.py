@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.config_file import flag_types
+from trainer.config.file import flag_types
+from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
-from trainer.suggestions import did_you_mean, did_you_mean_field
 
 # What `mask=` compares: the attention backends that differ in nothing but how their masks are made.
 MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}

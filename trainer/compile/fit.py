@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from trainer.compilation import MemoryReport
+from trainer.compile.stages import MemoryReport
 from trainer.compile.topology import GENERATIONS, GIB
-from trainer.sharding import bytes_per_device
-from trainer.step import Trainer
+from trainer.step.functions import Trainer
+from trainer.step.sharding import bytes_per_device
 
 
 @dataclass(frozen=True)

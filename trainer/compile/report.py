@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.attention_plan import describe_attention
 from trainer.compile.comparison import Variant
 from trainer.compile.search import Search, Try
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
-from trainer.config_file import config_to_json
-from trainer.console import format_bytes, format_count, format_seconds
-from trainer.versions import installed_versions
+from trainer.config.file import config_to_json
+from trainer.process.versions import installed_versions
+from trainer.step.attention_plan import describe_attention
+from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "flax")

@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from trainer.attention_plan import AttentionPlan, plan_attention
-from trainer.compilation import Lowering, MemoryReport, compile_lowering, lower_in_stages
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_refusal, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
+from trainer.compile.stages import Lowering, MemoryReport, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
-from trainer.resident_memory import peak_resident_bytes
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.process.resident_memory import peak_resident_bytes
+from trainer.step.attention_plan import AttentionPlan, plan_attention
+from trainer.step.functions import make_trainer
+from trainer.step.sharding import make_mesh
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,8 @@ def _describe_death(status: int, said: list[str]) -> str:
 
 def main(answer: Path) -> None:
     """The new process: the request comes on standard input, the profile or the error goes to a file."""
-    from trainer.command_line import parse_command_line
-    from trainer.compilation import use_compilation_cache
+    from trainer.cli.train_command import parse_command_line
+    from trainer.compile.stages import use_compilation_cache
     from trainer.hardware import compiling_for
 
     request: Request = pickle.load(sys.stdin.buffer)

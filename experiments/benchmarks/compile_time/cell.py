@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
 from trainer.compile.comparison import MASKS as IMPLEMENTATION_OF_MASKS
 from trainer.errors import UserMistake
-from trainer.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import jax
@@ -119,7 +119,7 @@ def measure(cell: Cell) -> Measurement:
     """
     import jax
 
-    from trainer.compilation import lower_in_stages
+    from trainer.compile.stages import lower_in_stages
 
     devices = _devices(cell.target)
     make = _attention if cell.subject == "attention" else _train_step
@@ -205,10 +205,10 @@ def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, .
 
 def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
     """The training step of a config, all of whose layers have the mask."""
-    from trainer.config_file import load_config
+    from trainer.config.file import load_config
     from trainer.hardware import compiling_for
-    from trainer.sharding import make_mesh
-    from trainer.step import make_trainer
+    from trainer.step.functions import make_trainer
+    from trainer.step.sharding import make_mesh
 
     with compiling_for(devices[0].platform):
         config = load_config(Path(cell.config))

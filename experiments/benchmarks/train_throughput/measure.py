@@ -23,16 +23,16 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
-from trainer.attention_plan import plan_attention
-from trainer.compilation import compile_in_stages, lower_in_stages
 from trainer.compile.hlo import parse_module
+from trainer.compile.stages import compile_in_stages, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.flops import FlopCounter, device_peak
-from trainer.record import measured_memory
-from trainer.sharding import batch_sharding, make_mesh
-from trainer.step import StepMetrics, TrainState, make_trainer
-from trainer.versions import installed_versions
+from trainer.observers.record import measured_memory
+from trainer.process.versions import installed_versions
+from trainer.step.attention_plan import plan_attention
+from trainer.step.flops import FlopCounter, device_peak
+from trainer.step.functions import StepMetrics, TrainState, make_trainer
+from trainer.step.sharding import batch_sharding, make_mesh
 
 # In a CUDA graph the profiler names the graph, not the instruction, for every kernel.
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}

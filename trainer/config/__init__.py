@@ -1,0 +1,27 @@
+"""Everything that a run can be told: the config classes, which a config page imports from here."""
+
+from trainer.config.train_config import (
+    CheckpointConfig,
+    CompilationConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TokenChoice,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "CompilationConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LossConfig",
+    "MeshConfig",
+    "OptimizerConfig",
+    "SamplesConfig",
+    "TokenChoice",
+    "TrainConfig",
+]

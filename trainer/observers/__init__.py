@@ -1,0 +1,1 @@
+"""Who listens to a run: console, record, metrics, TensorBoard."""

@@ -1,0 +1,1 @@
+"""A run: prepared, resumed, looped."""
