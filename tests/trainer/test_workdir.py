@@ -88,7 +88,7 @@ def start() -> Iterator[Callable[[Path], Started]]:
         record = RunRecord(workdir.record, ["command"], time.time(), account, console)
         zeros = jnp.zeros(3)
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
-        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), trainer=SimpleNamespace(abstract_state=state))
+        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=SimpleNamespace(abstract_state=state))
         loop = TrainingLoop(setup, workdir, console, record, account, SimpleNamespace(requested=False))
         try:
             loop.restore_and_compile()

@@ -18,7 +18,7 @@ from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.step.attention_plan import AttentionPlan, plan_attention
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
 
@@ -92,10 +92,10 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     mesh = make_mesh(config.mesh, devices if devices is None else devices[:num_needed])
     device = mesh.devices.flat[0]
     attention = plan_attention(config, device)
-    trainer = make_trainer(config, mesh)
+    functions = make_step_functions(config, mesh)
     available = device_memory(device, mesh.size)
     start = peak_resident_bytes()
-    lowering = lower_in_stages(trainer.train_step, trainer.abstract_state, trainer.abstract_batch)
+    lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
     lower = peak_resident_bytes()
     begun = time.perf_counter()
     compiled: jax.stages.Compiled | None = None
@@ -120,7 +120,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         device_kind=device.device_kind,
         num_devices=len(jax.devices() if devices is None else devices),
         mesh=dict(mesh.shape),
-        num_parameters=trainer.num_parameters,
+        num_parameters=functions.num_parameters,
         tokens_per_step=config.batch_size * config.sequence_length,
         attention=attention,
         trace_s=lowering.trace_s,
@@ -129,7 +129,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         cache_hit=cache_hit,
         size=size,
         collectives=collectives,
-        state=state_memory(trainer),
+        state=state_memory(functions),
         memory=memory,
         fit=fit,
         host=host,

@@ -78,7 +78,7 @@ class TrainingLoop:
     def restore_and_compile(self) -> None:
         """Everything before the first step."""
         with self._account.measure("checkpoint"), running("restoring"):
-            restored = self._checkpoints.restore_newest(self._setup.trainer.abstract_state)
+            restored = self._checkpoints.restore_newest(self._setup.functions.abstract_state)
         if restored is not None:
             for damaged in restored.damaged:
                 self._console.note(f"{damaged}; it is kept, and the run goes on from the one before")
@@ -94,7 +94,7 @@ class TrainingLoop:
         self._set_finished(self._step)
         with self._account.measure("compile"), self._console.working("compiling"):
             self._programs = compile_steps(
-                self._setup.trainer, with_init=restored is None, on_recompile=self._recompiled
+                self._setup.functions, with_init=restored is None, on_recompile=self._recompiled
             )
             if self._programs.init_state is not None:
                 with running("init_state"):
@@ -290,7 +290,7 @@ class TrainingLoop:
         self._console.evaluation(step, result)
         if self._setup.samples is not None:
             with self._account.measure("evaluation"), running("sampling"):
-                for prompt, text in self._setup.samples.write(self._state.params, self._setup.trainer.mesh):
+                for prompt, text in self._setup.samples.write(self._state.params, self._setup.functions.mesh):
                     self._console.sample(step, prompt, text)
 
     def _save(self) -> None:

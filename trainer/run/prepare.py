@@ -17,7 +17,7 @@ from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention, plan_attention
 from trainer.step.flops import DevicePeak, FlopCounter, device_peak
-from trainer.step.functions import Batch, Trainer, TrainState, make_trainer
+from trainer.step.functions import Batch, StepFunctions, TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, bytes_per_device, make_mesh
 from trainer.terminal.units import format_bytes, format_count
 
@@ -28,7 +28,7 @@ class Setup:
 
     config: TrainConfig
     corpus: Corpus
-    trainer: Trainer
+    functions: StepFunctions
     attention: tuple[AttentionPlan, ...]
     batches: TrainIterator
     validation_batches: list[Batch]
@@ -40,7 +40,7 @@ class Setup:
 
     @property
     def devices(self) -> list[jax.Device]:
-        return list(self.trainer.mesh.devices.flat)
+        return list(self.functions.mesh.devices.flat)
 
     @property
     def tokens_per_step(self) -> int:
@@ -48,7 +48,7 @@ class Setup:
 
     def put(self, batch: Any) -> Batch:
         """A batch of NumPy arrays, on the devices."""
-        return jax.device_put(batch, batch_sharding(self.trainer.mesh))
+        return jax.device_put(batch, batch_sharding(self.functions.mesh))
 
     def to_json(self) -> dict[str, Any]:
         """What the run record says about it."""
@@ -57,8 +57,8 @@ class Setup:
             "description": self.config.description,
             "devices": describe_devices(self.devices)
             | {"peak_flops_per_s": self.peak.flops_per_s, "peak_source": self.peak.source},
-            "mesh": dict(self.trainer.mesh.shape),
-            "num_parameters": self.trainer.num_parameters,
+            "mesh": dict(self.functions.mesh.shape),
+            "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
             "attention": [plan.to_json() for plan in self.attention],
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
@@ -67,14 +67,14 @@ class Setup:
     def facts(self) -> dict[str, str | list[str]]:
         """What the opening panel says about it."""
         devices, config = self.devices, self.config
-        state_bytes = bytes_per_device(self.trainer.abstract_state)
-        gradient_bytes = bytes_per_device(self.trainer.abstract_state.params)
+        state_bytes = bytes_per_device(self.functions.abstract_state)
+        gradient_bytes = bytes_per_device(self.functions.abstract_state.params)
         data = self.corpus.summary()
         return {
             "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
             f"{self.peak.flops_per_s / 1e12:,.2f} TFLOP/s each ({self.peak.source})",
-            "mesh": " × ".join(f"{axis} {size}" for axis, size in self.trainer.mesh.shape.items()),
-            "model": f"{format_count(self.trainer.num_parameters)} parameters, {config.model.num_layers} layers "
+            "mesh": " × ".join(f"{axis} {size}" for axis, size in self.functions.mesh.shape.items()),
+            "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",
             "attention": describe_attention(self.attention),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
@@ -115,7 +115,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
     attention = plan_attention(config, device)
-    trainer = make_trainer(config, mesh)
+    functions = make_step_functions(config, mesh)
     batches = make_train_iterator(
         corpus,
         sequence_length=config.sequence_length,
@@ -134,7 +134,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     return Setup(
         config=config,
         corpus=corpus,
-        trainer=trainer,
+        functions=functions,
         attention=attention,
         batches=batches,
         validation_batches=[jax.device_put(batch, batch_sharding(mesh)) for batch in validation_batches],
@@ -144,29 +144,30 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     )
 
 
-def compile_steps(trainer: Trainer, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
+def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
     """Compiles each program of a run, once, ahead of its first use.
 
     Args:
-      trainer: whose step functions they are.
+      functions: of the run.
       with_init: whether the state has to be made.
       on_recompile: told if one of them has to be compiled another time.
 
     Raises:
       OutOfMemory: the compiler finds that one doesn't fit in the devices' memory.
     """
-    state = trainer.abstract_state
+    state = functions.abstract_state
     init_state, reports = None, []
     if with_init:
         with running("init_state"):
-            init_state, report = compile_in_stages(trainer.init_state, name="init_state")
+            init_state, report = compile_in_stages(functions.init_state, name="init_state")
         reports.append(report)
     with running("train_step"):
         train_step = RecompilingFunction(
-            trainer.train_step, state, trainer.abstract_batch, name="train_step", on_recompile=on_recompile
+            functions.train_step, state, functions.abstract_batch, name="train_step", on_recompile=on_recompile
         )
     with running("eval_step"):
+        batch = functions.abstract_eval_batch
         eval_step = RecompilingFunction(
-            trainer.eval_step, state.params, trainer.abstract_eval_batch, name="eval_step", on_recompile=on_recompile
+            functions.eval_step, state.params, batch, name="eval_step", on_recompile=on_recompile
         )
     return CompiledSteps(init_state, train_step, eval_step, (*reports, train_step.report, eval_step.report))

@@ -64,7 +64,7 @@ class StepMetrics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Trainer:
+class StepFunctions:
     """A config made into functions over one mesh; nothing has run on a device yet."""
 
     mesh: Mesh
@@ -94,7 +94,7 @@ class Trainer:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
 
-def make_trainer(config: TrainConfig, mesh: Mesh) -> Trainer:
+def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     """Build the step functions of a config.
 
     Args:
@@ -171,7 +171,7 @@ def make_trainer(config: TrainConfig, mesh: Mesh) -> Trainer:
     shapes = jax.eval_shape(init_state)
     shardings = parameter_shardings(shapes, mesh)
     of_batch, of_scalar = batch_sharding(mesh), replicated(mesh)
-    return Trainer(
+    return StepFunctions(
         mesh=mesh,
         graphdef=graphdef,
         abstract_state=jax.tree.map(

@@ -207,7 +207,7 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
     """The training step of a config, all of whose layers have the mask."""
     from trainer.config.file import load_config
     from trainer.hardware import compiling_for
-    from trainer.step.functions import make_trainer
+    from trainer.step.functions import make_step_functions
     from trainer.step.sharding import make_mesh
 
     with compiling_for(devices[0].platform):
@@ -221,8 +221,8 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
     num_devices = 1
     for size in asdict(config.mesh).values():
         num_devices *= size
-    trainer = make_trainer(config, make_mesh(config.mesh, devices[:num_devices]))
-    return trainer.train_step, (trainer.abstract_state, trainer.abstract_batch)
+    functions = make_step_functions(config, make_mesh(config.mesh, devices[:num_devices]))
+    return functions.train_step, (functions.abstract_state, functions.abstract_batch)
 
 
 def _forget_masks() -> None:

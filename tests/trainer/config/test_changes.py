@@ -24,7 +24,7 @@ from trainer.config import (
 from trainer.config.changes import KIND_OF_FIELD, ConfigChange, ConfigHistory, Kind, changes_to_json, refuse_other_run
 from trainer.config.file import flag_types
 from trainer.errors import UserMistake
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
 CONFIG = TrainConfig(
@@ -91,7 +91,7 @@ def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
 
 def test_the_training_state_has_the_same_tree_whatever_may_change():
     def shapes(config: TrainConfig):
-        state = make_trainer(config, make_mesh(config.mesh)).abstract_state
+        state = make_step_functions(config, make_mesh(config.mesh)).abstract_state
         return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
     assert shapes(CHANGED) == shapes(CONFIG)

@@ -66,7 +66,7 @@ def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
     def defective(*_):
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr("trainer.run.prepare.make_trainer", defective)
+    monkeypatch.setattr("trainer.run.prepare.make_step_functions", defective)
     with pytest.raises(ValueError, match="could not be broadcast") as caught:
         prepare(config, lambda _: None)
     assert type(caught.value) is ValueError

@@ -20,7 +20,7 @@ from kernels import CausalMask, LocalMask, Target
 from trainer.__main__ import main
 from trainer.config.file import load_config
 from trainer.step.attention_plan import AttentionPlan, attention_call, describe_attention, plan_attention
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
 NUM_STEPS = 60  # of the tiny config
@@ -363,8 +363,8 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
 
     monkeypatch.setattr(kernels.attention, "select_backend", watch)
     mesh = make_mesh(config.mesh)
-    trainer = make_trainer(config, mesh)
-    jax.eval_shape(trainer.eval_step, trainer.abstract_state.params, trainer.abstract_batch)
+    functions = make_step_functions(config, mesh)
+    jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
     plans = plan_attention(config, device)

@@ -33,7 +33,7 @@ from trainer.run.loop import TrainingLoop
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
 from trainer.workdir import claim_workdir
@@ -59,7 +59,7 @@ def trained(trainer_command, tmp_path_factory):
     mesh = make_mesh(config.mesh)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=2)
     for step in (20, 40):
-        abstract = make_trainer(config, mesh).abstract_state
+        abstract = make_step_functions(config, mesh).abstract_state
         states.append(jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract))
         checkpoints.save(step, states[-1], {"tokenizer": "byte"})
     checkpoints.close()
@@ -108,7 +108,7 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
             validation_batches=[{}],
             corpus=SimpleNamespace(bytes_per_token=1.0),
             samples=Samples(trained.config, ByteTokenizer()),
-            trainer=SimpleNamespace(mesh=trained.mesh),
+            functions=SimpleNamespace(mesh=trained.mesh),
         ),
         _programs=SimpleNamespace(eval_step=lambda params, batch: (4.0, 2)),
         _log=SimpleNamespace(evaluations={}, write=lambda rows: None),

@@ -9,7 +9,7 @@ import numpy as np
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh, on_one_device, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
@@ -58,8 +58,8 @@ def train(mesh_config, gradient_accumulation, batches):
         mesh=mesh_config,
     )
     mesh = make_mesh(config.mesh)
-    trainer = make_trainer(config, mesh)
-    init = trainer.init_state.lower().compile()
+    functions = make_step_functions(config, mesh)
+    init = functions.init_state.lower().compile()
     state = initial = init()
     initial_params = jax.device_get(initial.params)
     shards = {
@@ -70,9 +70,9 @@ def train(mesh_config, gradient_accumulation, batches):
     num_devices = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(whole)}
     losses = []
     for batch in batches:
-        state, metrics = trainer.train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        state, metrics = functions.train_step(state, jax.device_put(batch, batch_sharding(mesh)))
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
-    nats, num_targets = trainer.eval_step(state.params, jax.device_put(batches[0], batch_sharding(mesh)))
+    nats, num_targets = functions.eval_step(state.params, jax.device_put(batches[0], batch_sharding(mesh)))
     report = {
         "gathered_on": sorted(num_devices),
         "gathered_difference": largest_difference(jax.device_get(whole), initial_params),
@@ -80,7 +80,7 @@ def train(mesh_config, gradient_accumulation, batches):
         "evaluation": [float(nats), int(num_targets)],
         "shards": shards,
         "init_program": init.as_text(),
-        "state_keeps_its_shardings": jax.tree.map(lambda leaf: leaf.sharding, state) == trainer.state_shardings,
+        "state_keeps_its_shardings": jax.tree.map(lambda leaf: leaf.sharding, state) == functions.state_shardings,
     }
     return initial_params, jax.device_get(state), report
 

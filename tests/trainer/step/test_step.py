@@ -13,7 +13,7 @@ from kernels import CausalMask
 from layers import GPTConfig
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.step.functions import make_trainer
+from trainer.step.functions import make_step_functions
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import make_mesh
 
@@ -58,21 +58,21 @@ def make_batch(rng):
 
 
 @pytest.fixture(scope="module")
-def trainer():
-    return make_trainer(CONFIG, make_mesh(MeshConfig()))
+def functions():
+    return make_step_functions(CONFIG, make_mesh(MeshConfig()))
 
 
 @pytest.fixture(scope="module")
-def initial_state(trainer):
-    return jax.device_get(trainer.init_state())
+def initial_state(functions):
+    return jax.device_get(functions.init_state())
 
 
 @pytest.fixture(scope="module")
-def train_step(trainer):
+def train_step(functions):
     """The compiled step. It donates the state that it is given."""
     with count_compilations() as counts:
         compiled, _ = compile_in_stages(
-            trainer.train_step, trainer.abstract_state, trainer.abstract_batch, name="train_step"
+            functions.train_step, functions.abstract_state, functions.abstract_batch, name="train_step"
         )
     assert counts == {"train_step": 1}
     return compiled
@@ -82,9 +82,9 @@ def copy(state):
     return jax.tree.map(jnp.array, state)
 
 
-def dense_loss(trainer, params, batch):
+def dense_loss(functions, params, batch):
     """Sums of nats and z from whole logits."""
-    model = nnx.merge(trainer.graphdef, params)
+    model = nnx.merge(functions.graphdef, params)
     logits = model.logits(model(batch["tokens"], batch["segment_ids"], batch["positions"]))
     log_partition = jax.nn.logsumexp(logits, axis=-1)
     target_logits = jnp.take_along_axis(logits, batch["targets"][..., None], axis=-1)[..., 0]
@@ -92,14 +92,14 @@ def dense_loss(trainer, params, batch):
     return nats, CONFIG.loss.z_loss * jnp.where(batch["target_mask"], log_partition**2, 0.0).sum()
 
 
-def test_step_matches_dense_logits(rng, trainer, initial_state, train_step):
+def test_step_matches_dense_logits(rng, functions, initial_state, train_step):
     batch = make_batch(rng)
     num_targets = batch["target_mask"].sum()
 
     @jax.jit
     def dense_step(params, opt_state):
         def total(params):
-            nats, z = dense_loss(trainer, params, batch)
+            nats, z = dense_loss(functions, params, batch)
             return (nats + z) / num_targets, (nats / num_targets, z / num_targets)
 
         gradient, losses = jax.grad(total, has_aux=True)(params)
@@ -124,18 +124,18 @@ def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_
     }
     together = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, keep_documents_apart=False))
     apart_step, together_step = (
-        make_trainer(config, make_mesh(MeshConfig())).eval_step for config in (CONFIG, together)
+        make_step_functions(config, make_mesh(MeshConfig())).eval_step for config in (CONFIG, together)
     )
     nats, _ = together_step(initial_state.params, batch)
     np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document)[0], rtol=1e-6)
     assert abs(float(nats - apart_step(initial_state.params, batch)[0])) > 1e-3
 
 
-def test_accumulation_equals_the_large_batch(rng, trainer, initial_state, train_step):
+def test_accumulation_equals_the_large_batch(rng, functions, initial_state, train_step):
     # The rows' numbers of targets differ, so a mean of the micro-batches' means would be another number.
     batch = make_batch(rng)
     config = dataclasses.replace(CONFIG, gradient_accumulation=4)
-    accumulating = make_trainer(config, trainer.mesh)
+    accumulating = make_step_functions(config, functions.mesh)
     assert accumulating.abstract_eval_batch["tokens"].shape == (1, LENGTH)
     state, metrics = train_step(copy(initial_state), batch)
     accumulated_state, accumulated_metrics = accumulating.train_step(copy(initial_state), batch)
@@ -183,30 +183,30 @@ def test_the_state_is_donated(rng, initial_state, train_step):
     assert all(leaf.is_deleted() for leaf in donated)
 
 
-def test_evaluation_is_the_loss_without_z(rng, trainer, initial_state):
+def test_evaluation_is_the_loss_without_z(rng, functions, initial_state):
     batch = make_batch(rng)
-    nats, num_targets = trainer.eval_step(initial_state.params, batch)
-    np.testing.assert_allclose(nats, dense_loss(trainer, initial_state.params, batch)[0], rtol=1e-5)
+    nats, num_targets = functions.eval_step(initial_state.params, batch)
+    np.testing.assert_allclose(nats, dense_loss(functions, initial_state.params, batch)[0], rtol=1e-5)
     assert num_targets == batch["target_mask"].sum()
 
 
-def test_the_state_is_float32_under_bfloat16_compute(trainer):
+def test_the_state_is_float32_under_bfloat16_compute(functions):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, compute_dtype="bfloat16"))
-    bfloat16 = make_trainer(config, trainer.mesh)
-    assert bfloat16.abstract_state == trainer.abstract_state
+    bfloat16 = make_step_functions(config, functions.mesh)
+    assert bfloat16.abstract_state == functions.abstract_state
     state, metrics = jax.eval_shape(bfloat16.train_step, bfloat16.abstract_state, bfloat16.abstract_batch)
     for leaf in jax.tree.leaves((state.params, state.opt_state, metrics)):
         assert leaf.dtype in (jnp.float32, jnp.int32, jnp.bool_)
 
 
-def test_bfloat16_compute_keeps_the_gradient_of_frequent_tokens(rng, trainer, initial_state):
+def test_bfloat16_compute_keeps_the_gradient_of_frequent_tokens(rng, functions, initial_state):
     # All of 2048 tokens are one: their gradients have to add up in more than bfloat16's 8 bits.
     shape = (BATCH_SIZE, 512)
     tokens, weights = jnp.zeros(shape, jnp.int32), jnp.asarray(1 + rng.random((*shape, MODEL.width)), jnp.bfloat16)
 
     def gradient(compute_dtype):
         model = dataclasses.replace(MODEL, compute_dtype=compute_dtype)
-        graphdef = make_trainer(dataclasses.replace(CONFIG, model=model), trainer.mesh).graphdef
+        graphdef = make_step_functions(dataclasses.replace(CONFIG, model=model), functions.mesh).graphdef
 
         @jax.jit
         @jax.grad
@@ -219,12 +219,12 @@ def test_bfloat16_compute_keeps_the_gradient_of_frequent_tokens(rng, trainer, in
     assert np.linalg.norm(gradient("bfloat16") - exact) < 0.1 * np.linalg.norm(exact)
 
 
-def test_seeds_decide_the_parameters(trainer, initial_state):
-    other = make_trainer(dataclasses.replace(CONFIG, seed=1), trainer.mesh).init_state()
-    again = trainer.init_state()
+def test_seeds_decide_the_parameters(functions, initial_state):
+    other = make_step_functions(dataclasses.replace(CONFIG, seed=1), functions.mesh).init_state()
+    again = functions.init_state()
     jax.tree.map(np.testing.assert_array_equal, again, initial_state)
     assert np.any(other.params["embedding"]["embedding"] != again.params["embedding"]["embedding"])
-    assert trainer.num_parameters == sum(x.size for x in jax.tree.leaves(again.params)) == MODEL.num_parameters
+    assert functions.num_parameters == sum(x.size for x in jax.tree.leaves(again.params)) == MODEL.num_parameters
 
 
 def assert_trees_close(actual, expected):
