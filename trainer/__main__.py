@@ -40,12 +40,10 @@ def main(arguments: Sequence[str]) -> int:
         try:
             command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
-            from trainer.run.attempt import (
-                run,  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
-            )
+            from trainer.train import train  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
             line = ["python", "-m", "trainer", *arguments]
-            return run(command.train, workdir, command=line, started=started, ending=ending)
+            return train(command.train, workdir, command=line, started=started, ending=ending)
         except UserMistake as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return 2

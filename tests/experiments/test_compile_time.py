@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
-from experiments.benchmarks.compile_time.cell import Cell, read_mask
+from experiments.benchmarks.compile_time.cell import Cell
+from experiments.benchmarks.compile_time.masks import read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, run_cell, sweep
 from kernels import CausalMask, LocalMask

@@ -23,8 +23,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from trainer.compile.recompilation import Change, RecompilingFunction, summarize
-from trainer.compile.stages import CompileReport, watch_compilations
-from trainer.terminal.console import format_origin, format_stages
+from trainer.compile.stages import CompileReport, format_origin, format_stages, watch_compilations
 from trainer.terminal.units import format_bytes, format_seconds
 
 

@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from trainer.compile.fit import device_memory, parse_refusal
 from trainer.compile.search import single_changes
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.record import RunRecord
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.terminal.units import format_bytes
 
@@ -40,6 +40,12 @@ _FIELDS = {
     "init_state": ("mesh.fsdp", "mesh.tensor"),
     "restoring": ("mesh.fsdp", "mesh.tensor"),
 }
+
+
+class Record(Protocol):
+    """A run's record, as far as it is read here: its `compile` tells what the programs need."""
+
+    def __getitem__(self, name: str) -> Any: ...
 
 
 class OutOfMemory(RuntimeError):
@@ -95,7 +101,7 @@ def running(program: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig, command: Sequence[str], record: RunRecord) -> Iterator[None]:
+def explained(config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[None]:
     """Turns `OutOfMemory`, and memory that runs out in no program, into the message that ends a run.
 
     Args:
@@ -113,7 +119,7 @@ def explained(config: TrainConfig, command: Sequence[str], record: RunRecord) ->
         raise TrainingFailed("\n  ".join(_describe(error, config, command, record))) from error
 
 
-def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: RunRecord) -> Iterator[str]:
+def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[str]:
     if error.on_host:
         yield f"{error.program}: this machine is out of memory: {error.reason}"
         yield describe_host()
@@ -162,7 +168,7 @@ def describe_host() -> str:
     return f"there is {format_bytes(total)}; this process held {format_bytes(peak_resident_bytes())} at its peak"
 
 
-def _memory_of(program: str, record: RunRecord) -> dict[str, int] | None:
+def _memory_of(program: str, record: Record) -> dict[str, int] | None:
     """Bytes of a program by category, of its newest compilation."""
     try:
         compilations = record["compile"]

@@ -20,6 +20,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from trainer.errors import UserMistake
+from trainer.terminal.units import format_seconds
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 _BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -68,6 +69,21 @@ class CompileReport:
     def to_json(self) -> dict[str, Any]:
         """As a dict of JSON's types."""
         return asdict(self)
+
+
+def format_stages(report: CompileReport) -> str:
+    """What compiling took.
+
+    >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
+    'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
+    """
+    trace, lower, compile_ = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
+    return f"trace {trace}, lower {lower}, XLA {compile_} ({format_origin(report)})"
+
+
+def format_origin(report: CompileReport) -> str:
+    """Where a program came from."""
+    return "read from the cache" if report.cache_hit else "compiled"
 
 
 def use_compilation_cache(directory: str) -> None:

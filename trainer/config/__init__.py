@@ -11,6 +11,7 @@ from trainer.config.train_config import (
     SamplesConfig,
     TokenChoice,
     TrainConfig,
+    WandbConfig,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "SamplesConfig",
     "TokenChoice",
     "TrainConfig",
+    "WandbConfig",
 ]

@@ -99,6 +99,8 @@ KIND_OF_FIELD: dict[str, Kind] = {
     "checkpoint.every_num_steps": "free",
     "checkpoint.num_kept": "free",
     "compilation.cache_dir": "free",
+    "wandb.project": "free",
+    "wandb.mode": "free",
 }
 _REFUSED: dict[Kind, str] = {
     "model": "the parameters are of another model",

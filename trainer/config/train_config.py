@@ -266,6 +266,20 @@ class CompilationConfig:
 
 
 @dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases (the `wandb` extra): what TensorBoard shows, there too; off without a project."""
+
+    project: str | None = None
+    """W&B project to log to. None: log nothing there."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: keep W&B's files in the workdir, for `wandb sync` to send later."""
+
+    def __post_init__(self):
+        if self.project == "":
+            raise ValueError("wandb.project='' names no project; leave it at None to log nothing there")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One experiment: the model, its data, and how it is trained."""
 
@@ -295,6 +309,7 @@ class TrainConfig:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self):
         if isinstance(self.name, str):  # what it is else is told like every field of another type

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.files.atomic import write_atomically
-from trainer.observers.metrics import VALIDATION_LOSS, read_rows
+from trainer.observers.metrics import read_rows
+from trainer.observers.observer import VALIDATION_LOSS
 
 _SIZE_INCHES = (8.0, 4.5)
 _DOTS_PER_INCH = 120

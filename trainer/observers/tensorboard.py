@@ -1,109 +1,105 @@
-"""TensorBoard's event files, written without a queue or a thread: what `write` is given is in the file when it returns.
+"""`tensorboard/`: what `metrics.jsonl` holds, for eyes, and what compiling cost.
 
-An attempt begins one new file with everything that its run has logged so far and then removes the files of the attempts
-before it, so that TensorBoard shows a run as it is, not as its kills and resumptions left it. Files are numbered:
-TensorBoard reads them in the order of their names, and a number is higher than every earlier one even where the clock
-has stepped back. The number is otherwise the Unix time, as it is in TensorBoard's own files.
-
-A file is a sequence of records: the length of an event, that length's checksum, the event, its checksum.
+That is shown as scalars, `compile/<program>/…` at the step that waited for it, and as tables, in the texts
+`compile/programs` and `compile/recompile`.
 """
 
 from __future__ import annotations
 
-import re
-import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import text as text_summary
+from tensorboardX.proto.event_pb2 import Event
 
-from trainer.files.log_file import AppendedLog
+from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
+from trainer.compile.stages import CompileReport
+from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
+from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
 from trainer.terminal.console import Console
 
-_NUMBER = re.compile(r"tfevents\.(\d{10})(?!\d)")
-_OURS = re.compile(r"events\.out\.tfevents\.\d{10}\.flax-longcontext")
+_OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
+_NO_VALUES = ("step", "time")
+_COMPILE = "compile/"
 
 
-class EventLog:
-    """The event file of one attempt.
+class TensorBoard(Observer):
+    """Writes an attempt's event file.
 
     Args:
-      folder: of the event files; made if missing. Files that others put there are left alone.
-      events: what the run has logged so far, with steps that grow for each tag.
-      console: told of failures.
+      folder: of the event files.
+      console: told when they can't be written.
     """
 
-    def __init__(self, folder: Path, events: Iterable[Event], console: Console):
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        newest = max((int(number) for name in names for number in _NUMBER.findall(name)), default=0)
-        path = folder / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.flax-longcontext"
-        now = time.time()
-        opening = (
-            Event(wall_time=now, file_version="brain.Event:2"),
-            # A TensorBoard that has been showing the run drops what it has read.
-            Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
-        )
-        content = b"".join(map(_to_record, (*opening, *events)))
-        self._file = AppendedLog(path, content, console, replaces=event_files(folder))
+    def __init__(self, folder: Path, console: Console):
+        self._folder, self._console = folder, console
+        self._events: EventLog | None = None
 
-    def write(self, events: Iterable[Event]) -> None:
-        """Appends events; the operating system has them then."""
-        self._file.append(*map(_to_record, events))
+    def started(self, start: Start) -> None:
+        compiled = _programs_to_events(start.reports, start.step)
+        earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
+        rows = (_to_event(row) for row in start.rows)
+        self._events = EventLog(self._folder, [*earlier, *compiled, *rows], self._console)
+
+    def recompiled(self, recompile: Recompile) -> None:
+        now = time.time()
+        table = text(f"{_COMPILE}recompile", recompile.to_markdown(), recompile.step, now)
+        self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
+
+    def window(self, window: Window) -> None:
+        self.write(window.rows)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        self.write([evaluated.row])
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Appends rows; the operating system has them then."""
+        self._write(map(_to_event, rows))
 
     def close(self) -> None:
-        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _write(self, events: Iterable[Event]) -> None:
+        assert self._events is not None, "written before the start"
+        self._events.write(events)
 
 
-def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
-    """Numbers by tag.
-
-    Args:
-      values: tag → number.
-      step: where they stand on the horizontal axis.
-      at: when they were measured, Unix time in seconds.
-    """
-    summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
-    return Event(wall_time=at, step=step, summary=summary)
+def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
+    now = time.time()
+    table = text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
+    return [*_reports_to_events(reports, step, now), table] if reports else []
 
 
-def text(tag: str, markdown: str, step: int, at: float) -> Event:
-    """A text; TensorBoard shows it as Markdown."""
-    return Event(wall_time=at, step=step, summary=text_summary(tag, markdown))
+def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[Event]:
+    tagged = [
+        {f"{_COMPILE}{report.name}/{name}": value for name, value in report_scalars(report).items()}
+        for report in reports
+    ]
+    return [scalars(values, step, at) for values in tagged]
 
 
-def event_files(folder: Path) -> list[Path]:
-    """The files that this module has written into a folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name) and path.is_file())
+def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
+    """What earlier attempts compiled, up to a step, without the points in whose place there are new ones."""
+    replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
+    kept = []
+    for path in event_files(folder)[-1:]:  # it holds what was kept of those before
+        for event in read_events(path, _COMPILE):
+            values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
+            del event.summary.value[:]
+            event.summary.value.extend(values)
+            if values and event.step <= last_step:
+                kept.append(event)
+    return kept
 
 
-def read_events(path: Path, tag_prefix: str) -> Iterator[Event]:
-    """The events of a file that hold a tag with this prefix, up to the first that is damaged or cut short."""
-    content, start, wanted = memoryview(path.read_bytes()), 0, tag_prefix.encode()
-    while start + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, start)
-        record = bytes(content[start : start + length + 16])
-        event = record[12:-4]
-        if wanted in event:  # the checksums of all others would take long
-            if record != _framed(event):
-                return
-            yield Event.FromString(event)
-        start += length + 16
+def _to_event(row: Row) -> Event:
+    values = {_tag(name): value for name, value in row.items() if name not in _NO_VALUES and value is not None}
+    return scalars(values, int(row["step"] or 0), row.get("time") or time.time())
 
 
-def _to_record(event: Event) -> bytes:
-    return _framed(event.SerializeToString())
-
-
-def _framed(event: bytes) -> bytes:
-    length = struct.pack("<Q", len(event))
-    return b"".join((length, _checksum(length), event, _checksum(event)))
-
-
-def _checksum(content: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(content))
+def _tag(name: str) -> str:
+    """TensorBoard groups its charts by what stands before the slash."""
+    if name.startswith("validation_"):
+        return name.replace("_", "/", 1)
+    return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"

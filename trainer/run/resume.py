@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from trainer.checkpoints.folder import cannot_restore
-from trainer.checkpoints.saving import Restored
+from trainer.checkpoints.saving import Checkpoints, Restored
 from trainer.config.changes import ConfigChange, ConfigHistory, refuse_other_run
 from trainer.config.file import load_saved_config
 from trainer.errors import UserMistake
-from trainer.run.prepare import Setup
+from trainer.run.setup import Setup
 from trainer.step.optimizer import make_schedule
+from trainer.terminal.console import Console
 from trainer.workdir import Workdir
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from."""
+
+    step: int
+    state: Any
+    config_history: ConfigHistory
+    origin: dict[str, Any]
+    """What the record says of it."""
+
+
+def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed | None:
+    """Reads the newest whole checkpoint, and says what goes on from there, and how; None: there has never been one.
+
+    Raises:
+      UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
+    """
+    restored = checkpoints.restore_newest(setup.functions.abstract_state)
+    if restored is None:
+        return None
+    for damaged in restored.damaged:
+        console.note(f"{damaged}; it is kept, and the run goes on from the one before")
+    history, changes = go_on_from(restored, setup, workdir)
+    done = "; no step is left to make" if restored.step >= setup.config.num_steps else ""
+    console.note(f"resumed at step {restored.step}/{setup.config.num_steps} from {workdir.checkpoints}{done}")
+    for change in changes:
+        console.note(change)
+    passed_over = {str(item.path): item.reason for item in restored.damaged}
+    return Resumed(restored.step, restored.state, history, {"step": restored.step, "passed_over": passed_over})
 
 
 def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:

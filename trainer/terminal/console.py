@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import rich.console
 from rich.panel import Panel
@@ -21,47 +20,9 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainer.compile.stages import CompileReport
-from trainer.evaluate import Evaluation
-from trainer.terminal.units import format_bytes, format_seconds
-
 # Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
 _PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-
-
-@dataclass(frozen=True)
-class Window:
-    """The steps between two log lines."""
-
-    step: int
-    """The last of them."""
-    num_steps: int
-    """Steps that the run makes in all."""
-    loss: float
-    """Of the last of them, nats per target."""
-    step_s: float
-    """Mean seconds of a step."""
-    data_wait_s: float
-    """Seconds of the window in which the host waited for data."""
-    tokens_per_s: float
-    mfu_causal: float
-    left_s: float
-    """Expected seconds to the last step."""
-
-    def short(self) -> str:
-        """What fits a terminal of 80 columns."""
-        return (
-            f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  MFU {self.mfu_causal:.1%}  "
-            f"{format_seconds(self.left_s)} left"
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"loss {self.loss:.4f}  {self.tokens_per_s:,.0f} tokens/s  {format_seconds(self.step_s)}/step  "
-            f"MFU {self.mfu_causal:.1%}  data wait {format_seconds(self.data_wait_s)}  "
-            f"{format_seconds(self.left_s)} left"
-        )
 
 
 class Console:
@@ -120,18 +81,6 @@ class Console:
             progress.add_task(what, total=None)
             yield
 
-    def compiled(self, reports: Sequence[CompileReport]) -> None:
-        """What compiling took, and what the largest program takes in memory."""
-        for report in reports:
-            self.note(f"compile {report.name}: {format_stages(report)}")
-        memory = next((report.memory for report in reports if report.name == "train_step"), None)
-        if memory is not None:
-            self.note(
-                f"memory of a step, per device: {format_bytes(memory.peak)} at the peak: "
-                f"state and batch {format_bytes(memory.arguments)}, temporaries {format_bytes(memory.temporaries)}, "
-                f"program {format_bytes(memory.code)}"
-            )
-
     def start_steps(self, done: int, num_steps: int) -> None:
         """Shows the progress bar, on a terminal."""
         if self._is_terminal:
@@ -149,23 +98,22 @@ class Console:
         if self._progress is not None:
             self._progress.update(self._task, completed=done)
 
-    def window(self, window: Window) -> None:
-        """A log window: a line, on a terminal above the bar."""
-        line = f"step {window.step}/{window.num_steps}  {window}"
-        if self._is_terminal and len(line) > self._output.width:
-            line = f"step {window.step}/{window.num_steps}  {window.short()}"
-        self.note(line)
+    def step_line(self, line: str, *, short: str, done: int, status: str) -> None:
+        """A line about steps, on a terminal above the bar.
+
+        Args:
+          line: what to print.
+          short: the same for a terminal that is too narrow for the line.
+          done: to where the bar moves.
+          status: what stands at the bar's end from now on.
+        """
+        self.note(short if self._is_terminal and len(line) > self._output.width else line)
         if self._progress is not None:
-            self._progress.update(self._task, completed=window.step, status=f"{format_seconds(window.left_s)} left")
+            self._progress.update(self._task, completed=done, status=status)
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        """A validation loss."""
-        self.note(f"step {step}: validation {format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)}")
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """A prompt and what the model makes of it."""
-        sample = f"{prompt}▸{text}"
-        self.note(f"step {step}: sample: {visible(sample) if self._is_terminal else sample}", whole=True)
+    def quote(self, label: str, text: str) -> None:
+        """A text that somebody else wrote, unbroken; a terminal gets signs for the characters that would steer it."""
+        self.note(f"{label}{visible(text) if self._is_terminal else text}", whole=True)
 
     def stop_steps(self) -> None:
         """Takes the progress bar off the terminal's hands; safe to call at any time."""
@@ -219,25 +167,3 @@ def visible(text: str) -> str:
     'red: ␛[31m'
     """
     return text.translate(_PICTURES)
-
-
-def format_stages(report: CompileReport) -> str:
-    """What compiling took.
-
-    >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
-    'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
-    """
-    trace, lower, compile_ = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
-    return f"trace {trace}, lower {lower}, XLA {compile_} ({format_origin(report)})"
-
-
-def format_origin(report: CompileReport) -> str:
-    """Where a program came from."""
-    return "read from the cache" if report.cache_hit else "compiled"
-
-
-def format_loss(nats_per_token: float | None, bits_per_byte: float | None) -> str:
-    """A loss with its units; None: it was not finite, which the logs keep as null."""
-    if nats_per_token is None:
-        return "not finite"
-    return f"{nats_per_token:.4f} nats/token" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte")

@@ -1,6 +1,13 @@
-"""Seconds, bytes and counts as a person says them."""
+"""Losses, seconds, bytes and counts as a person says them."""
 
 from __future__ import annotations
+
+
+def format_loss(nats_per_token: float | None, bits_per_byte: float | None) -> str:
+    """A loss with its units; None: it was not finite, which the logs keep as null."""
+    if nats_per_token is None:
+        return "not finite"
+    return f"{nats_per_token:.4f} nats/token" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte")
 
 
 def format_seconds(seconds: float) -> str:

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
-from trainer.compile.comparison import MASKS as IMPLEMENTATION_OF_MASKS
+from experiments.benchmarks.compile_time.masks import Source, implementation_of, read_mask
 from trainer.errors import UserMistake
 from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
@@ -30,11 +29,6 @@ if TYPE_CHECKING:
     import jax
 
 Subject = Literal["attention", "train_step"]
-Source = Literal["dense", "upstream_lazy", "ours"]
-
-WINDOW = CausalMask() & LocalMask(4095, 0)
-# And "two_masks": causal and window_4096 in turn over the heads.
-MASKS: dict[str, Mask] = {"causal": CausalMask(), "window_4096": WINDOW, "prefix_1024": CausalMask() | PrefixMask(1024)}
 
 _WARM_UP_LENGTH = 1536
 _LONG_TRACE_S = 1.0
@@ -83,32 +77,6 @@ class Measurement:
     """Most that was resident from then on to the end of compiling."""
     visited_tiles: dict[str, int] | None
     """Of each pass of TPU attention, over all heads; None: not counted (another subject or platform, or too long)."""
-
-
-def read_mask(text: str, num_heads: int) -> Mask:
-    """A mask by its name, or as Python writes it.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    if text == "two_masks":
-        return MultiHeadMask([CausalMask() if head % 2 == 0 else WINDOW for head in range(num_heads)])
-    return MASKS[text] if text in MASKS else parse_mask(text)
-
-
-def implementation_of(source: Source, platform: str) -> str:
-    """The attention backend that has its mask from a source.
-
-    Raises:
-      UserMistake: a baseline on a platform that its kernel doesn't run on.
-    """
-    if platform == "tpu":
-        return IMPLEMENTATION_OF_MASKS[source]
-    if source != "ours":
-        raise UserMistake(
-            f"{source} masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours"
-        )
-    return "blockwise"
 
 
 def measure(cell: Cell) -> Measurement:

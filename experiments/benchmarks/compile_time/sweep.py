@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.cell import Cell, Source
+from experiments.benchmarks.compile_time.cell import Cell
+from experiments.benchmarks.compile_time.masks import Source
 from trainer.compile.topology import Topology, require_libtpu
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform

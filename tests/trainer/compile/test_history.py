@@ -15,8 +15,7 @@ from trainer.compile.history import CompileHistory, report_scalars
 from trainer.compile.recompilation import Change, RecompilingFunction
 from trainer.compile.stages import CompileReport
 from trainer.config.file import load_config
-from trainer.run.attempt import run
-from trainer.run.prepare import prepare
+from trainer.train import prepare, train
 from trainer.workdir import claim_workdir
 
 NUM_STEPS, LONG_STEP = 12, 5
@@ -54,9 +53,9 @@ def uneven(trainer_command, tmp_path_factory, read_run, read_tensorboard):
         return dataclasses.replace(setup, batches=UnevenBatches(setup.batches))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.run.attempt.prepare", prepare_unevenly)
+        patch.setattr("trainer.train.prepare", prepare_unevenly)
         patch.setattr("trainer.terminal.console.Console.note", lambda _, line, **__: lines.append(line))
-        assert run(config, workdir, command=[], started=time.perf_counter()) == 0
+        assert train(config, workdir, command=[], started=time.perf_counter()) == 0
     record, steps, _ = read_run(workdir.path)
     return record, steps, read_tensorboard(workdir.tensorboard), lines
 

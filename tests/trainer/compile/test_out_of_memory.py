@@ -16,13 +16,13 @@ import pytest
 from kernels import CausalMask
 from trainer.checkpoints.saving import Checkpoints
 from trainer.compile.out_of_memory import OutOfMemory, explained, reason_of, running
+from trainer.compile.programs import CompiledSteps, compile_steps
 from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.config import LossConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.run.attempt import run
-from trainer.run.loop import TrainingLoop
-from trainer.run.prepare import CompiledSteps, compile_steps
+from trainer.evaluate import Evaluation
+from trainer.train import TrainingLoop, train
 from trainer.workdir import claim_workdir
 
 # As reported, with what follows in the first lines.
@@ -117,11 +117,11 @@ def test_a_step_that_is_too_large_ends_the_run_with_one_message(config, tmp_path
     memory = MemoryReport(arguments=3_000, outputs=2_000, aliased=1_500, temporaries=70_000, code=100, peak=73_600)
     report = CompileReport("train_step", 0.0, 0.0, 0.0, cache_hit=False, memory=memory)
     programs = CompiledSteps(lambda: jnp.zeros(()), TrainStep(), TrainStep(), (report,))
-    monkeypatch.setattr("trainer.run.loop.compile_steps", lambda *_, **__: programs)
+    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: programs)
     workdir = claim_workdir(tmp_path, config)
     command = ["python", "-m", "trainer", "--config", "a page.py", "--workdir", str(tmp_path), "--seed", "1"]
     with pytest.raises(TrainingFailed) as caught:
-        run(config, workdir, command=command, started=time.perf_counter())
+        train(config, workdir, command=command, started=time.perf_counter())
     record = json.loads(workdir.record.read_text())
     assert (record["status"], record["message"]) == ("failed", str(caught.value))
     refused, needed, there_is, fits, *remedies = str(caught.value).split("\n  ")
@@ -209,19 +209,19 @@ def test_the_loop_names_what_ran(config, monkeypatch, place, program):
         raise jax.errors.JaxRuntimeError(GENUINE["CPU"])
 
     loop = Anything()
-    loop._config, loop._step, loop._checkpoints, loop._setup = config, config.num_steps, Anything(), Anything()
-    loop._stop = SimpleNamespace(requested=False)
-    loop._log = SimpleNamespace(evaluations={}, write=lambda _: None)
-    loop._setup.samples = SimpleNamespace(write=fail)
-    loop._checkpoints.restore_newest = fail if place == "restore_newest" else lambda _: None
-    monkeypatch.setattr("trainer.run.loop.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
-    monkeypatch.setattr("trainer.run.loop.evaluate", fail if place == "evaluate" else lambda *_: Anything())
-    monkeypatch.setattr("trainer.run.loop.jax.block_until_ready", fail)
-    loop._account.seconds = lambda _: 0.0
+    loop.config, loop.progress, loop.checkpoints, loop.setup = config, Anything(), Anything(), Anything()
+    loop.progress.step = config.num_steps
+    loop.stop, loop.evaluations = SimpleNamespace(requested=False), {}
+    loop.setup.samples = SimpleNamespace(write=fail)
+    loop.checkpoints.restore_newest = fail if place == "restore_newest" else lambda _: None
+    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
+    monkeypatch.setattr("trainer.train.evaluate", fail if place == "evaluate" else lambda *_: Evaluation(1.0, None, 1))
+    monkeypatch.setattr("trainer.train.jax.block_until_ready", fail)
+    loop.account.seconds = lambda _: 0.0
     loop._window_ends = lambda: True
-    loop._programs = SimpleNamespace(train_step=lambda *_: (None, None), eval_step=None)
-    loop._setup.flops = lambda _: (0, 0)
-    method = {"sampling": "_evaluate_if_due", "eval_step": "_evaluate_if_due", "train_step": "_run_window"}
+    loop.programs = SimpleNamespace(train_step=lambda *_: (None, None), eval_step=None)
+    loop.setup.flops = lambda _: (0, 0)
+    method = {"sampling": "evaluate_if_due", "eval_step": "evaluate_if_due", "train_step": "run_window"}
     with pytest.raises(OutOfMemory) as caught:
         getattr(TrainingLoop, method.get(program, "restore_and_compile"))(loop)
     assert caught.value.program == program
@@ -248,8 +248,8 @@ def test_a_compilation_that_is_refused_is_named(monkeypatch, name):
             raise jax.errors.JaxRuntimeError(GENUINE["TPU, compiling"])
         return None, Anything()
 
-    monkeypatch.setattr("trainer.run.prepare.compile_in_stages", fail)
-    monkeypatch.setattr("trainer.run.prepare.RecompilingFunction", lambda *_, **named: fail(**named)[1])
+    monkeypatch.setattr("trainer.compile.programs.compile_in_stages", fail)
+    monkeypatch.setattr("trainer.compile.programs.RecompilingFunction", lambda *_, **named: fail(**named)[1])
     with pytest.raises(OutOfMemory) as caught:
         compile_steps(Anything(), with_init=True, on_recompile=print)
     assert caught.value.program == name

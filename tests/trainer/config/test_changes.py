@@ -20,6 +20,7 @@ from trainer.config import (
     OptimizerConfig,
     SamplesConfig,
     TrainConfig,
+    WandbConfig,
 )
 from trainer.config.changes import KIND_OF_FIELD, ConfigChange, ConfigHistory, Kind, changes_to_json, refuse_other_run
 from trainer.config.file import flag_types
@@ -65,6 +66,7 @@ CHANGED = dataclasses.replace(
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
     checkpoint=CheckpointConfig(5, 6),
     compilation=CompilationConfig("xla"),
+    wandb=WandbConfig("project", "offline"),
 )
 
 

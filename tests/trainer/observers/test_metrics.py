@@ -11,8 +11,10 @@ import pytest
 from trainer.compile.history import Recompile
 from trainer.compile.recompilation import Change
 from trainer.compile.stages import CompileReport
-from trainer.observers.metrics import MetricsLog, last_logged_step
-from trainer.observers.tensorboard import EventLog
+from trainer.observers.event_file import EventLog
+from trainer.observers.metrics import MetricsFile, last_logged_step, read_logged_rows
+from trainer.observers.observer import Observers, Start, Window, make_row
+from trainer.observers.tensorboard import TensorBoard
 
 TAGS = {
     "loss": "train/loss",
@@ -21,6 +23,15 @@ TAGS = {
     "step_s": "speed/step_s",
     "validation_nats_per_token": "validation/nats_per_token",
 }
+
+
+class Logs(Observers):
+    """Both logs of an attempt."""
+
+    def write(self, rows) -> None:
+        """Logs rows as a run does, in one window; which of them are evaluations makes no difference to the logs."""
+        rows = [make_row(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
+        self.window(Window(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows))
 
 
 @pytest.fixture
@@ -44,8 +55,11 @@ def make_rows(rng: np.random.Generator):
 def start(tmp_path, watched_console):
     """Starts an attempt at the run in `tmp_path`."""
 
-    def start(restored_step: int, reports=()) -> MetricsLog:
-        return MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tensorboard", restored_step, watched_console, reports)
+    def start(restored_step: int, reports=()) -> Logs:
+        path = tmp_path / "metrics.jsonl"
+        logs = Logs(MetricsFile(path, watched_console), TensorBoard(tmp_path / "tensorboard", watched_console))
+        logs.started(Start(restored_step, 100, read_logged_rows(path, restored_step, watched_console), reports))
+        return logs
 
     return start
 
@@ -134,9 +148,9 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
 
     log = start(0, [report("init_state", 1.0), report("train_step", 2.0)])
     for step in (3, 6, 9):
-        log.write_recompile(recompile(step, 10.0 + step))
+        log.recompiled(recompile(step, 10.0 + step))
     log = start(6, [report("train_step", 3.0)])
-    log.write_recompile(recompile(8, 20.0))
+    log.recompiled(recompile(8, 20.0))
     start(8, [report("train_step", 4.0)])
     shown = read_tensorboard(tmp_path / "tensorboard")
     assert shown["compile/init_state/trace_s"] == {0: 1.0}

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from trainer.files.atomic import write_atomically
-from trainer.observers.record import RunRecord, StepTimes, TimeAccount, describe_devices, measured_memory
+from trainer.observers.record import RunRecord, describe_devices, measured_memory
+from trainer.observers.times import StepTimes, TimeAccount
 
 
 @pytest.fixture

@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import trainer.run.attempt
+import trainer.train
 from trainer.__main__ import main
 from trainer.checkpoints.saving import find_damage
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.metrics import MetricsLog
-from trainer.observers.record import RunRecord, TimeAccount
+from trainer.observers.observer import Start
+from trainer.observers.record import RunRecord
+from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import DrainingEventLoop
-from trainer.run.attempt import run
-from trainer.run.loop import TrainingLoop
-from trainer.run.prepare import prepare
 from trainer.step.flops import StepFlops
 from trainer.step.functions import StepMetrics
+from trainer.train import TrainingLoop, prepare
+from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
 
 
@@ -66,7 +66,7 @@ def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
     def defective(*_):
         raise ValueError("operands could not be broadcast together")
 
-    monkeypatch.setattr("trainer.run.prepare.make_step_functions", defective)
+    monkeypatch.setattr("trainer.train.make_step_functions", defective)
     with pytest.raises(ValueError, match="could not be broadcast") as caught:
         prepare(config, lambda _: None)
     assert type(caught.value) is ValueError
@@ -86,17 +86,16 @@ def full(*_, **__):
 
 
 def make_loops(monkeypatch, train):
-    """Has `run` prepare nothing, and train by calling `train(record)`."""
+    """Has a run prepare nothing, and train by calling `train(record)`."""
 
     class Loop:
-        def __init__(self, setup, workdir, console, record, account, stop):
-            self._record = record
+        progress = SimpleNamespace(under_way=lambda: "3 steps")
+
+        def __init__(self, setup, workdir, this):
+            self._record = this.record
 
         def restore_and_compile(self):
             pass
-
-        def under_way(self):
-            return "3 steps"
 
         def train(self):
             return train(self._record)
@@ -104,8 +103,8 @@ def make_loops(monkeypatch, train):
         def close(self):
             pass
 
-    monkeypatch.setattr("trainer.run.attempt.TrainingLoop", Loop)
-    monkeypatch.setattr("trainer.run.attempt.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+    monkeypatch.setattr("trainer.train.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.train.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
 
 
 def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
@@ -113,9 +112,9 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config
         monkeypatch.setattr("trainer.observers.record.write_atomically", full)
         raise TrainingFailed("what went wrong first")
 
-    monkeypatch.setattr("trainer.run.attempt.prepare", fail)
+    monkeypatch.setattr("trainer.train.prepare", fail)
     with pytest.raises(TrainingFailed, match="what went wrong first"):
-        run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+        run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatc
 
     make_loops(monkeypatch, train)
     with pytest.raises(raised):
-        run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+        run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["step"], record["message"]) == ("failed", 17, message)
 
@@ -157,7 +156,7 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
 
     make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.process.signals.os._exit", leave)
-    run(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+    run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     assert statuses == [130]
     record = json.loads((tmp_path / "record.json").read_text())
     assert (record["status"], record["step"]) == ("preempted", 23)
@@ -186,14 +185,14 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
 
     def run_and_signal(*arguments, **options):
         try:
-            return run(*arguments, **options)
+            return run_training(*arguments, **options)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
     make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.observers.record.write_atomically", write)
     monkeypatch.setattr("trainer.process.signals.os._exit", statuses.append)
-    monkeypatch.setattr(trainer.run.attempt, "run", run_and_signal)
+    monkeypatch.setattr(trainer.train, "train", run_and_signal)
     assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
     assert statuses == left
     output = capsys.readouterr().out
@@ -284,42 +283,46 @@ def make_loop(config, tmp_path, watched_console):
         workdir = claim_workdir(tmp_path / "run", config)
         account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
         record = RunRecord(workdir.record, [], time.time(), account, watched_console)
-        loop = TrainingLoop(setup, workdir, watched_console, record, account, stop)
+        this = SimpleNamespace(console=watched_console, record=record, account=account, stop=stop)
+        loop = TrainingLoop(setup, workdir, this)
         metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
-        loop._programs = SimpleNamespace(train_step=lambda state, _: (state, metrics))
-        loop._state = {"w": jnp.zeros(3)}
-        loop._metrics = MetricsLog(workdir.metrics, workdir.tensorboard, 0, watched_console)
+        loop.programs = SimpleNamespace(train_step=lambda state, _: (state, metrics))
+        loop.state = {"w": jnp.zeros(3)}
+        loop.observers.started(Start(0, config.num_steps, [], []))
         return loop
 
     return make
 
 
 def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
+    def advances() -> list[int]:
+        told = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
+        watched_console.told.clear()
+        return told
+
     loop = make_loop()
-    loop._run_window()
-    assert watched_console.told[0] == ("advance", 0), "the first step is only dispatched"
-    watched_console.told.clear()
-    loop._run_window()
-    advances = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
-    assert advances == [1, 1, 2, 3, 4, 5, 6], "steps 2 to 8, of which two may be under way"
+    loop.run_window()
+    assert advances() == [0, 1], "the first step is only dispatched, then waited for"
+    loop.run_window()
+    assert advances() == [1, 1, 2, 3, 4, 5, 6, 8], "steps 2 to 8: two may be under way until all are waited for"
     loop.close()
 
 
 def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(make_loop, monkeypatch):
     loop, told = make_loop(), []
-    train_step = loop._programs.train_step
+    train_step = loop.programs.train_step
 
     def watch(state, batch):
-        told.append((loop._step + 1, loop.under_way()))
+        told.append((loop.progress.step + 1, loop.progress.under_way()))
         return train_step(state, batch)
 
-    loop._programs.train_step = watch
-    loop._run_window()
+    loop.programs.train_step = watch
+    loop.run_window()
     assert told == [(1, "1 step")], "no step is measured yet"
-    assert loop.under_way() == "what is under way"
+    assert loop.progress.under_way() == "what is under way"
     told.clear()
-    monkeypatch.setattr(loop._times, "typical_step_s", lambda: 0.5)
-    loop._run_window()
+    monkeypatch.setattr(loop.times, "typical_step_s", lambda: 0.5)
+    loop.run_window()
     assert told == [(2, "1 step (about 500.0 ms)"), (3, "2 steps (about 1.0 s)")] + [
         (step, "3 steps (about 1.5 s)") for step in range(4, 9)
     ]
@@ -330,9 +333,9 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
-    monkeypatch.setattr("trainer.run.loop._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     failing = [20, 40, 60, 60]
-    save, undone = loop._checkpoints.save, monkeypatch.context
+    save, undone = loop.checkpoints.save, monkeypatch.context
 
     def save_or_fail(step, *arguments):
         if step not in failing:
@@ -342,14 +345,14 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
         with undone() as patch:
             patch.setattr(place, full)
             save(step, *arguments)
-            if loop._checkpoints._saving is not None:
-                loop._checkpoints._saving.join()
+            if loop.checkpoints._saving is not None:
+                loop.checkpoints._saving.join()
 
-    monkeypatch.setattr(loop._checkpoints, "save", save_or_fail)
-    loop._log.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
-    loop._setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
-    loop._setup.devices = jax.devices()
-    loop._programs.eval_step = None
+    monkeypatch.setattr(loop.checkpoints, "save", save_or_fail)
+    loop.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
+    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop.setup.devices = jax.devices()
+    loop.programs.eval_step = None
     assert loop.train() == 0
     loop.close()
     warnings = [line for kind, *lines in watched_console.told if kind == "warning" for line in lines]
@@ -357,36 +360,36 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
     assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60", "60"]
     assert all("the newest good checkpoint is not there yet" in line for line in warnings)
     assert all(line.endswith("can be written to. The next save tries again") for line in warnings)
-    assert [path.name for path in loop._workdir.checkpoints.iterdir()] == ["60"]
-    assert find_damage(loop._workdir.checkpoints / "60") is None
-    assert json.loads(loop._workdir.record.read_text())["status"] == "completed"
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["60"]
+    assert find_damage(loop.workdir.checkpoints / "60") is None
+    assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
 
 
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
 def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
     loop = make_loop()
-    monkeypatch.setattr("trainer.run.loop._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
     if stop_requested:
-        loop._stop.requested = True
-    loop._run_window()
+        loop.stop.requested = True
+    loop.run_window()
     with pytest.raises(TrainingFailed, match=r"checkpoints/1 failed: OSError.*, then run the same command again$"):
-        loop._save_at_last()
+        loop.saver.save_at_last(loop.snapshot)
     warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert len(warnings) == num_tries - 1
-    assert not list(loop._workdir.checkpoints.iterdir())
+    assert not list(loop.workdir.checkpoints.iterdir())
     loop.close()
 
 
 def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
     loop = make_loop()
     monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
-    loop._run_window()
-    loop._save()
+    loop.run_window()
+    loop.saver.save(loop.snapshot)
     bad = StepMetrics(*map(jnp.asarray, (float("nan"), 0.0, 1.0, 1.0, 512, False)))
-    loop._programs.train_step = lambda state, _: (state, bad)
+    loop.programs.train_step = lambda state, _: (state, bad)
     with pytest.raises(TrainingFailed, match="step 2: loss nan"):
-        loop._run_window()
+        loop.run_window()
     warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert len(warnings) == 1
     assert "checkpoints/1 failed: OSError" in warnings[0]
@@ -396,10 +399,10 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
 
 def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, watched_console, monkeypatch):
     loop = make_loop()
-    monkeypatch.setattr(loop._checkpoints, "_remove_oldest", full)
-    loop._run_window()
-    loop._save_at_last()
-    assert [path.name for path in loop._workdir.checkpoints.iterdir()] == ["1"]
+    monkeypatch.setattr(loop.checkpoints, "_remove_oldest", full)
+    loop.run_window()
+    loop.saver.save_at_last(loop.snapshot)
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
     [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
     loop.close()
@@ -407,10 +410,10 @@ def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(m
 
 def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
     loop = make_loop()
-    loop._stop.requested = True
-    loop._setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
-    loop._setup.devices = jax.devices()
-    loop._programs.eval_step = None
+    loop.stop.requested = True
+    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop.setup.devices = jax.devices()
+    loop.programs.eval_step = None
     assert loop.train() == 75
     loop.close()
     [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
@@ -424,8 +427,8 @@ def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, w
     def fail():
         raise TrainingFailed("saving checkpoint 20 failed")
 
-    close = loop._checkpoints.close
-    monkeypatch.setattr(loop._checkpoints, "close", fail)
+    close = loop.checkpoints.close
+    monkeypatch.setattr(loop.checkpoints, "close", fail)
     loop.close()
     close()
     assert ("warning", "saving checkpoint 20 failed") in watched_console.told

@@ -15,14 +15,14 @@ import pytest
 from kernels import CausalMask
 from trainer.checkpoints.folder import read_metadata
 from trainer.checkpoints.saving import Restored
+from trainer.compile.programs import CompiledSteps
 from trainer.config import EvaluationConfig, OptimizerConfig, TrainConfig
 from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
 from trainer.errors import UserMistake
-from trainer.run.attempt import run
-from trainer.run.prepare import CompiledSteps
 from trainer.run.resume import go_on_from
+from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir
 
 
@@ -43,7 +43,7 @@ def config(trainer_command) -> TrainConfig:
 def finished(config, tmp_path_factory) -> Path:
     """The workdir of a run of four steps."""
     workdir = claim_workdir(tmp_path_factory.mktemp("finished") / "run", config)
-    assert run(config, workdir, command=["first"], started=time.perf_counter()) == 0
+    assert train(config, workdir, command=["first"], started=time.perf_counter()) == 0
     return workdir.path
 
 
@@ -56,7 +56,7 @@ def resume(finished, tmp_path, capsys, read_run):
     def go_on(config: TrainConfig) -> SimpleNamespace:
         # This process claims it once; the lock would refuse the second time.
         claimed.append(claimed[0] if claimed else claim_workdir(path, config))
-        status = run(config, claimed[0], command=["again"], started=time.perf_counter())
+        status = train(config, claimed[0], command=["again"], started=time.perf_counter())
         record, steps, evaluations = read_run(path)
         return SimpleNamespace(
             status=status,
@@ -156,7 +156,7 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert lines[at + 8].startswith("validation losses are measured otherwise from now on")
 
     # The example of `make help`: a run that is past the steps asked for has none left to make.
-    monkeypatch.setattr("trainer.run.loop.compile_steps", lambda *_, **__: CompiledSteps(None, None, None, ()))
+    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: CompiledSteps(None, None, None, ()))
     shorter = resume(dataclasses.replace(extended, num_steps=5))
     assert shorter.status == 0
     assert (shorter.record["status"], shorter.record["step"]) == ("completed", 7)

@@ -28,14 +28,15 @@ from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import UserMistake
-from trainer.observers.record import TimeAccount
-from trainer.run.loop import TrainingLoop
+from trainer.observers.console import ConsoleLines
+from trainer.observers.times import TimeAccount
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
+from trainer.train import TrainingLoop
 from trainer.workdir import claim_workdir
 
 LENGTH = 64  # of a sequence, whose tokens are bytes
@@ -101,22 +102,22 @@ def without_controls(text: str) -> str:
 def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(trained, sample):
     printed = io.StringIO()
     loop = SimpleNamespace(
-        _step=60,
-        _config=trained.config,
-        _state=trained.state,
-        _setup=SimpleNamespace(
+        progress=SimpleNamespace(step=60),
+        config=trained.config,
+        state=trained.state,
+        setup=SimpleNamespace(
             validation_batches=[{}],
             corpus=SimpleNamespace(bytes_per_token=1.0),
             samples=Samples(trained.config, ByteTokenizer()),
             functions=SimpleNamespace(mesh=trained.mesh),
         ),
-        _programs=SimpleNamespace(eval_step=lambda params, batch: (4.0, 2)),
-        _log=SimpleNamespace(evaluations={}, write=lambda rows: None),
-        _console=Console(rich.console.Console(file=printed, highlight=False)),
-        _account=TimeAccount(time.perf_counter()),
-        _stop=SimpleNamespace(requested=False),
+        programs=SimpleNamespace(eval_step=lambda params, batch: (4.0, 2)),
+        evaluations={},
+        observers=ConsoleLines(Console(rich.console.Console(file=printed, highlight=False))),
+        account=TimeAccount(time.perf_counter()),
+        stop=SimpleNamespace(requested=False),
     )
-    TrainingLoop._evaluate_if_due(loop)
+    TrainingLoop.evaluate_if_due(loop)
     validation, texts = printed.getvalue().split("\n", 1)
     assert validation == "step 60: validation 2.0000 nats/token, 2.8854 bits/byte"
     # Five bytes more, fewer where the document ends; a prompt as long as the context gets one.

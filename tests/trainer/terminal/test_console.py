@@ -11,8 +11,10 @@ import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.evaluate import Evaluation
-from trainer.terminal.console import Console, Window, format_loss
-from trainer.terminal.units import format_bytes, format_count, format_seconds
+from trainer.observers.console import ConsoleLines
+from trainer.observers.observer import Evaluated, Start, Window
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
 
 SPEED = "loss 3.2500  21,845 tokens/s  1.5 s/step  MFU 41.0%  data wait 4.0 ms  3 min 20 s left"
 
@@ -33,22 +35,22 @@ def make_window(step: int) -> Window:
 def show_a_run(output: rich.console.Console) -> str:
     """Everything that the console can show, in the order of a run."""
     console = Console(output)
+    lines = ConsoleLines(console)
     facts = {"mesh": "data 1", "attention": ["blockwise for 2 layers", "  cudnn passed over: [needs] a GPU"]}
     console.description("A GPT for two cores.")
     console.note("tokenizing 3 files")
     console.opening("tiny", facts)
     memory = MemoryReport(2_000_000, 1_000, 1_000, 3_000_000, 500, 5_000_000)
-    console.compiled([CompileReport("train_step", 1.0, 2.0, 62.0, True, memory)])
     with console.working("compiling"):
         console.note("a word while it compiles")
-    console.start_steps(0, 40)
-    console.advance(5)
-    console.window(make_window(10))
+    lines.started(Start(0, 40, [], [CompileReport("train_step", 1.0, 2.0, 62.0, True, memory)]))
+    lines.advanced(5)
+    lines.window(make_window(10))
     console.note("checkpoint 10 is damaged")
-    console.evaluation(10, Evaluation(3.125, 4.5, 1000))
-    console.window(make_window(20))
-    console.stop_steps()
-    console.stop_steps()
+    lines.evaluated(Evaluated(10, Evaluation(3.125, 4.5, 1000), {}))
+    lines.window(make_window(20))
+    lines.stopped()
+    lines.stopped()
     facts = {"written": ["/tmp/run/record.json", "/tmp/run/metrics.jsonl"]}
     console.closing("completed: step 40 of 40", facts, ["python -m trainer.sample --workdir /tmp/run"])
     return output.file.getvalue()
@@ -64,9 +66,9 @@ def test_without_a_terminal_every_fact_is_a_plain_line():
         "  mesh: data 1",
         "  attention: blockwise for 2 layers",
         "  attention:   cudnn passed over: [needs] a GPU",
+        "a word while it compiles",
         "compile train_step: trace 1.0 s, lower 2.0 s, XLA 1 min 2 s (read from the cache)",
         "memory of a step, per device: 5.0 MB at the peak: state and batch 2.0 MB, temporaries 3.0 MB, program 500 B",
-        "a word while it compiles",
         f"step 10/40  {SPEED}",
         "checkpoint 10 is damaged",
         "step 10: validation 3.1250 nats/token, 4.5000 bits/byte",
