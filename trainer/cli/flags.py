@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
+import dataclasses
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from kernels import Mask, parse_mask
 from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config.file import flag_types, is_text, load_config
-from trainer.config.suggestions import did_you_mean_field
+from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
 from trainer.process.versions import installed_versions
 
@@ -106,10 +105,10 @@ def wants_help(arguments: Sequence[str]) -> bool:
 
 
 def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], program: str) -> None:
-    """tyro would name several flags, in a box; one sentence with the nearest one is easier to read.
+    """Checks that each flag names a field.
 
     Raises:
-      UserMistake: an argument looks like a flag and names none of the fields.
+      UserMistake: an argument looks like a flag and names none of the fields; it tells the nearest.
     """
     known = {"--help", "--version", *(f"--{name.replace('_', '-')}" for name in fields)}
     for argument in arguments:
@@ -122,59 +121,121 @@ def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], progra
 
 
 def apply_flags(command: type[Command], overrides: Sequence[str], default: Command | None, *, program: str) -> Command:
-    """Applies the flags of a command's fields.
+    """Applies the flags of a command's fields. tyro reads the values, and draws the help.
 
     Args:
       command: a dataclass.
-      overrides: the flags.
-      default: what they are applied to; None: the fields' own defaults.
+      overrides: the flags, none of them unknown.
+      default: what they are applied to; None where nothing but help is asked for.
       program: for help and messages.
 
     Raises:
       UserMistake: an ill-typed value, or what the dataclass refuses.
       SystemExit: with status 0, after `--help` was printed.
     """
-    refusal = io.StringIO()
-    mask_problems: list[str] = []
+    given = _split_into_flags(overrides)
     registry = ConstructorRegistry()
-    registry.primitive_rule(lambda info: _mask_spec(mask_problems) if info.type is Mask else None)
-    options: dict[str, Any] = {} if default is None else {"default": default}
+    registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
+    with registry:
+        fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
+        readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
+        for flag, reader in readers.items():
+            reader.check_count(flag, given[flag])
+        if wants_help(overrides):
+            options: dict[str, Any] = {} if default is None else {"default": default}
+            tyro.cli(command, prog=program, args=["--help"], config=_TYRO, **options)
+        assert default is not None, "without a default there is only help"
+        values = {fields[flag][0]: reader.read(flag, given[flag]) for flag, reader in readers.items()}
     try:
-        # Help goes to standard output as tyro draws it; a refusal is caught, to be said in one sentence.
-        with registry, contextlib.redirect_stderr(refusal):
-            return tyro.cli(command, prog=program, args=list(overrides), config=_TYRO, **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UserMistake(
-            f"--model.masks: {mask_problems[0]}" if mask_problems else _unboxed(refusal.getvalue())
-        ) from None
-    except ValueError as refused:  # by TrainConfig; tyro words only what the nested classes refuse
+        return _replace_fields(default, values)
+    except ValueError as refused:
         raise UserMistake(str(refused)) from None
 
 
-def _mask_spec(problems: list[str]) -> PrimitiveConstructorSpec[Mask]:
-    """How tyro reads a mask. What is wrong with one goes to `problems`; tyro would only say that it can't be parsed."""
+def _flag_of(field: str) -> str:
+    """The flag of a field. The sections `train` and `choice` of a command aren't named on the command line."""
+    return f"--{field.removeprefix('train.').removeprefix('choice.').replace('_', '-')}"
 
-    def mask_from_words(words: list[str]) -> Mask:
+
+def _split_into_flags(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag with the words that follow it, or `--flag=word`. A flag that is given twice counts as the last says."""
+    given: dict[str, list[str]] = {}
+    words: list[str] | None = None
+    for argument in overrides:
+        if argument.startswith("--") or argument == "-h":
+            flag, equals, value = argument.partition("=")
+            words = given[flag.replace("_", "-")] = [value] if equals else []
+        elif words is None:
+            raise UserMistake(f"Unrecognized options: {argument}")
+        else:
+            words.append(argument)
+    return given
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the words after a flag, as tyro reads a value of the field's type."""
+
+    constructor: PrimitiveConstructorSpec[Any]
+    """Of the value, or of each of several."""
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, hint: Any) -> _Reader:
+        is_tuple = get_origin(hint) is tuple
+        constructor = ConstructorRegistry.get_primitive_spec(
+            PrimitiveTypeInfo.make(get_args(hint)[0] if is_tuple else hint, set())
+        )
+        assert isinstance(constructor, PrimitiveConstructorSpec), f"tyro can't read a {hint} from words"
+        assert constructor.nargs == 1, f"a {hint} takes other than one word"
+        return cls(constructor, is_tuple)
+
+    def check_count(self, flag: str, words: Sequence[str]) -> None:
+        """Raises UserMistake if there are too few words or too many."""
+        if not self.is_tuple and not words:
+            raise UserMistake(f"Missing value for argument '{flag}'; expected {self.constructor.metavar}")
+        if not self.is_tuple and len(words) > 1:
+            raise UserMistake(f"Unrecognized options: {' '.join(words[1:])}")
+
+    def read(self, flag: str, words: Sequence[str]) -> Any:
+        """The field's value.
+
+        Raises:
+          UserMistake: a word can't be read as the field's type.
+        """
+        values = tuple(self._read_word(flag, word) for word in words)
+        return values if self.is_tuple else values[0]
+
+    def _read_word(self, flag: str, word: str) -> Any:
+        choices = self.constructor.choices
+        if choices is not None and word not in choices:
+            expected = f"; expected one of {', '.join(choices)}"
+            raise UserMistake(f"invalid choice {word!r} for argument '{flag}'{expected}{did_you_mean(word, choices)}")
         try:
-            return parse_mask(words[0])
+            return self.constructor.instance_from_str([word])
         except ValueError as error:
-            problems.append(str(error))
-            raise
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="MASK",
-        instance_from_str=mask_from_words,
-        is_instance=lambda value: isinstance(value, Mask),
-        str_from_instance=lambda mask: [repr(mask)],
-    )
+            # Of several types, tyro lists on further lines why each doesn't fit.
+            reason = str(error)
+            told = f"expected {self.constructor.metavar}, got {word!r}" if "\n" in reason else reason
+            raise UserMistake(f"{flag}: {told}") from None
 
 
-def _unboxed(text: str) -> str:
-    """The sentence inside the box that tyro draws around an error."""
-    lines = [line.strip("│ ") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    message = re.split(r"─{3,}|Got errors:", " ".join(lines))[0].strip()
-    # `Error parsing model: ...` wraps what a config class refused, which names the field itself.
-    return re.sub(r"^Error parsing (?:(--\S+: )|\S+: )", lambda match: match.group(1) or "", message)
+def _replace_fields(config: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass with some fields replaced, by `section.field`; each section is made once, with all of its fields."""
+    own = {name: value for name, value in values.items() if "." not in name}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, dot, field = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[field] = value
+    changed = {section: _replace_fields(getattr(config, section), of_it) for section, of_it in sections.items()}
+    return dataclasses.replace(config, **own, **changed)
+
+
+_MASK: PrimitiveConstructorSpec[Mask] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="MASK",
+    instance_from_str=lambda words: parse_mask(words[0]),
+    is_instance=lambda value: isinstance(value, Mask),
+    str_from_instance=lambda mask: [repr(mask)],
+)

@@ -49,7 +49,7 @@ class WeightsAndBiases(Observer):
                 dir=self._workdir,
                 mode=settings.mode,
                 config=config_to_json(self._config),
-                settings=wandb.Settings(silent=True),
+                settings=wandb.Settings(silent=True, console="off"),  # what is printed goes to our console alone
             )
         except wandb.Error as error:
             raise TrainingFailed(
