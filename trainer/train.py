@@ -30,9 +30,10 @@ from trainer.data import load_corpus, make_train_iterator, make_validation_batch
 from trainer.evaluate import evaluate
 from trainer.observers.listeners import make_observers
 from trainer.observers.metrics import read_logged_rows
-from trainer.observers.observer import VALIDATION_LOSS, Ending, Evaluated, Start, make_row
+from trainer.observers.observer import VALIDATION_LOSS, Ending, Evaluated, Row, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
+from trainer.observers.wandb import require_wandb
 from trainer.process.signals import PREEMPTED
 from trainer.run.attempt import Attempt, attempt
 from trainer.run.progress import Progress
@@ -98,10 +99,12 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
       on_progress: told, in one line, of work that takes long.
 
     Raises:
-      UserMistake: the data can't be trained on, the mesh doesn't fit the devices, or the attention backend can't serve
-        a mask.
+      UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, or the
+        attention backend can't serve a mask.
       TrainingFailed: the devices can't be started.
     """
+    if config.wandb.project is not None:
+        require_wandb(config.wandb.project)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
@@ -151,7 +154,7 @@ class TrainingLoop:
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
         self.config_history = ConfigHistory(setup.config)
-        self.evaluations: dict[int, dict[str, float | None]] = {}
+        self.evaluations: dict[int, Row] = {}
         self.checkpoints = Checkpoints(workdir.checkpoints, setup.config.checkpoint.num_kept, this.console.note)
         self.observers = make_observers(setup.config, workdir, this.console, this.record, self.history, self.times)
         self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
@@ -226,9 +229,9 @@ class TrainingLoop:
         with self.account.measure("evaluation"), running("eval_step"):
             batches, bytes_per_token = setup.validation_batches, setup.corpus.bytes_per_token
             result = evaluate(self.programs.eval_step, self.state.params, batches, bytes_per_token)
-        losses = {VALIDATION_LOSS: result.nats_per_token, "validation_bits_per_byte": result.bits_per_byte}
-        self.evaluations[step] = row = make_row(step, losses)
-        self.observers.evaluated(Evaluated(step, result, row))
+        evaluated = Evaluated.now(step, result)
+        self.evaluations[step] = evaluated.row
+        self.observers.evaluated(evaluated)
         if setup.samples is not None:
             with self.account.measure("evaluation"), running("sampling"):
                 for prompt, text in setup.samples.write(self.state.params, setup.functions.mesh):
@@ -242,8 +245,8 @@ class TrainingLoop:
         """Lets go of threads and files; a save in progress is finished."""
         self.observers.stopped()
         self.setup.batches.close()
-        self.observers.close()
         self.saver.close()
+        self.observers.close()
 
     def _window_ends(self) -> bool:
         config, step = self.config, self.progress.step

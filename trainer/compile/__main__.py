@@ -20,10 +20,10 @@ DOES_NOT_FIT = 3
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
-        from trainer.compile.compile_command import parse_command_line
+        from trainer.compile.command.compile_command import parse_command_line
 
         task = parse_command_line(arguments)
-        from trainer.compile.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
+        from trainer.compile.command.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0

@@ -71,14 +71,18 @@ class CompileReport:
         return asdict(self)
 
 
-def format_stages(report: CompileReport) -> str:
+def format_stages(report: CompileReport, origin: str | None = None) -> str:
     """What compiling took.
+
+    Args:
+      report: of the program.
+      origin: where it came from; None: as the report says.
 
     >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
     'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
     """
     trace, lower, compile_ = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
-    return f"trace {trace}, lower {lower}, XLA {compile_} ({format_origin(report)})"
+    return f"trace {trace}, lower {lower}, XLA {compile_} ({origin or format_origin(report)})"
 
 
 def format_origin(report: CompileReport) -> str:

@@ -1,1 +1,1 @@
-"""Who listens to a run: console, record, metrics, TensorBoard."""
+"""Who hears of a run: console, record, metrics, TensorBoard, Weights & Biases. `listeners.py` makes the list."""

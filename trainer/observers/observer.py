@@ -76,6 +76,12 @@ class Evaluated:
     evaluation: Evaluation
     row: Row
 
+    @classmethod
+    def now(cls, step: int, evaluation: Evaluation) -> Evaluated:
+        """A loss that was just measured."""
+        losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
+        return cls(step, evaluation, make_row(step, losses))
+
 
 @dataclass(frozen=True)
 class Ending:

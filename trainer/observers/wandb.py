@@ -16,6 +16,15 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.observer import Ending, Evaluated, Observer, Row, Start, Window
 
 
+def require_wandb(project: str) -> None:
+    """Raises UserMistake if the `wandb` package isn't installed, which a project needs."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UserMistake(
+            f"wandb.project={project!r} needs the wandb extra: `pip install -e '.[wandb]'`, "
+            "or leave wandb.project at None"
+        )
+
+
 class WeightsAndBiases(Observer):
     """Logs an attempt to Weights & Biases.
 
@@ -24,15 +33,10 @@ class WeightsAndBiases(Observer):
       workdir: the run's folder.
 
     Raises:
-      UserMistake: the `wandb` package isn't installed.
+      TrainingFailed: at the start, that Weights & Biases can't be reached.
     """
 
     def __init__(self, config: TrainConfig, workdir: Path):
-        if importlib.util.find_spec("wandb") is None:
-            raise UserMistake(
-                f"wandb.project={config.wandb.project!r} needs the wandb extra: "
-                "`pip install -e '.[wandb]'`, or leave wandb.project at None"
-            )
         self._config, self._workdir = config, workdir
         self._run: Any = None
         self._recompiles: dict[int, dict[str, float]] = {}

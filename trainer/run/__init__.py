@@ -1,1 +1,1 @@
-"""A run: prepared, resumed, looped."""
+"""What a run needs around its steps: resuming, progress, windows, saves. `trainer/train.py` shows the whole."""

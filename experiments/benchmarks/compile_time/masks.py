@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
-from trainer.compile.comparison import MASKS as IMPLEMENTATION_OF_MASKS
+from trainer.compile.command.comparison import MASKS as IMPLEMENTATION_OF_MASKS
 from trainer.errors import UserMistake
 
 Source = Literal["dense", "upstream_lazy", "ours"]

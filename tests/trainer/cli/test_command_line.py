@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kernels import CausalMask, LocalMask, PrefixMask
 from trainer.cli.train_command import parse_command_line
-from trainer.compile.compile_command import parse_command_line as parse_compile_command
+from trainer.compile.command.compile_command import parse_command_line as parse_compile_command
 from trainer.config.file import config_from_json, config_to_json, flag_types, load_config
 from trainer.errors import UserMistake, name_flags
 from trainer.hardware import expected_platform

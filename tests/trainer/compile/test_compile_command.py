@@ -12,8 +12,8 @@ import pytest
 
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.__main__ import DOES_NOT_FIT, main
-from trainer.compile.compile_command import parse_command_line
-from trainer.compile.worker import Request, profile_in_fresh_process
+from trainer.compile.command.compile_command import parse_command_line
+from trainer.compile.command.worker import Request, profile_in_fresh_process
 from trainer.config.file import flag_types
 from trainer.errors import TrainingFailed
 

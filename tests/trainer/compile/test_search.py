@@ -9,6 +9,7 @@ from layers import GPTConfig
 from layers.config import RematPolicy
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
 from trainer.compile.search import REMAT_POLICIES, Change, search, single_changes
+from trainer.compile.stages import CompileReport
 from trainer.compile.step_profile import HostMemory, StepProfile
 from trainer.config import LossConfig, MeshConfig, TrainConfig
 from trainer.errors import TrainingFailed
@@ -32,14 +33,10 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
         num_parameters=1,
         tokens_per_step=1,
         attention=(),
-        trace_s=0.1,
-        lower_s=0.1,
-        compile_s=0.1,
-        cache_hit=False,
+        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
         size=None,
         collectives=(),
         state=StateMemory(1, 1, 1),
-        memory=None,
         fit=Fit(needed, DeviceMemory(100, "a test's")),
         host=HostMemory(1, 1, 1),
     )

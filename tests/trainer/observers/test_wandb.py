@@ -17,6 +17,7 @@ from trainer.errors import UserMistake
 from trainer.evaluate import Evaluation
 from trainer.observers.observer import Ending, Evaluated, Start, Window, make_row
 from trainer.observers.wandb import WeightsAndBiases
+from trainer.train import prepare
 
 CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
 
@@ -69,12 +70,12 @@ def test_a_run_that_fails_is_closed_and_one_that_never_started_leaves_nothing(tm
     read_logged(tmp_path, {b"3.125"})
 
 
-def test_a_missing_package_is_told_with_its_extra(tmp_path, monkeypatch):
+def test_a_missing_package_is_told_with_its_extra_before_anything_is_done(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         UserMistake, match=r"wandb.project='a-project' needs the wandb extra: `pip install -e '.\[wandb\]'`"
     ):
-        WeightsAndBiases(CONFIG, tmp_path)
+        prepare(CONFIG, print)
 
 
 def test_an_empty_project_is_refused():

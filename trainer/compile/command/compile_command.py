@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from trainer.cli.flags import OptionParser, apply_overrides, read_path
-from trainer.compile.comparison import Comparison
+from trainer.compile.command.comparison import Comparison
 from trainer.compile.topology import Topology, require_libtpu
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake

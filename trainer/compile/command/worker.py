@@ -48,7 +48,7 @@ def profile_in_fresh_process(request: Request) -> StepProfile:
     with tempfile.TemporaryDirectory(prefix="trainer-compile-") as folder:
         answer = Path(folder) / "answer"
         finished = subprocess.run(
-            [sys.executable, "-m", "trainer.compile.worker", str(answer)],
+            [sys.executable, "-m", "trainer.compile.command.worker", str(answer)],
             input=pickle.dumps(request),
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,  # what a config file prints was printed when the command was read

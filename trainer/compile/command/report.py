@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from trainer.compile.comparison import Variant
+from trainer.compile.command.comparison import Variant
 from trainer.compile.search import Search, Try
+from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
@@ -58,14 +59,8 @@ def describe_profile(profile: StepProfile) -> Facts:
 
 def describe_times(profile: StepProfile) -> str:
     """Seconds of each stage."""
-    if profile.fit is not None and profile.fit.is_refused:
-        origin = "refused"
-    else:
-        origin = "read from the cache" if profile.cache_hit else "compiled"
-    return (
-        f"trace {format_seconds(profile.trace_s)}, lower {format_seconds(profile.lower_s)}, "
-        f"XLA {format_seconds(profile.compile_s)} ({origin})"
-    )
+    is_refused = profile.fit is not None and profile.fit.is_refused
+    return format_stages(profile.compiled, origin="refused" if is_refused else None)
 
 
 def describe_verdict(profile: StepProfile) -> str:
@@ -125,9 +120,9 @@ def _measures(profile: StepProfile) -> dict[str, tuple[str, float]]:
     """What the columns of a comparison show, in words and as the number that ratios are made of; 0: unknown."""
     fit, tracing = profile.fit, profile.host.lower - profile.host.start
     return {
-        "trace": (format_seconds(profile.trace_s), profile.trace_s),
-        "lower": (format_seconds(profile.lower_s), profile.lower_s),
-        "XLA": (format_seconds(profile.compile_s), profile.compile_s),
+        "trace": (format_seconds(profile.compiled.trace_s), profile.compiled.trace_s),
+        "lower": (format_seconds(profile.compiled.lower_s), profile.compiled.lower_s),
+        "XLA": (format_seconds(profile.compiled.compile_s), profile.compiled.compile_s),
         "host memory added by tracing": (f"+{format_bytes(tracing)}", tracing),
         "needed on each device": ("unknown", 0)
         if fit is None
@@ -174,7 +169,7 @@ def to_json(
 
 def profile_to_json(profile: StepProfile) -> dict[str, Any]:
     """Every number of a profile; sizes in bytes, those of memory on each device."""
-    memory, fit = profile.memory, profile.fit
+    memory, fit = profile.compiled.memory, profile.fit
     compiled = None if memory is None else asdict(memory)
     if compiled is not None:
         compiled["activations_and_temporaries"] = compiled.pop("temporaries")
@@ -191,10 +186,10 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "tokens_per_step": profile.tokens_per_step,
         "attention": [plan.to_json() for plan in profile.attention],
         "compile": {
-            "trace_s": profile.trace_s,
-            "lower_s": profile.lower_s,
-            "compile_s": profile.compile_s,
-            "cache_hit": profile.cache_hit,
+            "trace_s": profile.compiled.trace_s,
+            "lower_s": profile.compiled.lower_s,
+            "compile_s": profile.compiled.compile_s,
+            "cache_hit": profile.compiled.cache_hit,
         },
         "program": None if profile.size is None else asdict(profile.size),
         "collectives": [asdict(total) for total in profile.collectives],
@@ -247,7 +242,7 @@ def _describe_collectives(profile: StepProfile) -> list[str]:
 
 
 def _describe_memory(profile: StepProfile) -> list[str]:
-    state, memory = profile.state, profile.memory
+    state, memory = profile.state, profile.compiled.memory
     rows = [
         ("parameters", state.parameters, ""),
         ("optimizer state", state.optimizer_state, ""),

@@ -6,12 +6,12 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 
-from trainer.compile import report
-from trainer.compile.comparison import Comparison
-from trainer.compile.compile_command import Task
+from trainer.compile.command import report
+from trainer.compile.command.comparison import Comparison
+from trainer.compile.command.compile_command import Task
+from trainer.compile.command.worker import Request, profile_in_fresh_process
 from trainer.compile.search import Change, Search, search
 from trainer.compile.step_profile import StepProfile
-from trainer.compile.worker import Request, profile_in_fresh_process
 from trainer.files.atomic import write_atomically
 from trainer.terminal.console import Console
 
