@@ -45,7 +45,7 @@ def test_every_folder_of_code_is_a_package():
 def test_every_import_is_a_declared_dependency():
     project = PYPROJECT["project"]
     declared = {normalized(requirement) for requirement in project["dependencies"]}
-    for extra in ("cuda13", "tpu", "data", "plots", "peers"):
+    for extra in ("cuda13", "tpu", "data", "plots", "wandb", "peers"):
         declared |= {normalized(requirement) for requirement in project["optional-dependencies"][extra]}
     providers = importlib.metadata.packages_distributions()
     undeclared = {}

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.signals import PREEMPTED, StopRequest
-from trainer.standard_streams import outlive_readers
+from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.process.standard_streams import outlive_readers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,15 +37,15 @@ def main(arguments: Sequence[str]) -> int:
     with outlive_readers(), StopRequest(leave):
         try:
             require_ours("trainer", importer=__name__)
-            from trainer.command_line import parse_command_line
+            from trainer.cli.train_command import parse_command_line
             from trainer.workdir import claim_workdir
 
             command = parse_command_line(arguments)
             workdir = claim_workdir(command.workdir, command.train)
-            from trainer.run import run  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            from trainer.train import train  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
             line = ["python", "-m", "trainer", *arguments]
-            return run(command.train, workdir, command=line, started=started, ending=ending)
+            return train(command.train, workdir, command=line, started=started, ending=ending)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return 2

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from trainer.errors import UserMistake
-from trainer.step import Batch
+from trainer.step.functions import Batch
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def evaluate(
     """Evaluate parameters on batches, each target weighted alike.
 
     Args:
-      eval_step: `Trainer.eval_step`, compiled or not.
+      eval_step: `StepFunctions.eval_step`, compiled or not.
       params: the parameters.
       batches: on the device, sharded as the step wants them.
       bytes_per_token: mean bytes of text that one target stands for, or None.

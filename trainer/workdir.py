@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -12,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.checkpoint_folder import list_checkpoints
+from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
-from trainer.config_changes import refuse_other_run
-from trainer.config_file import config_to_json, load_saved_config
+from trainer.config.changes import refuse_other_run
+from trainer.config.file import config_to_json, load_saved_config
 from trainer.errors import UserMistake
+from trainer.files.atomic import set_aside, write_atomically
 
 
 @dataclass(frozen=True)
@@ -94,53 +94,6 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
             f"workdir {path} can't be written: {error.strerror}; choose another with --workdir"
         ) from error
     return workdir
-
-
-def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | None = None) -> None:
-    """Writes a file so that a kill or a power cut at any moment leaves the old content or the new, never half of it.
-
-    Args:
-      path: the file.
-      content: text is written as UTF-8.
-      unfinished: where the content is collected first, in the same folder; by default beside the file, as `NAME.tmp`.
-
-    Raises:
-      OSError: it can't be written; the file is as it was.
-    """
-    unfinished = unfinished or path.with_name(f"{path.name}.tmp")
-    try:
-        if unfinished.is_dir() and not unfinished.is_symlink():
-            set_aside(unfinished, "foreign")
-        unfinished.unlink(missing_ok=True)
-        with unfinished.open("xb") as file:  # a link that lies there isn't followed
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # half a file would keep the room that others need
-            unfinished.unlink()
-        raise
-    sync(path.parent)
-
-
-def set_aside(path: Path, suffix: str) -> Path:
-    """Renames what lies at a path to `NAME.suffix`, or `NAME.suffix-2` and so on if there is one; returns the new path.
-
-    Raises:
-      OSError: the folder can't be written.
-    """
-    names = (path.with_name(f"{path.name}.{suffix}{number}") for number in ("", *(f"-{n}" for n in range(2, 10_000))))
-    return path.replace(next(name for name in names if not os.path.lexists(name)))
-
-
-def sync(path: Path) -> None:
-    """Puts a file's content, or the names in a folder, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _lock(path: Path) -> None:

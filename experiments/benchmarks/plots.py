@@ -19,7 +19,7 @@ import tyro
 from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_title, latest_rows, read_rows
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

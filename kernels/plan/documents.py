@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -46,17 +47,21 @@ def document_intervals(
     table, num_slots = _table_of_documents(others, varying_axes)
 
     def look_up(ids):
-        entry = jnp.take_along_axis(table, (ids & (num_slots - 1))[..., None], axis=1)
-        return -entry[..., 0], entry[..., 1], entry[..., 2]
+        return jnp.take_along_axis(table, (ids & (num_slots - 1))[..., None], axis=1)
 
     batch, length = own.shape
     # Repeating the last token adds no document.
-    filled = jnp.pad(own, [(0, 0), (0, -length % block)], mode="edge").reshape(batch, -1, block)
-    first, _, last = (x.reshape(filled.shape) for x in look_up(filled.reshape(batch, -1)))
-    start, stop = jnp.minimum(first.min(-1), others.shape[1]), jnp.maximum(last.max(-1) + 1, 0)
+    filled = jnp.pad(own, [(0, 0), (0, -length % block)], mode="edge")
+    # The barrier keeps XLA from making one kernel of the reductions of several plans' tiles: JAX 0.11.2's gives some of
+    # them the whole sequence's result (one H200).
+    found = jax.lax.optimization_barrier(look_up(filled)).reshape(batch, -1, block, 3).max(2)
+    start = jnp.minimum(-found[..., 0], others.shape[1])
+    stop = jnp.maximum(found[..., 2] + 1, 0)
 
+    filled = filled.reshape(batch, -1, block)
     document = filled[..., 0]
-    first, last_start, last = look_up(document)
+    first, last_start, last = (look_up(document)[..., i] for i in range(3))
+    first = -first
     at_first = jnp.take_along_axis(others, jnp.minimum(first, others.shape[1] - 1), axis=1)
     # Another document may have the slot, and if it is this one's too, then there are two runs in it.
     is_one_run = (first == last_start) & (at_first == document) & (filled == document[..., None]).all(-1)

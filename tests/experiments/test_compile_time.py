@@ -8,11 +8,12 @@ import sys
 import pytest
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
-from experiments.benchmarks.compile_time.cell import Cell, read_mask
+from experiments.benchmarks.compile_time.cell import Cell
+from experiments.benchmarks.compile_time.masks import read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, run_cell, sweep
 from kernels import CausalMask, LocalMask
-from trainer.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"

@@ -11,8 +11,8 @@ from experiments import gpt_1b_32k, gpt_32k, gpt_32k_window, smoke
 from kernels import CausalMask
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import make_mesh
 
 
 def arrays_in(hlo):
@@ -23,8 +23,8 @@ def arrays_in(hlo):
 
 def assert_no_t_by_t_array(config):
     """Reads the optimised HLO of the whole training step."""
-    trainer = make_trainer(config, make_mesh(MeshConfig()))
-    hlo = trainer.train_step.lower(trainer.abstract_state, trainer.abstract_batch).compile().as_text()
+    functions = make_step_functions(config, make_mesh(MeshConfig()))
+    hlo = functions.train_step.lower(functions.abstract_state, functions.abstract_batch).compile().as_text()
     assert max(arrays_in(hlo)) < config.sequence_length**2
 
 

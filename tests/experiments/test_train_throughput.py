@@ -20,8 +20,8 @@ from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workloa
 from trainer.compile.hlo import parse_module
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import make_mesh
 
 TINY = Workload("124m", 128, document_length=24, num_batches=2, num_windows=2, steps_per_window=1)
 
@@ -73,8 +73,8 @@ def test_a_workload_is_measured(rng):
 @pytest.fixture(scope="module")
 def step_module():
     """The HLO of a small step, its layers in a loop."""
-    trainer = make_trainer(tiny_config(scan_layers=True, remat="none"), make_mesh(MeshConfig()))
-    compiled = trainer.train_step.lower(trainer.abstract_state, trainer.abstract_batch).compile()
+    functions = make_step_functions(tiny_config(scan_layers=True, remat="none"), make_mesh(MeshConfig()))
+    compiled = functions.train_step.lower(functions.abstract_state, functions.abstract_batch).compile()
     return parse_module(compiled.as_text())
 
 

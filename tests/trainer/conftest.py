@@ -182,7 +182,7 @@ class WatchedConsole:
         self.told: list[tuple] = []
 
     def __getattr__(self, name):
-        return lambda *arguments: self.told.append((name, *arguments))
+        return lambda *arguments, **_: self.told.append((name, *arguments))
 
 
 @pytest.fixture

@@ -23,17 +23,20 @@ import rich.console
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import TrainConfig
-from trainer.config_file import config_to_json
-from trainer.console import Console
+from trainer.config.file import config_to_json
 from trainer.data import Corpus, make_train_iterator
 from trainer.data.documents import DOCUMENT_DTYPE, Documents
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.loop import TrainingLoop
-from trainer.metrics_log import MetricsLog
-from trainer.record import RunRecord, TimeAccount
-from trainer.workdir import claim_workdir, write_atomically
+from trainer.files.atomic import write_atomically
+from trainer.observers.metrics import MetricsFile, read_logged_rows
+from trainer.observers.observer import VALIDATION_LOSS, Start, make_row
+from trainer.observers.record import RunRecord
+from trainer.observers.times import TimeAccount
+from trainer.terminal.console import Console
+from trainer.train import TrainingLoop
+from trainer.workdir import claim_workdir
 
 CONFIG = TrainConfig(
     "tiny",
@@ -87,14 +90,15 @@ def start() -> Iterator[Callable[[Path], Started]]:
         record = RunRecord(workdir.record, ["command"], time.time(), account, console)
         zeros = jnp.zeros(3)
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
-        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), trainer=SimpleNamespace(abstract_state=state))
-        loop = TrainingLoop(setup, workdir, console, record, account, SimpleNamespace(requested=False))
+        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=SimpleNamespace(abstract_state=state))
+        stop = SimpleNamespace(requested=False)
+        loop = TrainingLoop(setup, workdir, SimpleNamespace(console=console, record=record, account=account, stop=stop))
         try:
             loop.restore_and_compile()
             for _ in range(5):
                 next(setup.batches)
-            loop._step += 5
-            loop._save()
+            loop.progress.step += 5
+            loop.saver.save(loop.snapshot)
             record.update(status="preempted")
         finally:
             loop.close()
@@ -102,7 +106,7 @@ def start() -> Iterator[Callable[[Path], Started]]:
         return Started(loop, json.loads((path / "record.json").read_text()), rows, console.notes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.loop.compile_steps", compile_nothing)
+        patch.setattr("trainer.train.compile_steps", compile_nothing)
         yield run
 
 
@@ -111,9 +115,9 @@ def resumed_once(start, tmp_path_factory) -> Path:
     """The workdir of a run with two checkpoints, 5 and 10, and some metrics."""
     path = tmp_path_factory.mktemp("resumed") / "run"
     start(path)
-    log = MetricsLog(path / "metrics.jsonl", path / "tensorboard", 0, Watched())
-    log.write([{"step": step, "loss": 1.0} for step in range(1, 6)])
-    log.write([{"step": 5, "validation_nats_per_token": 1.0}])
+    rows = [make_row(step, {"loss": 1.0}) for step in range(1, 6)]
+    log = MetricsFile(path / "metrics.jsonl", Watched())
+    log.started(Start(5, CONFIG.num_steps, [*rows, make_row(5, {"validation_nats_per_token": 1.0})], []))
     log.close()
     again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
     start(again)
@@ -189,7 +193,7 @@ def test_event_files_of_another_kind_are_left_alone(workdir, start):
     odd = workdir / "tensorboard" / "events.out.tfevents.0999999999.flax-longcontext"
     odd.mkdir()
     os.mkfifo(workdir / "tensorboard" / "events.out.tfevents.2999999999.flax-longcontext")
-    assert start(workdir).loop._step == 15
+    assert start(workdir).loop.progress.step == 15
     assert odd.is_dir()
 
 
@@ -228,7 +232,7 @@ def test_what_is_of_another_kind_is_set_aside(workdir, start, name, kind):
     assert f"{workdir / name} is not {expected} that can be read; it is now {name}.damaged-2" in started.notes
     assert os.path.samestat(os.lstat(workdir / f"{name}.damaged-2"), before)
     assert (workdir / f"{name}.damaged").read_text() == "an earlier one"
-    assert started.loop._step == 15
+    assert started.loop.progress.step == 15
     assert started.record["step"] == 10
 
 
@@ -307,15 +311,20 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
     content = bad + b"\n" + WHOLE + bad + b"\n" + b'{"step": 3, "loss": 1.0}\n{"step": 4, "lo'
     metrics.write_bytes(content)
     console = Watched()
-    log = MetricsLog(metrics, tmp_path / "tensorboard", 2, console)
-    log.close()
+
+    def start(console: Watched) -> list[dict]:
+        rows, log = read_logged_rows(metrics, 2, console), MetricsFile(metrics, console)
+        log.started(Start(2, CONFIG.num_steps, rows, []))
+        log.close()
+        return rows
+
+    rows = start(console)
     assert metrics.read_bytes() == WHOLE
-    assert set(log.evaluations) == {2}
+    assert [row["step"] for row in rows if VALIDATION_LOSS in row] == [2]
     assert console.notes == [f"{metrics}: 2 unreadable lines are left out; metrics.jsonl.damaged has them all"]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
     again = Watched()
-    log = MetricsLog(metrics, tmp_path / "tensorboard", 2, again)
-    log.close()
+    start(again)
     assert again.notes == [], "the last line of a killed run is no damage"
 
 

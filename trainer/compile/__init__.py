@@ -1,1 +1,1 @@
-"""`python -m trainer.compile`: what a config's training step costs to compile and takes in memory, without running."""
+"""Compiling: in timed stages, again when arguments change, and what is told when memory is too small for it."""

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
+from trainer.process.broken_pipe import reader_may_leave
 
 DOES_NOT_FIT = 3
 
@@ -22,10 +22,10 @@ def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
         require_ours("trainer", importer=__name__)
-        from trainer.compile.command_line import parse_command_line
+        from trainer.compile.command.compile_command import parse_command_line
 
         task = parse_command_line(arguments)
-        from trainer.compile.run import run  # imports Flax: seconds that a mistyped flag shouldn't cost
+        from trainer.compile.command.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0

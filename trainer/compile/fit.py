@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 
-from trainer.compilation import MemoryReport
+from trainer.compile.stages import MemoryReport
 from trainer.compile.topology import GENERATIONS, GIB
-from trainer.sharding import bytes_per_device
-from trainer.step import Trainer
+from trainer.step.functions import StepFunctions
+from trainer.step.sharding import bytes_per_device
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ def device_memory(device: Any, num_devices: int) -> DeviceMemory | None:
     return None
 
 
-def state_memory(trainer: Trainer) -> StateMemory:
-    """What a trainer's state and batch take on each device, by their shardings."""
-    state = trainer.abstract_state
+def state_memory(functions: StepFunctions) -> StateMemory:
+    """What the state and a batch take on each device, by their shardings."""
+    state = functions.abstract_state
     return StateMemory(
         parameters=bytes_per_device(state.params),
         optimizer_state=bytes_per_device((state.step, state.opt_state)),
-        batch=bytes_per_device(trainer.abstract_batch),
+        batch=bytes_per_device(functions.abstract_batch),
     )
 
 

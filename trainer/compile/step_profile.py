@@ -10,16 +10,16 @@ from typing import Any
 
 import jax
 
-from trainer.attention_plan import AttentionPlan, plan_attention
-from trainer.compilation import Lowering, MemoryReport, compile_lowering, lower_in_stages
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_refusal, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
+from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
-from trainer.resident_memory import peak_resident_bytes
-from trainer.sharding import make_mesh
-from trainer.step import make_trainer
+from trainer.process.resident_memory import peak_resident_bytes
+from trainer.step.attention_plan import AttentionPlan, plan_attention
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import make_mesh
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,12 @@ class StepProfile:
     num_parameters: int
     tokens_per_step: int
     attention: tuple[AttentionPlan, ...]
-    trace_s: float
-    lower_s: float
-    compile_s: float
-    """Until the program, or until the refusal."""
-    cache_hit: bool
-    """Whether the program came from the persistent cache."""
+    compiled: CompileReport
+    """What compiling cost, as a run tells it; up to the refusal, without memory, if the program was refused."""
     size: ProgramSize | None
     """None: refused."""
     collectives: tuple[CollectiveTotal, ...]
     state: StateMemory
-    memory: MemoryReport | None
-    """None: refused, or the backend can't tell."""
     fit: Fit | None
     """None: the backend can't tell what the program takes."""
     host: HostMemory
@@ -92,45 +86,39 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     mesh = make_mesh(config.mesh, devices if devices is None else devices[:num_needed])
     device = mesh.devices.flat[0]
     attention = plan_attention(config, device)
-    trainer = make_trainer(config, mesh)
+    functions = make_step_functions(config, mesh)
     available = device_memory(device, mesh.size)
     start = peak_resident_bytes()
-    lowering = lower_in_stages(trainer.train_step, trainer.abstract_state, trainer.abstract_batch)
+    lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
     lower = peak_resident_bytes()
     begun = time.perf_counter()
-    compiled: jax.stages.Compiled | None = None
-    memory: MemoryReport | None = None
+    program: jax.stages.Compiled | None = None
     fit: Fit | None = None
-    cache_hit = False
     try:
-        compiled, report = compile_lowering(lowering, name="train_step")
-        memory, cache_hit = report.memory, report.cache_hit
-        fit = None if memory is None else judge(memory, available)
+        program, compiled = compile_lowering(lowering, name="train_step")
+        fit = None if compiled.memory is None else judge(compiled.memory, available)
     except jax.errors.JaxRuntimeError as error:
         refusal = parse_refusal(str(error))
         if refusal is None:
             raise TrainingFailed(f"the compiler failed: {_first_lines(str(error))}") from error
+        refused_after_s = time.perf_counter() - begun
+        compiled = CompileReport("train_step", lowering.trace_s, lowering.lower_s, refused_after_s, False, None)
         fit = judge_refusal(refusal, available)
-    compile_s = time.perf_counter() - begun
     host = HostMemory(start, lower, peak_resident_bytes())
     # The texts come after the peak has been read, since they take memory as well.
-    size, collectives = (None, ()) if compiled is None else _read_program(lowering, compiled)
+    size, collectives = (None, ()) if program is None else _read_program(lowering, program)
     return StepProfile(
         platform=device.platform,
         device_kind=device.device_kind,
         num_devices=len(jax.devices() if devices is None else devices),
         mesh=dict(mesh.shape),
-        num_parameters=trainer.num_parameters,
+        num_parameters=functions.num_parameters,
         tokens_per_step=config.batch_size * config.sequence_length,
         attention=attention,
-        trace_s=lowering.trace_s,
-        lower_s=lowering.lower_s,
-        compile_s=compile_s,
-        cache_hit=cache_hit,
+        compiled=compiled,
         size=size,
         collectives=collectives,
-        state=state_memory(trainer),
-        memory=memory,
+        state=state_memory(functions),
         fit=fit,
         host=host,
     )

@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.suggestions import did_you_mean
 from trainer.errors import UserMistake
-from trainer.suggestions import did_you_mean
 
 GIB = 2**30
 

@@ -11,19 +11,20 @@ import sys
 from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.signals import INTERRUPTED
+from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.signals import INTERRUPTED
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
     try:
         require_ours("trainer", importer=__name__)
-        from trainer.sample.command_line import parse_command_line
+        from trainer.sample.sample_command import parse_command_line
 
         command = parse_command_line(arguments)
-        from trainer.sample.run import run  # imports Flax and Orbax: seconds that a mistyped flag shouldn't cost
+        # This imports Flax and Orbax: seconds that a mistyped flag shouldn't cost.
+        from trainer.sample.continuation import run
 
         run(command)
         return 0

@@ -12,7 +12,7 @@ from trainer.data import Tokenizer
 from trainer.errors import UserMistake
 from trainer.sample.generate import Generator, Request
 from trainer.sample.text import GrowingText, encode_prompt
-from trainer.sharding import on_one_device
+from trainer.step.sharding import on_one_device
 
 
 class Samples:

@@ -11,9 +11,9 @@ import jax
 from flax import nnx
 
 from layers import GPT, GPTConfig, RopeScaling
-from trainer.checkpoint import FoundCheckpoint, find_newest, restore_params
+from trainer.checkpoints.reading import FoundCheckpoint, find_newest, restore_params
 from trainer.config import DataConfig, TrainConfig
-from trainer.config_file import load_saved_config
+from trainer.config.file import load_saved_config
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.data.tokenizers import PretokenizedIds
 from trainer.errors import UserMistake

@@ -36,7 +36,7 @@ from experiments.benchmarks.attention.cases import HOPPER, TRITON, Case, known_c
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 
 @dataclass(frozen=True)

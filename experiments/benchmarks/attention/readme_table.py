@@ -3,7 +3,7 @@
 import tyro
 
 from experiments.benchmarks.attention.speed_table import Arguments, main
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 if __name__ == "__main__":
     with reader_may_leave():

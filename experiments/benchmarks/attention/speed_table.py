@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from kernels import Mask, parse_mask
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention.speed_table -->"
 END = "<!-- end attention speeds -->"

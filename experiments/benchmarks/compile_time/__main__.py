@@ -20,11 +20,12 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.benchmarks.compile_time.cell import Cell, Source, Subject, read_mask
+from experiments.benchmarks.compile_time.cell import Cell, Subject
+from experiments.benchmarks.compile_time.masks import Source, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import UserMistake
+from trainer.process.broken_pipe import reader_may_leave
 
 
 @dataclass(frozen=True)

@@ -21,20 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
-from trainer.compile.comparison import MASKS as IMPLEMENTATION_OF_MASKS
+from experiments.benchmarks.compile_time.masks import Source, implementation_of, read_mask
 from trainer.errors import UserMistake
-from trainer.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import jax
 
 Subject = Literal["attention", "train_step"]
-Source = Literal["dense", "upstream_lazy", "ours"]
-
-WINDOW = CausalMask() & LocalMask(4095, 0)
-# And "two_masks": causal and window_4096 in turn over the heads.
-MASKS: dict[str, Mask] = {"causal": CausalMask(), "window_4096": WINDOW, "prefix_1024": CausalMask() | PrefixMask(1024)}
 
 _WARM_UP_LENGTH = 1536
 _LONG_TRACE_S = 1.0
@@ -85,32 +79,6 @@ class Measurement:
     """Of each pass of TPU attention, over all heads; None: not counted (another subject or platform, or too long)."""
 
 
-def read_mask(text: str, num_heads: int) -> Mask:
-    """A mask by its name, or as Python writes it.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    if text == "two_masks":
-        return MultiHeadMask([CausalMask() if head % 2 == 0 else WINDOW for head in range(num_heads)])
-    return MASKS[text] if text in MASKS else parse_mask(text)
-
-
-def implementation_of(source: Source, platform: str) -> str:
-    """The attention backend that has its mask from a source.
-
-    Raises:
-      UserMistake: a baseline on a platform that its kernel doesn't run on.
-    """
-    if platform == "tpu":
-        return IMPLEMENTATION_OF_MASKS[source]
-    if source != "ours":
-        raise UserMistake(
-            f"{source} masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours"
-        )
-    return "blockwise"
-
-
 def measure(cell: Cell) -> Measurement:
     """Compiles a cell, timing each stage.
 
@@ -119,7 +87,7 @@ def measure(cell: Cell) -> Measurement:
     """
     import jax
 
-    from trainer.compilation import lower_in_stages
+    from trainer.compile.stages import lower_in_stages
 
     devices = _devices(cell.target)
     make = _attention if cell.subject == "attention" else _train_step
@@ -205,10 +173,10 @@ def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, .
 
 def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
     """The training step of a config, all of whose layers have the mask."""
-    from trainer.config_file import load_config
+    from trainer.config.file import load_config
     from trainer.hardware import compiling_for
-    from trainer.sharding import make_mesh
-    from trainer.step import make_trainer
+    from trainer.step.functions import make_step_functions
+    from trainer.step.sharding import make_mesh
 
     with compiling_for(devices[0].platform):
         config = load_config(Path(cell.config))
@@ -221,8 +189,8 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
     num_devices = 1
     for size in asdict(config.mesh).values():
         num_devices *= size
-    trainer = make_trainer(config, make_mesh(config.mesh, devices[:num_devices]))
-    return trainer.train_step, (trainer.abstract_state, trainer.abstract_batch)
+    functions = make_step_functions(config, make_mesh(config.mesh, devices[:num_devices]))
+    return functions.train_step, (functions.abstract_state, functions.abstract_batch)
 
 
 def _forget_masks() -> None:

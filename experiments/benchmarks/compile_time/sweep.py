@@ -16,13 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.cell import Cell, Source
+from experiments.benchmarks.compile_time.cell import Cell
+from experiments.benchmarks.compile_time.masks import Source
 from trainer.compile.topology import Topology, require_libtpu
-from trainer.console import format_bytes
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
-from trainer.resident_memory import resident_bytes
-from trainer.versions import installed_versions
+from trainer.process.resident_memory import resident_bytes
+from trainer.process.versions import installed_versions
+from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]
 """A cell's fields, `status`, and where that is "measured" the fields of a `Measurement`; versions and machine."""

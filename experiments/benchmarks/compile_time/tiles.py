@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmarks.compile_time.cell import Source
+from experiments.benchmarks.compile_time.masks import Source
 from kernels.backends.splash import dense, passes, upstream_lazy
 from kernels.backends.splash.tuning import default_tuning
 from kernels.call import AttentionCall, make_call

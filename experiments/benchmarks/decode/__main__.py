@@ -31,8 +31,8 @@ from rich.table import Table
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.contenders import FORMS, compile_contender
 from experiments.benchmarks.decode.workloads import Workload
-from trainer.broken_pipe import reader_may_leave
-from trainer.versions import installed_versions
+from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.versions import installed_versions
 
 
 @dataclass(frozen=True)

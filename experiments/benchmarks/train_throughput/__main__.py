@@ -23,9 +23,9 @@ from rich.console import Console
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
 from layers.config import RematPolicy
-from trainer.broken_pipe import reader_may_leave
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
+from trainer.process.broken_pipe import reader_may_leave
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,16 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
-from trainer.attention_plan import plan_attention
-from trainer.compilation import compile_in_stages, lower_in_stages
 from trainer.compile.hlo import parse_module
+from trainer.compile.stages import compile_in_stages, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.flops import FlopCounter, device_peak
-from trainer.record import measured_memory
-from trainer.sharding import batch_sharding, make_mesh
-from trainer.step import StepMetrics, TrainState, make_trainer
-from trainer.versions import installed_versions
+from trainer.observers.record import measured_memory
+from trainer.process.versions import installed_versions
+from trainer.step.attention_plan import plan_attention
+from trainer.step.flops import FlopCounter, device_peak
+from trainer.step.functions import StepMetrics, TrainState, make_step_functions
+from trainer.step.sharding import batch_sharding, make_mesh
 
 # In a CUDA graph the profiler names the graph, not the instruction, for every kernel.
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
@@ -56,13 +56,13 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
     attention = plan_attention(config, device)
-    trainer = make_trainer(config, mesh)
-    state = trainer.init_state()
+    functions = make_step_functions(config, mesh)
+    state = functions.init_state()
     rng = np.random.default_rng()
     host_batches = [workload.batch(config.model.vocab_size, rng) for _ in range(workload.num_batches)]
     batches = itertools.cycle([jax.device_put(batch, batch_sharding(mesh)) for batch in host_batches])
     train_step, report = compile_in_stages(
-        trainer.train_step, trainer.abstract_state, trainer.abstract_batch, name="train_step"
+        functions.train_step, functions.abstract_state, functions.abstract_batch, name="train_step"
     )
 
     def run(step: Any, state: TrainState, num_steps: int) -> tuple[TrainState, StepMetrics, float]:
@@ -86,7 +86,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     memory = measured_memory(device)
     breakdown = None
     if trace and workload.num_traced_steps:
-        lowering = lower_in_stages(trainer.train_step, trainer.abstract_state, trainer.abstract_batch)
+        lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
         traced_step = lowering.lowered.compile(_WITHOUT_GRAPHS)
         state, _, _ = run(traced_step, state, 1)
         with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
         "mfu_causal": statistics.mean(step.causal for step in flops) / step_s / peak.flops_per_s,
         "mfu_noncausal": statistics.mean(step.noncausal for step in flops) / step_s / peak.flops_per_s,
         "device_peak_bytes": memory["device_peak_bytes"],
-        "num_parameters": trainer.num_parameters,
+        "num_parameters": functions.num_parameters,
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
         "loss": float(metrics.loss),
         "attention": [plan.backend for plan in attention],

@@ -10,8 +10,8 @@ from typing import Any
 from rich.table import Table
 
 from experiments.benchmarks.train_throughput.breakdown import PARTS
-from trainer.console import format_bytes
 from trainer.errors import UserMistake
+from trainer.terminal.units import format_bytes
 
 
 def read_baselines(path: Path) -> dict[str, float]:

@@ -29,7 +29,7 @@ from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
 from experiments.benchmarks.tune_attention.race import best_of, race
 from kernels.backends.mosaic_gpu import tuned
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 TABLES: dict[str, dict] = {"forward": tuned.FORWARD, "fused": tuned.FUSED, "split": tuned.SPLIT}
 

@@ -19,7 +19,7 @@ from experiments.benchmarks.attention.cases import Case
 from experiments.benchmarks.attention.speed_table import REPOSITORY, read_rows
 from kernels.backends.mosaic_gpu.kinds import Key, mask_family
 from kernels.masks import parse_mask
-from trainer.broken_pipe import reader_may_leave
+from trainer.process.broken_pipe import reader_may_leave
 
 SECTIONS = {
     "forward": ("FORWARD", "MosaicForwardTuning"),

@@ -1,0 +1,320 @@
+"""What lies in `checkpoints/`: foreign entries are left alone, odd metadata is told, what is being read stays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.checkpoints.folder import Hold, find_damage, list_checkpoints, read_metadata
+from trainer.checkpoints.reading import find_newest, restore_params
+from trainer.checkpoints.saving import Checkpoints
+from trainer.errors import TrainingFailed
+
+
+def make_state(value: int) -> dict:
+    return {"params": {"w": jnp.full((3,), value, jnp.float32)}}
+
+
+def abstract() -> dict:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), make_state(0))
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    folder.mkdir()
+    checkpoints = Checkpoints(folder, num_kept=2)
+    for step in (10, 20):
+        checkpoints.save(step, make_state(step), {"tokenizer": "byte"})
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def folder(two_saved, tmp_path) -> Path:
+    """Checkpoints 10 and 20, to spoil."""
+    return Path(shutil.copytree(two_saved, tmp_path / "checkpoints"))
+
+
+def sign(checkpoint: Path) -> None:
+    """Makes the digests right, as `sha256sum` would."""
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(checkpoint)}\n" for path in files]
+    (checkpoint / "SHA256SUMS").write_text("".join(lines))
+
+
+def value_of(params: dict) -> int:
+    return int(np.asarray(params["w"])[0])
+
+
+def add_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def add_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
+def add_link(path: Path) -> None:
+    """To a folder of somebody's."""
+    target = path.parent.parent / "elsewhere"
+    target.mkdir(exist_ok=True)
+    (target / "mine.txt").write_text("mine")
+    path.symlink_to(target)
+
+
+def add_dangling_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "nowhere")
+
+
+def add_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+ANY_KIND = ["note.tmp", "x", os.fsdecode(b"\xff.tmp"), "two\nlines"]
+NO_FOLDER = ["30", "30.tmp"]  # which a run would make
+NO_STEP = ["²", "１２", "007", "12 ", "+3", "-3", "1_0", "0", str(10**30), "٣", "x.damaged"]
+
+
+@pytest.mark.parametrize(
+    ("add", "names"),
+    [
+        (add_file, ANY_KIND + NO_FOLDER + NO_STEP),
+        (add_folder, ANY_KIND + NO_STEP),
+        (add_link, ANY_KIND + NO_FOLDER + NO_STEP),
+        (add_dangling_link, ANY_KIND + NO_FOLDER + NO_STEP),
+        (add_pipe, ANY_KIND + NO_FOLDER + NO_STEP),
+    ],
+)
+def test_what_is_not_the_runs_is_named_once_and_left_alone(folder, add, names, monkeypatch):
+    monkeypatch.setattr("trainer.checkpoints.folder._NUM_NAMED", 100)
+    for name in names:
+        add(folder / name)
+    before = {name: os.lstat(folder / name) for name in names}
+    notes: list[str] = []
+    checkpoints = Checkpoints(folder, 2, notes.append)
+    assert checkpoints.restore_newest(abstract()).step == 20
+    assert find_newest(folder).step == 20
+    [note] = notes
+    start = f"{folder} holds what isn't a checkpoint, which is left alone: "
+    assert note.startswith(start)
+    shown = [name if name.isprintable() else ascii(name) for name in names]
+    assert sorted(note.removeprefix(start).split(", ")) == sorted(shown)
+    note.encode()  # a terminal can show it
+    checkpoints.save(30, make_state(30), None)
+    checkpoints.close()
+    assert find_damage(folder / "30") is None
+    for name in names:
+        # A save that needs the name itself renames what has it, and nothing more.
+        kept = folder / (f"{name}.foreign" if name in NO_FOLDER else name)
+        assert os.path.samestat(os.lstat(kept), before[name])
+        if add in (add_folder, add_link):
+            assert (kept / "mine.txt").read_text() == "mine"
+    assert (folder / "20").is_dir()
+    assert not (folder / "10").exists()
+
+
+def test_many_foreign_entries_are_one_note(folder):
+    for number in range(9):
+        (folder / f"note{number}").write_text("")
+    assert list_checkpoints(folder).describe_foreign().endswith("note0, note1, note2, note3, note4 and 4 more")
+
+
+@pytest.mark.parametrize("moved", [10, 20])
+def test_a_checkpoint_moved_to_another_disk_and_linked_is_read_and_never_removed(folder, tmp_path, moved):
+    (folder / str(moved)).rename(tmp_path / "moved")
+    (folder / str(moved)).symlink_to(tmp_path / "moved")
+    notes: list[str] = []
+    checkpoints = Checkpoints(folder, 1, notes.append)
+    restored = checkpoints.restore_newest(abstract())
+    assert (restored.step, value_of(restored.state["params"])) == (20, 20)
+    for step in (30, 40):
+        checkpoints.save(step, make_state(step), None)
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == sorted([str(moved), "40"])
+    assert find_damage(tmp_path / "moved") is None
+    assert notes == []
+
+
+def test_an_old_checkpoint_that_has_gone_fails_no_save(folder):
+    checkpoints = Checkpoints(folder, 1)
+    checkpoints.restore_newest(abstract())
+    shutil.rmtree(folder / "10")
+    checkpoints.save(30, make_state(30), None)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["30"]
+
+
+def test_leavings_that_cannot_be_removed_are_told(folder, monkeypatch):
+    (folder / "30.tmp").mkdir()
+    notes: list[str] = []
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("trainer.checkpoints.saving.shutil.rmtree", refuse)
+    checkpoints = Checkpoints(folder, 3, notes.append)
+    monkeypatch.undo()
+    assert notes == [f"{folder}/30.tmp can't be removed: Permission denied; it is left there and takes up space"]
+    checkpoints.save(30, make_state(30), None)
+    checkpoints.close()
+    assert find_damage(folder / "30") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "SHA256SUMS is missing"),
+        ("", "SHA256SUMS is empty"),
+        ("\n\n", "SHA256SUMS is empty"),
+        ("no digest\n", "line 1 of SHA256SUMS is not one of sha256sum"),
+        (f"{'0' * 64}  ../20/run.json\n", "../20/run.json is missing"),
+        (f"{'0' * 64}  /etc/passwd\n", "/etc/passwd is missing"),
+        (f"{'0' * 64}  run.json\n", "run.json is not what was written"),
+        (f"{'0' * 64}  \x1b[31m\n", r"'\x1b[31m' is missing"),
+        (b"\xff\xfe", "SHA256SUMS can't be read: 'utf-8' codec"),
+        ("twice", "of SHA256SUMS lists a file again"),
+        ("a folder", "SHA256SUMS is not a file"),
+        ("a pipe", "SHA256SUMS is not a file"),
+    ],
+)
+def test_odd_digests_are_damage(folder, content, reason):
+    sums = folder / "20" / "SHA256SUMS"
+    whole = sums.read_text()
+    sums.unlink()
+    if content == "twice":
+        sums.write_text(whole + f"{'0' * 64}  run.json\n")
+    elif content == "a folder":
+        sums.mkdir()
+    elif content == "a pipe":
+        os.mkfifo(sums)
+    elif content is not None:
+        sums.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert reason in find_damage(folder / "20")
+    assert find_newest(folder).step == 10
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b'"x"',
+        b"{}",
+        b'{"step": 20}',
+        b'{"data": {}}',
+        b'{"step": 21, "data": {}}',
+        b'{"step": "20", "data": {}}',
+        b'{"step": true, "data": {}}',
+        b'{"step": null, "data": {}}',
+        b'{"step": 1' + b"0" * 5000 + b', "data": {}}',
+        b"[" * 100_000,
+        b'\xff{"step": 20, "data": {}}',
+    ],
+)
+def test_well_signed_metadata_that_is_wrong_is_told_in_one_message(folder, content):
+    (folder / "20" / "run.json").write_bytes(content)
+    sign(folder / "20")
+    assert find_damage(folder / "20") is None
+    for read in (lambda: find_newest(folder), lambda: read_metadata(folder / "20")):
+        with pytest.raises(TrainingFailed, match=r"20 is whole, but this version can't restore it: its run\.json"):
+            read()
+
+
+@pytest.mark.parametrize("data", [b"[]", b"null", b'{"tokenizer": 3}', b'{"tokenizer": ["byte"]}'])
+def test_a_tokenizer_that_cannot_be_told_is_no_traceback(folder, data):
+    (folder / "20" / "run.json").write_bytes(b'{"step": 20, "data": %s}' % data)
+    sign(folder / "20")
+    if b"tokenizer" in data:
+        with pytest.raises(TrainingFailed, match="names a tokenizer by"):
+            find_newest(folder)
+    else:
+        assert find_newest(folder).tokenizer is None
+
+
+def test_what_is_being_read_is_kept_until_it_has_been(folder):
+    checkpoints = Checkpoints(folder, 1)
+    checkpoints.restore_newest(abstract())
+    found = find_newest(folder)
+    for step in (30, 40):
+        checkpoints.save(step, make_state(step), None)
+        checkpoints.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ["20", str(step)]
+    read, params = restore_params(found, abstract()["params"])
+    assert (read.step, value_of(params)) == (20, 20)
+    checkpoints.save(50, make_state(50), None)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["50"]
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks."""
+
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("trainer.checkpoints.folder.fcntl.flock", refuse)
+
+
+def test_without_locks_the_next_checkpoint_is_read_when_one_has_gone(folder, no_locks):
+    found = find_newest(folder)
+    checkpoints = Checkpoints(folder, 1)
+    checkpoints.restore_newest(abstract())
+    checkpoints.save(30, make_state(30), None)
+    checkpoints.close()
+    assert [path.name for path in folder.iterdir()] == ["30"]
+    read, params = restore_params(found, abstract()["params"])
+    assert (read.step, value_of(params)) == (30, 30)
+
+
+@pytest.mark.parametrize("moment", ["before its digests", "amid its digests", "before its lock"])
+def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_called_damaged(folder, monkeypatch, moment):
+    def go_on(*_):
+        """The run saves the next one, and removes that which is looked at."""
+        monkeypatch.undo()
+        shutil.copytree(folder / "20", folder / "30")
+        (folder / "30" / "run.json").write_text(json.dumps({"step": 30, "data": {}}))
+        sign(folder / "30")
+        shutil.rmtree(folder / "20")
+
+    def then(call):
+        return lambda *arguments: (go_on(), call(*arguments))[1]
+
+    match moment:
+        case "before its digests":
+            monkeypatch.setattr("trainer.checkpoints.reading.find_damage", then(find_damage))
+        case "amid its digests":
+            monkeypatch.setattr("trainer.checkpoints.reading.find_damage", lambda path: [find_damage(path), go_on()][0])
+        case "before its lock":
+            monkeypatch.setattr("trainer.checkpoints.reading.Hold", then(Hold))
+    found = find_newest(folder)
+    assert (found.step, found.damaged) == (30, ())
+
+
+def test_a_checkpoint_that_goes_and_leaves_none_is_told(folder, no_locks):
+    found = find_newest(folder)
+    for step in (10, 20):
+        shutil.rmtree(folder / str(step))
+    with pytest.raises(TrainingFailed, match="20 was removed while it was being read, and there is no other"):
+        restore_params(found, abstract()["params"])
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_one_that_has_gone(folder):
+    held = abstract()["params"]["w"]
+    longer = jax.ShapeDtypeStruct((4,), held.dtype, sharding=held.sharding)
+    for other in ({"other": held}, {"w": held, "other": held}, {"w": longer}):
+        with pytest.raises(TrainingFailed, match="20 is whole, but this version can't restore it"):
+            restore_params(find_newest(folder), other)

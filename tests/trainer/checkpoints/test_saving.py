@@ -1,0 +1,284 @@
+"""Checkpoints: saved whole, restored bit for bit, and damage found before it is trained on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.checkpoints.folder import find_damage
+from trainer.checkpoints.saving import Checkpoints
+from trainer.errors import TrainingFailed
+
+
+def make_state(rng: np.random.Generator) -> dict:
+    return {
+        "step": jnp.int32(rng.integers(1000)),
+        "params": {f"w{i}": jnp.asarray(rng.normal(size=(64, 33)), jnp.float32) for i in range(4)},
+        "moments": [jnp.asarray(rng.normal(size=(5,)), jnp.bfloat16)],
+    }
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same(state, expected):
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def saved(tmp_path, rng):
+    """A folder with checkpoints 5, 10 and 15, and the states in them."""
+    states = {step: make_state(rng) for step in (5, 10, 15)}
+    checkpoints = Checkpoints(tmp_path, num_kept=3)
+    for step, state in states.items():
+        checkpoints.save(step, state, {"batches": step})
+    checkpoints.close()
+    return tmp_path, states
+
+
+def test_nothing_saved_is_nothing_restored(tmp_path, rng):
+    checkpoints = Checkpoints(tmp_path, num_kept=3)
+    assert checkpoints.restore_newest(abstract(make_state(rng))) is None
+    assert checkpoints.newest is None
+    checkpoints.close()
+
+
+def test_the_newest_comes_back_bit_for_bit(saved):
+    folder, states = saved
+    checkpoints = Checkpoints(folder, num_kept=3)
+    restored = checkpoints.restore_newest(abstract(states[15]))
+    assert (restored.step, restored.data_state, restored.damaged) == (15, {"batches": 15}, ())
+    assert_same(restored.state, states[15])
+    assert checkpoints.newest == folder / "15"
+    checkpoints.close()
+
+
+def test_a_state_may_be_donated_while_it_is_being_saved(tmp_path, rng):
+    update = jax.jit(lambda state: jax.tree.map(lambda x: x * 2 + 1, state), donate_argnums=0)
+    state = update([jnp.asarray(rng.normal(size=(1500, 1000)), jnp.float32) for _ in range(4)])
+    expected = jax.tree.map(lambda x: np.array(x, copy=True), state)
+    checkpoints = Checkpoints(tmp_path, num_kept=1)
+    checkpoints.save(1, state, None)
+    for _ in range(5):
+        state = update(state)
+    checkpoints.wait()
+    assert_same(checkpoints.restore_newest(abstract(state)).state, expected)
+    checkpoints.close()
+
+
+def test_only_the_newest_are_kept(tmp_path, rng):
+    checkpoints = Checkpoints(tmp_path, num_kept=2)
+    for step in range(1, 6):
+        checkpoints.save(step, make_state(rng), None)
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
+
+
+def test_what_a_kill_left_half_written_is_removed(saved):
+    folder, states = saved
+    shutil.copytree(folder / "15", folder / "20.tmp")
+    checkpoints = Checkpoints(folder, num_kept=3)
+    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    assert not (folder / "20.tmp").exists()
+    checkpoints.close()
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def damage(file: Path, kind: str, rng: np.random.Generator) -> str:
+    """Damages a file; returns what must be said about it."""
+    content = file.read_bytes()
+    match kind:
+        case "missing":
+            file.unlink()
+            return f"{file.name} is missing"
+        case "cut":
+            file.write_bytes(content[: len(content) // 2])
+        case "flipped":
+            position = int(rng.integers(len(content)))
+            garbled = bytearray(content)
+            garbled[position] ^= 1 << int(rng.integers(8))
+            file.write_bytes(bytes(garbled))
+    return f"{file.name} is not what was written"
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "flipped"])
+def test_damage_to_any_file_is_found_and_the_one_before_is_restored(saved, rng, kind):
+    folder, states = saved
+    files = sorted(path for path in (folder / "15").rglob("*") if path.is_file() and path.stat().st_size)
+    for file in files:
+        whole = file.read_bytes()
+        said = damage(file, kind, rng)
+        before = contents(folder)
+        checkpoints = Checkpoints(folder, num_kept=3)
+        restored = checkpoints.restore_newest(abstract(states[10]))
+        checkpoints.close()
+        assert restored.step == 10, file
+        [damaged] = restored.damaged
+        assert damaged.path == folder / "15"
+        if file.name != "SHA256SUMS":
+            assert damaged.reason.endswith(said)
+            assert str(damaged) == f"checkpoint {folder / '15'} is damaged ({damaged.reason})"
+        assert contents(folder) == before, "nothing is removed or changed"
+        file.write_bytes(whole)
+    assert find_damage(folder / "15") is None
+
+
+def test_a_file_that_no_digest_covers_is_damage(saved):
+    folder, _ = saved
+    sums = folder / "15" / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    sums.write_text("".join(lines[:-1]))
+    assert find_damage(folder / "15") == f"SHA256SUMS doesn't list {lines[-1].split()[1]}"
+    sums.write_text("")
+    assert find_damage(folder / "15") == "SHA256SUMS is empty"
+
+
+def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(saved, rng):
+    folder, states = saved
+    damage(largest_file(folder / "15"), "cut", rng)
+    held = contents(folder / "15")
+    checkpoints = Checkpoints(folder, num_kept=2)
+    assert checkpoints.restore_newest(abstract(states[10])).step == 10
+    again = make_state(rng)
+    for step in (12, 15, 20):
+        checkpoints.save(step, again, step)
+    checkpoints.wait()
+    assert sorted(path.name for path in folder.iterdir()) == ["15", "15.damaged", "20"]
+    assert contents(folder / "15.damaged") == held
+    restored = checkpoints.restore_newest(abstract(again))
+    assert (restored.step, restored.damaged) == (20, ())
+    assert_same(restored.state, again)
+    checkpoints.close()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_stops_and_removes_nothing(saved, rng):
+    folder, states = saved
+    for step in states:
+        damage(largest_file(folder / str(step)), "cut", rng)
+    before = contents(folder)
+    checkpoints = Checkpoints(folder, num_kept=3)
+    with pytest.raises(TrainingFailed, match="every checkpoint of this run is damaged") as caught:
+        checkpoints.restore_newest(abstract(states[5]))
+    assert all(str(folder / str(step)) in str(caught.value) for step in states)
+    assert contents(folder) == before
+    checkpoints.close()
+
+
+def test_a_whole_checkpoint_of_another_form_is_not_passed_over(saved):
+    folder, states = saved
+    checkpoints = Checkpoints(folder, num_kept=3)
+    other = abstract(states[15]) | {
+        "new": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=states[15]["step"].sharding)
+    }
+    with pytest.raises(TrainingFailed, match=r"15 is whole, but this version can't restore it"):
+        checkpoints.restore_newest(other)
+    checkpoints.close()
+
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("place", ["write_atomically", "digests"], ids=["at once", "in the background"])
+def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(saved, rng, monkeypatch, place):
+    folder, states = saved
+    checkpoints = Checkpoints(folder, num_kept=3)
+    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    monkeypatch.setattr(f"trainer.checkpoints.saving.{place}", full)
+    with pytest.raises(TrainingFailed) as caught:  # noqa: PT012
+        checkpoints.save(20, make_state(rng), None)
+        assert place == "digests"
+        checkpoints.wait()
+    monkeypatch.undo()
+    assert str(caught.value).startswith(f"saving checkpoint {folder / '20'} failed: OSError: [Errno 28] No space left")
+    assert f"the newest good checkpoint is {folder / '15'}" in str(caught.value)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert sorted(path.name for path in folder.iterdir()) == ["10", "15", "5"], "nothing half-written stays"
+    assert [find_damage(folder / name) for name in ("5", "10", "15")] == [None] * 3
+    assert checkpoints.newest_step == 15
+    again = make_state(rng)
+    checkpoints.save(20, again, None)
+    checkpoints.wait()
+    assert checkpoints.newest_step == 20
+    assert_same(checkpoints.restore_newest(abstract(again)).state, again)
+    checkpoints.close()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts(saved, rng, monkeypatch):
+    folder, states = saved
+    checkpoints = Checkpoints(folder, num_kept=3)
+    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoints.saving.shutil.rmtree", full)
+        checkpoints.save(20, make_state(rng), None)
+        with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
+            checkpoints.wait()
+    assert checkpoints.newest_step == 20
+    checkpoints.save(25, make_state(rng), None)
+    checkpoints.close()
+    assert sorted(path.name for path in folder.glob("[0-9]?")) == ["15", "20", "25"]
+
+
+def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch):
+    closed = []
+    checkpoints = Checkpoints(tmp_path, num_kept=3)
+    monkeypatch.setattr(checkpoints._orbax, "close", lambda close=checkpoints._orbax.close: closed.append(close()))
+    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    checkpoints.save(1, make_state(rng), None)
+    with pytest.raises(TrainingFailed, match="the newest good checkpoint is not there yet"):
+        checkpoints.close()
+    assert closed == [None]
+
+
+@pytest.mark.parametrize("kind", ["missing", "cut", "flipped"])
+def test_a_damaged_old_checkpoint_is_set_aside_instead_of_removed(saved, rng, kind):
+    folder, states = saved
+    damage(largest_file(folder / "5"), kind, rng)
+    held = contents(folder / "5")
+    checkpoints = Checkpoints(folder, num_kept=3)
+    assert checkpoints.restore_newest(abstract(states[15])).step == 15
+    for step in (20, 25):
+        checkpoints.save(step, make_state(rng), None)
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["15", "20", "25", "5.damaged"]
+    assert contents(folder / "5.damaged") == held
+
+
+def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, rng, monkeypatch):
+    synced, synced_before_the_name = set(), set()
+    fsync, rename = os.fsync, os.replace
+
+    def watch_fsync(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def watch_rename(source, target):
+        if Path(target) == tmp_path / "7":
+            synced_before_the_name.update(synced)
+        rename(source, target)
+
+    monkeypatch.setattr("os.fsync", watch_fsync)
+    monkeypatch.setattr("os.replace", watch_rename)
+    checkpoints = Checkpoints(tmp_path, num_kept=1)
+    checkpoints.save(7, make_state(rng), None)
+    checkpoints.close()
+    tree = [tmp_path / "7", *(tmp_path / "7").rglob("*")]
+    assert len(tree) > 5
+    assert [path for path in tree if path.stat().st_ino not in synced_before_the_name] == []

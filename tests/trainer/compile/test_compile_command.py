@@ -1,0 +1,328 @@
+"""`python -m trainer.compile`: what it says of a step, for this machine and for TPUs that aren't there, and refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.host_cpus import environment_of_cpus
+from trainer.compile.__main__ import DOES_NOT_FIT, main
+from trainer.compile.command.compile_command import parse_command_line
+from trainer.compile.command.worker import Request, profile_in_fresh_process
+from trainer.config.file import flag_types
+from trainer.errors import TrainingFailed
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"
+)
+# For what XLA takes longest: optimising, on CPUs, and sorting many tokens for the embedding's gradient, on TPUs.
+TINY = """
+    from layers import GPTConfig
+    from trainer.config import CompilationConfig, DataConfig, LossConfig, TrainConfig
+
+
+    def get_config():
+        print("making the config")
+        return TrainConfig(
+            name="tiny",
+            description="A GPT small enough for a test.",
+            num_steps=1000,
+            sequence_length=128,
+            batch_size=2,
+            data=DataConfig(source="text", files=("/no/such/folder/*.txt",)),
+            loss=LossConfig(chunk_size=128),
+            compilation=CompilationConfig(cache_dir=""),
+            model=GPTConfig(
+                vocab_size=256, num_layers=4, width=64, num_heads=2, num_kv_heads=2, head_dim=32, mlp_width=128,
+                implementation="reference",
+            ),
+        )
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config whose data doesn't exist."""
+    path = tmp_path_factory.mktemp("compile") / "tiny.py"
+    path.write_text(textwrap.dedent(TINY))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def fast_compilation_on_cpus(monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, environment_of_cpus(8)[name])
+
+
+def compile_step(*arguments: object, output: Path) -> tuple[int, dict[str, Any]]:
+    """Exit status and JSON report."""
+    status = main([*map(str, arguments), "--output", str(output)])
+    return status, json.loads(output.read_text())
+
+
+def test_the_step_of_a_config_on_this_machine(config, tmp_path, capsys):
+    flags = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--mesh.context", 2)
+    status, report = compile_step("--config", config, *flags, output=tmp_path / "report.json")
+    assert status == 0
+    profile, printed = report["profile"], capsys.readouterr().out
+    assert printed.count("making the config") == 1
+    assert report["schema_version"] == 1
+    assert report["command"][:5] == ["python", "-m", "trainer.compile", "--config", str(config)]
+    assert set(report["versions"]) >= {"jax", "jaxlib", "libtpu", "flax"}
+    assert report["config"]["mesh"] == {"data": 1, "fsdp": 2, "tensor": 2, "context": 2} == profile["mesh"]
+    assert (report["topology"], report["search"], report["comparison"]) == (None, None, None)
+    assert profile["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8, "used": 8}
+    assert [plan["backend"] for plan in profile["attention"]] == ["reference"]
+    assert profile["tokens_per_step"] == 256
+
+    assert min(profile["compile"][stage] for stage in ("trace_s", "lower_s", "compile_s")) > 0
+    assert profile["compile"]["cache_hit"] is False
+    assert profile["program"]["num_hlo_instructions"] > 100
+    assert min(profile["program"].values()) > 100
+    assert "time: trace " in printed
+
+    memory, verdict = profile["memory"], profile["verdict"]
+    assert memory["needed"] == memory["arguments"] + memory["outputs"] - memory["aliased"] + (
+        memory["activations_and_temporaries"] + memory["code"]
+    )
+    # Two moments of every parameter, and some counters. fsdp and tensor split the parameters; the norms stay whole.
+    assert 2 * memory["parameters"] <= memory["optimizer_state"] < 2 * memory["parameters"] + 100
+    assert profile["num_parameters"] <= memory["parameters"] < 1.1 * profile["num_parameters"]
+    assert memory["batch"] == (4 * 4 + 1) * 256 // 4
+    states = memory["parameters"] + memory["optimizer_state"] + memory["batch"]
+    assert memory["arguments"] == pytest.approx(states, rel=0.05)
+    assert verdict["fits"] is True
+    assert verdict["needed"] == memory["needed"]
+    assert verdict["spare"] == verdict["available"] - verdict["needed"] > 0
+    assert "verdict: fits" in printed
+    assert profile["host_memory"]["start"] <= profile["host_memory"]["lower"] <= profile["host_memory"]["compile"]
+
+    collectives = {total["kind"]: total for total in profile["collectives"]}
+    gathered = collectives["all-gather"]
+    # Each layer's parameters are gathered in the scan, forward and backward, so more often than the text says.
+    assert gathered["count"] >= gathered["num_instructions"] + 2 * (4 - 1)
+    assert collectives.keys() >= {"all-gather", "all-reduce"}
+    assert all(total["is_exact"] and total["bytes"] > 0 for total in collectives.values())
+    assert f"collectives: all-gather: {gathered['count']:,} a step" in printed
+
+
+def test_the_cache_is_used_as_the_config_says_and_told_of(config, tmp_path, capsys):
+    arguments = ("--config", config, "--compilation.cache-dir", tmp_path / "cache")
+    hits = [compile_step(*arguments, output=tmp_path / "r.json")[1]["profile"]["compile"]["cache_hit"] for _ in "12"]
+    assert hits == [False, True]
+    printed = capsys.readouterr().out
+    assert "collectives: none" in printed
+    assert "(read from the cache)" in printed
+
+
+def test_a_step_that_does_not_fit_has_a_status_of_its_own(config, tmp_path, capsys):
+    arguments = ("--config", config, "--batch-size", 2**20, "--model.remat", "none", "--search-seconds", 0)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == DOES_NOT_FIT == 3
+    verdict = report["profile"]["verdict"]
+    assert (verdict["fits"], verdict["is_refused"]) == (False, False)
+    assert verdict["spare"] < 0
+    assert report["search"] is None
+    assert "verdict: does not fit: " in capsys.readouterr().out
+
+
+def test_any_field_can_be_compared(config, tmp_path, capsys):
+    arguments = ("--config", config, "--compare", "model.num-layers=1,3", "--compilation.cache-dir", tmp_path / "cache")
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    comparison = report["comparison"]
+    assert comparison["field"] == "model.num_layers"
+    assert [variant["arguments"] for variant in comparison["variants"]] == [
+        ["--model.num-layers", "1"],
+        ["--model.num-layers", "3"],
+    ]
+    few, many = (variant["profile"]["num_parameters"] for variant in comparison["variants"])
+    assert few < many
+    assert not (tmp_path / "cache").exists()  # each is compiled afresh
+    *_, header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["model.num_layers", "trace", "lower", "XLA"]
+    assert (first.split()[0], second.split()[0]) == ("1", "3")
+    assert second.count("1.00×") == 5
+
+
+@needs_libtpu
+def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
+    mesh = ("--mesh.fsdp", 2, "--mesh.context", 2, "--model.implementation", "splash")
+    arguments = ("--config", config, "--topology", "v5p:2x2x1", "--compilation.cache-dir", tmp_path / "cache")
+    status, report = compile_step(*arguments, *mesh, output=tmp_path / "report.json")
+    assert status == 0
+    profile = report["profile"]
+    assert profile["devices"] == {"platform": "tpu", "kind": "TPU v5", "count": 4, "used": 4}
+    assert [plan["backend"] for plan in profile["attention"]] == ["splash"]
+    assert profile["verdict"]["fits"] is True
+    assert profile["verdict"]["available"] == round(95.74 * 2**30)
+    collectives = {total["kind"]: total for total in profile["collectives"]}
+    assert collectives.keys() >= {"all-gather", "all-reduce", "reduce-scatter"}
+    # libtpu doesn't state the trips of a loop; they are read from it.
+    assert all(total["is_exact"] for total in collectives.values())
+    assert collectives["all-gather"]["count"] >= collectives["all-gather"]["num_instructions"] + 2 * (4 - 1)
+    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 2, rel=0.1)
+    told = capfd.readouterr()
+    assert told.err == ""  # nothing of libtpu's
+    assert "4 × TPU v5 (tpu) of v5p:2x2x1" in told.out
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_libtpu
+@pytest.mark.timeout(600)
+def test_too_big_gets_the_verdict_and_a_change_that_fits(config, tmp_path, capsys):
+    too_big = ("--config", config, "--topology", "v5e:2x2", "--model.num-layers", 500)
+    too_big += ("--model.width", 512, "--model.mlp-width", 2048)
+    status, report = compile_step(*too_big, output=tmp_path / "report.json")
+    assert status == DOES_NOT_FIT
+    verdict, search = report["profile"]["verdict"], report["search"]
+    assert (verdict["fits"], verdict["is_refused"]) == (False, True)
+    assert verdict["needed"] > verdict["available"] == round(15.75 * 2**30)
+    assert (report["profile"]["program"], report["profile"]["collectives"]) == (None, [])
+    # What it is short of is state, which smaller micro-batches only add to.
+    assert [attempt["arguments"] for attempt in search["tries"]] == [
+        ["--gradient-accumulation", "2"],
+        ["--mesh.fsdp", "2"],
+    ]
+    assert [attempt["fits"] for attempt in search["tries"]] == [False, True]
+    assert search["found"]["arguments"] == ["--mesh.fsdp", "2"]
+    assert (search["is_complete"], search["closest"]) == (True, None)
+    changed = search["found"]["profile"]
+    assert (changed["mesh"]["fsdp"], changed["devices"]["used"], changed["verdict"]["fits"]) == (2, 2, True)
+    assert changed["memory"]["parameters"] < 0.51 * report["profile"]["memory"]["parameters"]
+    printed = capsys.readouterr().out
+    assert "devices: 1 × TPU v5 lite (tpu) of v5e:2x2, which has 4" in printed
+    assert "verdict: does not fit: libtpu refused it" in printed
+    assert "smallest single change that makes it fit:\n  --mesh.fsdp 2\n" in printed
+
+
+@needs_libtpu
+def test_masks_are_compared_side_by_side(config, tmp_path, capsys):
+    compared = ("--topology", "v5e:1x1", "--compare", "mask=dense,upstream_lazy,ours")
+    status, report = compile_step("--config", config, *compared, output=tmp_path / "report.json")
+    assert status == 0
+    variants = report["comparison"]["variants"]
+    assert [variant["value"] for variant in variants] == ["dense", "upstream_lazy", "ours"]
+    backends = [variant["profile"]["attention"][0]["backend"] for variant in variants]
+    assert backends == ["splash_dense", "splash_upstream_lazy", "splash"]
+    *_, dense, lazy, ours = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in (dense, lazy, ours)] == ["dense", "upstream_lazy", "ours"]
+
+
+@needs_libtpu
+def test_a_page_is_made_for_the_tpu_compiled_for():
+    arguments = ["--config", "experiments/gpt_32k.py"]
+    there, here = (parse_command_line([*arguments, *topology]).config for topology in (["--topology", "v5p:2x2x1"], []))
+    assert (there.model.num_layers, there.model.vocab_size) == (12, 50_304)
+    assert here.model.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topology", "v9:2x2"), "unknown topology 'v9:2x2'; expected a TPU generation and the shape of a slice"),
+        (("--mesh.fsdp", "16", "--batch-size", "16"), "the mesh data=1 × fsdp=16 × tensor=1 × context=1 needs 16 dev"),
+        (("--model.num-layer", "2"), "unknown option --model.num-layer; did you mean --model.num-layers?"),
+        (("--topolgy", "v5e:2x2"), "unknown option --topolgy; did you mean --topology?"),
+        (("--search-seconds", "long"), "--search-seconds: invalid float value: 'long'"),
+        (("--model.remat", "ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--compare", "model.remat=none"), "--compare model.remat=none: expected a field and two or more values"),
+        (("--compare", "modle.remat=none,full"), "the config has no field modle.remat; did you mean model.remat?"),
+        (("--compare", "model.remat=none,ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--compare", "mask=dense,our"), "'our' is not one of dense, upstream_lazy, ours; did you mean ours?"),
+        (("--compare", "mask=dense,ours"), "implementation='splash_dense' can't serve this call: runs on tpu"),
+        (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),
+        (("--output", "x" * 300), f"--output {'x' * 300} can't be written"),
+        (("--search-seconds", "nan"), "--search-seconds nan must not be negative"),
+    ],
+)
+def test_mistakes_are_one_message(config, capsys, arguments, message):
+    assert main(["--config", str(config), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topology", "v5p:3x3x1"), "topology 'v5p:3x3x1': libtpu knows none of this shape"),
+        (("--topology", "v5p:2x2x1", "--mesh.fsdp", "8", "--batch-size", "8"), "needs 8 device(s), got 4 (tpu)"),
+        (("--topology", "v5p:2x2x1", "--mesh.data", "3", "--batch-size", "3"), "their product is a power of two"),
+    ],
+)
+def test_what_libtpu_refuses_is_one_message(config, capsys, arguments, message):
+    assert main(["--config", str(config), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_no_config_names_the_program(capsys):
+    assert main([]) == 2
+    assert capsys.readouterr().err == (
+        "error: --config FILE is missing; for example: python -m trainer.compile --config experiments/smoke.py\n"
+    )
+
+
+def test_help_lists_the_options_and_every_field(config, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--config", str(config), "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    options = ["topology", "output", "compare", "search-seconds"]
+    names = [*options, *(name.replace("_", "-") for name in flag_types())]
+    assert [name for name in names if f"--{name}" not in printed] == []
+
+
+def test_a_missing_libtpu_says_what_to_install(config, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "libtpu" else find(name, *rest))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    assert main(["--config", str(config), "--topology", "v5p:2x2x1"]) == 2
+    said = capsys.readouterr().err
+    assert 'pip install -e ".[tpu]"' in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "import os, sys; os.write(2, b'F1121 x.cc:1] Check failed: a == b\\n'); os.abort()",
+            "SIGABRT.*Check failed: a",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "killed; most likely this machine's memory"),
+        ("import posix; posix._exit(7)", "the compilation failed .status 7."),
+    ],
+)
+def test_a_compiler_that_dies_leaves_a_message(tmp_path, code, told):
+    path = tmp_path / "dying.py"
+    path.write_text(f"def get_config():\n    {code}\n")
+    with pytest.raises(TrainingFailed, match=told):
+        profile_in_fresh_process(Request(("--config", str(path)), None))
+
+
+def test_standard_error_is_passed_on_less_libtpus_noise(config, tmp_path, capsys):
+    path = tmp_path / "talking.py"
+    talk = "import os; os.write(2, b'Failed to find host bounds for accelerator type: WARNING\\nheard\\n')"
+    path.write_text(f"{talk}\n{config.read_text()}")
+    profile_in_fresh_process(Request(("--config", str(path)), None))
+    assert capsys.readouterr().err == "heard\n"
+
+
+def test_the_command_itself_starts_no_device(config, capsys, monkeypatch):
+    # JAX fails at its first device if it is told to use a platform that doesn't exist, and says so from where it is.
+    monkeypatch.setenv("JAX_PLATFORMS", "no_such_platform")
+    assert main(["--config", str(config)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: JAX can't start its devices: ")
+    assert "Traceback" not in said

@@ -1,0 +1,184 @@
+"""What a run compiles after its first step is recorded with its reason, and told once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from trainer.compile.history import CompileHistory, report_scalars
+from trainer.compile.recompilation import Change, RecompilingFunction
+from trainer.compile.stages import CompileReport
+from trainer.config.file import load_config
+from trainer.train import prepare, train
+from trainer.workdir import claim_workdir
+
+NUM_STEPS, LONG_STEP = 12, 5
+PREPROCESSED_STEPS = (3, 8, 10)
+REPORT = CompileReport("train_step", 1.0, 0.25, 60.0, False, None)
+
+
+class UnevenBatches:
+    """A run's batches, one of them with twice the rows; and a callback that compiles with a new static value."""
+
+    def __init__(self, batches):
+        self._batches, self._step = batches, 0
+        self._preprocess = jax.jit(lambda x, n: n * x, static_argnames="n")
+
+    def __getattr__(self, name):
+        return getattr(self._batches, name)
+
+    def __next__(self):
+        self._step += 1
+        batch = next(self._batches)
+        if self._step in PREPROCESSED_STEPS:
+            self._preprocess(1.0, n=self._step)
+        return jax.tree.map(lambda x: np.concatenate([x, x]), batch) if self._step == LONG_STEP else batch
+
+
+@pytest.fixture(scope="module")
+def uneven(trainer_command, tmp_path_factory, read_run, read_tensorboard):
+    """A run over such batches: its record, the rows of its steps, TensorBoard's values and the lines it printed."""
+    config = dataclasses.replace(load_config(trainer_command.config), num_steps=NUM_STEPS, log_every_num_steps=4)
+    workdir = claim_workdir(tmp_path_factory.mktemp("uneven") / "run", config)
+    lines: list[str] = []
+
+    def prepare_unevenly(*arguments):
+        setup = prepare(*arguments)
+        return dataclasses.replace(setup, batches=UnevenBatches(setup.batches))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.train.prepare", prepare_unevenly)
+        patch.setattr("trainer.terminal.console.Console.note", lambda _, line, **__: lines.append(line))
+        assert train(config, workdir, command=[], started=time.perf_counter()) == 0
+    record, steps, _ = read_run(workdir.path)
+    return record, steps, read_tensorboard(workdir.tensorboard), lines
+
+
+def test_a_recompile_is_recorded_with_when_and_how_long_and_why(uneven):
+    record, _, _, _ = uneven
+    (recompile,) = record["compile"]["recompiles"]
+    assert (recompile["name"], recompile["step"]) == ("train_step", LONG_STEP)
+    assert record["started"] <= recompile["at"] <= record["updated"]
+    assert min(recompile[stage] for stage in ("trace_s", "lower_s", "compile_s")) > 0
+    assert recompile["cache_hit"] in (True, False)
+    assert recompile["memory"]["arguments"] > record["compile"]["train_step"]["memory"]["arguments"]
+    assert recompile["changes"] == [
+        {"argument": f"batch['{name}']", "what": "shape", "before": "(2, 256)", "after": "(4, 256)"}
+        for name in ("positions", "segment_ids", "target_mask", "targets", "tokens")
+    ]
+
+
+def test_a_recompile_is_warned_of_once_in_one_line(uneven):
+    lines = uneven[3]
+    (line,) = [line for line in lines if "train_step was compiled again" in line]
+    times = r"trace [\d.]+ m?s, lower [\d.]+ m?s, XLA [\d.]+ m?s \((compiled|read from the cache)\)"
+    expected = rf"warning: step {LONG_STEP}: train_step was compiled again, {times}, because (.*)"
+    assert re.fullmatch(expected, line)[2] == "batch['positions'] and 4 more: shape (2, 256) → (4, 256)"
+
+
+def test_the_time_of_a_recompile_is_no_time_of_a_step(uneven):
+    record, steps, _, _ = uneven
+    told = record["compile"]
+    (recompile,) = told["recompiles"]
+    waited = {row["step"]: row["recompile_s"] for row in steps if "recompile_s" in row}
+    assert waited == {LONG_STEP: pytest.approx(sum(recompile[stage] for stage in ("trace_s", "lower_s", "compile_s")))}
+    programs = [told[name] for name in ("init_state", "train_step", "eval_step")] + [recompile]
+    compiling = sum(program[stage] for program in programs for stage in ("trace_s", "lower_s", "compile_s"))
+    assert record["time"]["compile_s"] >= compiling
+    windows = [row for row in steps if "step_s" in row]
+    lengths = np.diff([0, *(row["step"] for row in windows)])
+    in_windows = sum(row["step_s"] * length for row, length in zip(windows, lengths, strict=True))
+    accounted = record["time"]["step_s"] + record["time"]["data_wait_s"]
+    assert accounted <= in_windows < accounted + 0.5 * waited[LONG_STEP]
+
+
+def test_speed_counts_the_tokens_that_there_were(uneven):
+    _, steps, _, _ = uneven
+    num_tokens = {row["step"]: 512 * (1 + (row["step"] == LONG_STEP)) for row in steps}
+    window = next(row for row in steps if "tokens_per_s" in row and row["step"] >= LONG_STEP)
+    of_window = [num_tokens[step] for step in range(5, window["step"] + 1)]
+    assert window["tokens_per_s"] * window["step_s"] * len(of_window) == pytest.approx(sum(of_window))
+
+
+def test_tensorboard_shows_the_recompile_at_its_step(uneven):
+    record, _, shown, _ = uneven
+    told = record["compile"]
+    (recompile,) = told["recompiles"]
+    for stage in ("trace_s", "lower_s", "compile_s"):
+        expected = {0: told["train_step"][stage], LONG_STEP: recompile[stage]}
+        assert shown[f"compile/train_step/{stage}"] == pytest.approx(expected, rel=1e-6)
+    assert set(shown["compile/train_step/memory_peak_bytes"]) == {0, LONG_STEP}
+    assert set(shown["speed/recompile_s"]) == {LONG_STEP}
+    text = shown["compile/recompile/text_summary"][LONG_STEP]
+    assert "| batch['tokens'] | shape | (2, 256) | (4, 256) |" in text.splitlines()
+
+
+def test_what_a_callback_compiles_is_recorded_and_warned_of_at_its_second_time(uneven):
+    record, _, _, lines = uneven
+    (elsewhere,) = [item for item in record["compile"]["elsewhere"] if item["function"] == "<lambda>"]
+    first, second, third = (step - 1 for step in PREPROCESSED_STEPS)
+    assert elsewhere["seconds"] > 0
+    assert elsewhere | {"count": 3, "first_step": first, "last_step": third} == elsewhere
+    (warning,) = [line for line in lines if "<lambda>" in line]
+    assert warning.startswith(f"warning: step {second}: <lambda>, which isn't part of the training step, was compiled")
+    assert "train_step" not in {item["function"] for item in record["compile"]["elsewhere"]}
+
+
+def test_only_what_is_compiled_inside_counts_and_own_functions_are_left_out():
+    history = CompileHistory("")
+    own = RecompilingFunction(jax.jit(lambda x: 2 * x), 1.0, name="own", on_recompile=lambda *_: None)
+
+    def other(x):
+        return x + 1
+
+    with history.watch([own], lambda: 7):
+        own(np.ones(3, np.float32))
+        thread = threading.Thread(target=jax.jit(other), args=(1.0,))
+        thread.start()
+        thread.join()
+    jax.jit(lambda x: x - 1)(1.0)
+    (elsewhere,) = history.to_json()["elsewhere"]
+    assert elsewhere.pop("seconds") > 0
+    assert elsewhere == {"function": "other", "count": 1, "first_step": 7, "last_step": 7}
+
+
+def test_a_function_compiled_for_many_shapes_at_once_is_no_news_until_it_comes_again():
+    history, step = CompileHistory(""), 0
+
+    def copy(x):
+        return x + 1
+
+    jitted = jax.jit(copy)
+    told = []
+    with history.watch([], lambda: step):
+        for now, lengths in ((4, (1, 2, 3)), (5, (1, 2)), (8, (4,)), (9, (5,))):
+            step = now
+            for length in lengths:
+                jitted(np.ones(length, np.float32))
+            told += history.take_warnings()
+    (warning,) = told
+    assert warning.startswith("step 8: copy, which isn't part of the training step, was compiled again, ")
+    assert "JAX_EXPLAIN_CACHE_MISSES=1" in warning
+
+
+def test_a_table_survives_bars_in_its_cells():
+    history = CompileHistory("cache")
+    change = Change("mask", "static value", "CausalMask() | PrefixMask(8)", "CausalMask()")
+    recompile = history.add_recompile(3, REPORT, [change])
+    assert recompile.to_markdown().splitlines() == [
+        "| program | trace | lower | XLA | from | arguments | outputs | aliased | temporaries | code | peak |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| train_step | 1.0 s | 250.0 ms | 1 min 0 s | compiled | " + " | ".join(["unknown"] * 6) + " |",
+        "",
+        "| argument | what | before | after |",
+        "| --- | --- | --- | --- |",
+        "| mask | static value | CausalMask() \\| PrefixMask(8) | CausalMask() |",
+    ]
+    assert history.to_json()["cache_dir"] == "cache"
+    assert report_scalars(REPORT).keys() == {"trace_s", "lower_s", "compile_s", "cache_hit"}

@@ -1,0 +1,263 @@
+"""A function that is compiled again says why, and only then."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.host_cpus import environment_of_cpus
+from trainer.compile.recompilation import Change, RecompilingFunction, summarize
+from trainer.compile.stages import count_compilations
+
+
+class Told:
+    """Collects what is told of recompiles."""
+
+    def __init__(self):
+        self.reports, self.changes = [], []
+
+    def __call__(self, report, changes):
+        self.reports.append(report)
+        self.changes.append([str(change) for change in changes])
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+def train_step(state, batch):
+    total = batch["tokens"].sum() + batch["weights"].sum()
+    return jax.tree.map(lambda leaf: leaf + total.astype(leaf.dtype), state)
+
+
+def make_state():
+    return {"params": [jnp.zeros((4, 4)), jnp.zeros(4)], "step": jnp.zeros((), jnp.int32)}
+
+
+def make_batch(rng, num_rows=2, dtype=jnp.int32):
+    tokens = jnp.asarray(rng.integers(0, 9, (num_rows, 8)), dtype)
+    return {"tokens": tokens, "weights": jnp.asarray(rng.integers(0, 9, (num_rows, 8)), jnp.float32)}
+
+
+@pytest.fixture
+def step(rng, told):
+    jitted = jax.jit(train_step, donate_argnums=0)
+    return RecompilingFunction(jitted, make_state(), make_batch(rng), name="train_step", on_recompile=told)
+
+
+def test_calls_that_fit_compile_nothing_and_tell_nothing(rng, step, told):
+    state = make_state()
+    with count_compilations() as counts:
+        for _ in range(3):
+            state = step(state, jax.tree.map(np.asarray, make_batch(rng)))  # NumPy's arrays are as good as JAX's
+    assert (counts["train_step"], told.reports) == (0, [])
+    assert step.report.name == "train_step"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda rng, state, _: (state, make_batch(rng, num_rows=3)),
+            ["batch['tokens']: shape (2, 8) → (3, 8)", "batch['weights']: shape (2, 8) → (3, 8)"],
+        ),
+        (
+            lambda rng, state, _: (state, make_batch(rng, dtype=jnp.float32)),
+            ["batch['tokens']: dtype int32 → float32"],
+        ),
+        (
+            lambda _, state, batch: (state | {"params": [state["params"][0], jnp.zeros((4, 2), jnp.bfloat16)]}, batch),
+            ["state['params'][1]: shape (4,) → (4, 2)", "state['params'][1]: dtype float32 → bfloat16"],
+        ),
+        (
+            lambda rng, state, batch: (state, batch | {"extra": jnp.zeros((2, 8), jnp.bool_)}),
+            ["batch['extra']: structure absent → bool[2,8]"],
+        ),
+        (
+            lambda _, state, batch: ({"params": state["params"]}, batch),
+            ["state['step']: structure int32[] → absent"],
+        ),
+    ],
+)
+def test_a_recompile_says_what_changed_and_gives_the_right_result(rng, step, told, change, expected):
+    state, batch = change(rng, make_state(), make_batch(rng))
+    wanted = train_step(state, batch)
+    with count_compilations() as counts:
+        result = step(state, batch)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, result, wanted))
+    assert told.changes == [expected]
+    assert counts["train_step"] == 1
+    (report,) = told.reports
+    assert min(report.trace_s, report.lower_s, report.compile_s) > 0
+    assert report.memory.peak > 0
+
+
+def test_a_tuple_for_a_list_is_a_change_of_structure(rng, step, told):
+    state, batch = make_state(), make_batch(rng)
+    step(state | {"params": tuple(state["params"])}, batch)
+    ((change,),) = told.changes
+    assert change.startswith("arguments: structure PyTreeDef(")
+
+
+def test_going_back_and_forth_compiles_each_program_once(rng, step, told):
+    state, short, long = make_state(), make_batch(rng), make_batch(rng, num_rows=5)
+    with count_compilations() as counts:
+        for batch in (short, long, short, long, long, short):
+            state = step(state, batch)
+    assert counts["train_step"] == len(told.reports) == 1
+
+
+def test_changes_are_since_the_call_before(rng, step, told):
+    state = make_state()
+    for num_rows in (3, 2, 4):
+        state = step(state, make_batch(rng, num_rows))
+    assert [changes[0] for changes in told.changes] == [
+        "batch['tokens']: shape (2, 8) → (3, 8)",
+        "batch['tokens']: shape (2, 8) → (4, 8)",
+    ]
+
+
+def test_donated_arguments_live_until_the_new_program_takes_them(rng, step):
+    state = make_state()
+
+    def refuse(report, changes):
+        assert not state["params"][0].is_deleted()
+        raise OSError("no space left on device")
+
+    step._on_recompile = refuse
+    with pytest.raises(OSError, match="no space left"):
+        step(state, make_batch(rng, num_rows=3))
+    assert not state["params"][0].is_deleted()
+    step(state, make_batch(rng, num_rows=3))
+    assert state["params"][0].is_deleted(), "the program was kept, and donates like the first"
+
+
+def test_the_programs_own_errors_are_not_taken_for_a_recompile(rng, step, told):
+    class Broken:
+        input_shardings = step._latest.compiled.input_shardings
+
+        def __call__(self, *_):
+            raise TypeError("from inside")
+
+    step._latest = dataclasses.replace(step._latest, compiled=Broken())
+    with pytest.raises(TypeError, match="from inside"):
+        step(make_state(), make_batch(rng))
+    assert told.reports == []
+
+
+def test_a_deleted_argument_is_told_as_such(rng, step, told):
+    state = make_state()
+    step(state, make_batch(rng))
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):  # JAX 0.11, 0.10
+        step(state, make_batch(rng))
+    assert told.reports == []
+
+
+def test_what_is_no_array_and_what_cannot_be_traced_raise_as_they_do_in_jax(rng, step, told):
+    with pytest.raises(TypeError, match="'no array' of type <class 'str'> is not a valid JAX type"):
+        step(make_state(), make_batch(rng) | {"tokens": "no array"})
+    with pytest.raises(KeyError, match="weights"):
+        step(make_state(), {"tokens": jnp.zeros(3)})
+    assert told.reports == []
+    step(make_state(), make_batch(rng))
+
+
+@pytest.fixture
+def scale(told):
+    jitted = jax.jit(lambda x, *, factor, exponent=1: factor * x**exponent, static_argnames=("factor", "exponent"))
+    return RecompilingFunction(
+        jitted, jnp.ones(3), name="scale", on_recompile=told, static_argnames=("factor", "exponent"), factor=2048
+    )
+
+
+def test_a_static_value_that_changes_is_told(scale, told):
+    assert scale(jnp.ones(3), factor=2048)[0] == 2048
+    assert told.changes == []
+    assert scale(jnp.ones(3), factor=1024)[0] == 1024
+    assert scale(2 * jnp.ones(3), factor=1024, exponent=2)[0] == 4096
+    assert scale(jnp.ones(3), factor=2048)[0] == 2048
+    assert told.changes == [["factor: static value 2048 → 1024"], ["exponent: static value absent → 2"]]
+
+
+def test_static_values_that_only_compare_equal_differ(scale, told):
+    assert scale(jnp.ones(3, jnp.int32), factor=1).dtype == jnp.int32
+    assert scale(jnp.ones(3, jnp.int32), factor=1.0).dtype == jnp.float32
+    assert told.changes[1] == ["factor: static value 1 → 1.0"]
+
+
+def test_a_long_static_value_is_cut_to_one_line(scale, told):
+    class Factor(int):
+        def __repr__(self):
+            return "many\nlines " * 100
+
+    scale(jnp.ones(3), factor=Factor(2))
+    ((change,),) = told.changes
+    assert "\n" not in change
+    assert len(change) < 250
+
+
+RESHARD = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from trainer.compile.recompilation import RecompilingFunction
+
+mesh = Mesh(np.array(jax.devices()), ("data",))
+along, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+alone = SingleDeviceSharding(jax.devices()[1])
+x, abstract = jnp.arange(8.0), jax.ShapeDtypeStruct((8,), jnp.float32, sharding=along)
+told = {"bound": [], "declared": []}
+
+def make(name, **options):
+    def tell(_, changes):
+        told[name].append([str(change) for change in changes])
+    return RecompilingFunction(jax.jit(lambda x: 2 * x, **options), abstract, name=name, on_recompile=tell)
+
+bound, declared = make("bound"), make("declared", in_shardings=along)
+for placed in (x, jax.device_put(x, along), jax.device_put(x, whole), jax.device_put(x, alone)):
+    assert jnp.array_equal(bound(placed), 2 * x)
+    assert jnp.array_equal(bound(x), 2 * x), "an array that isn't bound to a device goes wherever it is wanted"
+try:
+    declared(jax.device_put(x, whole))
+except ValueError as error:
+    told["error"] = str(error)
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def told_of_shardings():
+    environment = environment_of_cpus(4)
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", RESHARD], cwd=root, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_sharding_that_changes_is_told(told_of_shardings):
+    (spec,), (device,) = told_of_shardings["bound"]
+    assert spec == "x: sharding P('data',) → P()"
+    assert re.fullmatch(r"x: sharding NamedSharding\(.*\) → SingleDeviceSharding\(.*\)", device)
+
+
+def test_a_sharding_other_than_the_declared_one_is_refused_as_jax_does(told_of_shardings):
+    assert "does not match the sharding on the respective arg" in told_of_shardings["error"]
+    assert told_of_shardings["declared"] == []
+
+
+def test_summaries_put_like_changes_together_and_end():
+    shape = ("shape", "(1, 32)", "(2, 32)")
+    changes = [Change("tokens", *shape), Change("targets", *shape), Change("n", "static value", "1", "2")]
+    assert summarize(changes) == "tokens and 1 more: shape (1, 32) → (2, 32); n: static value 1 → 2"
+    many = [Change("x", "static value", str(value), str(value + 1)) for value in range(5)]
+    assert summarize(many) == "x: static value 0 → 1; x: static value 1 → 2; x: static value 2 → 3; …"

@@ -1,0 +1,160 @@
+"""The search: in the order of harm, the least value that fits, nothing tried in vain, and an end to it."""
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from layers import GPTConfig
+from layers.config import RematPolicy
+from trainer.compile.fit import DeviceMemory, Fit, StateMemory
+from trainer.compile.search import REMAT_POLICIES, Change, search, single_changes
+from trainer.compile.stages import CompileReport
+from trainer.compile.step_profile import HostMemory, StepProfile
+from trainer.config import LossConfig, MeshConfig, TrainConfig
+from trainer.errors import TrainingFailed
+
+MODEL = GPTConfig(vocab_size=64, num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=64)
+
+
+def make_config(**changes) -> TrainConfig:
+    settings = {"sequence_length": 1024, "batch_size": 4, "loss": LossConfig(chunk_size=4096)} | changes
+    return TrainConfig(
+        name="x", model=dataclasses.replace(MODEL, remat=settings.pop("remat", "none")), num_steps=1000, **settings
+    )
+
+
+def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
+    return StepProfile(
+        platform="tpu",
+        device_kind="TPU v5 lite",
+        num_devices=num_devices,
+        mesh={"data": 1, "fsdp": 1, "tensor": 1, "context": 1},
+        num_parameters=1,
+        tokens_per_step=1,
+        attention=(),
+        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
+        size=None,
+        collectives=(),
+        state=StateMemory(1, 1, 1),
+        fit=Fit(needed, DeviceMemory(100, "a test's")),
+        host=HostMemory(1, 1, 1),
+    )
+
+
+def run(config: TrainConfig, needed_with, *, num_devices: int = 8, seconds: float = 1000.0):
+    """The search, where `needed_with(change)` is what a change needs of 100."""
+    told = []
+    result = search(
+        config,
+        num_devices,
+        lambda change: make_profile(needed_with(change)),
+        seconds=seconds,
+        on_try=lambda attempt: told.append(str(attempt.change)),
+    )
+    assert told == [str(attempt.change) for attempt in result.tries]
+    return result, told
+
+
+def test_every_remat_policy_has_its_place():
+    assert sorted(REMAT_POLICIES) == sorted(get_args(RematPolicy))
+
+
+def test_all_changes_in_the_order_of_harm():
+    changes = [[str(change) for change in kind] for kind in single_changes(make_config(), 8)]
+    assert changes == [
+        ["--model.remat save_matmuls", "--model.remat save_attention", "--model.remat full"],
+        [f"--loss.chunk-size {size}" for size in (2048, 1024, 512, 256, 128)],
+        ["--gradient-accumulation 2", "--gradient-accumulation 4"],
+        ["--mesh.fsdp 2", "--mesh.fsdp 4"],  # 8 would not divide the batch
+        ["--mesh.context 2", "--mesh.context 4", "--mesh.context 8"],
+        ["--mesh.tensor 2"],  # 4 would not divide the key/value heads
+    ]
+
+
+def test_only_what_can_change_anything_and_is_valid():
+    config = make_config(
+        remat="full", batch_size=2, gradient_accumulation=2, sequence_length=200, mesh=MeshConfig(tensor=2)
+    )
+    changes = [[str(change) for change in kind] for kind in single_changes(config, 4)]
+    # 200 tokens at once, whatever the chunk is set to: no half of that is worth it. A batch of 1 can't be split.
+    assert changes == [["--mesh.context 2"]]
+    assert single_changes(config, 2) == []
+
+
+def test_the_mesh_takes_a_divisor_of_the_devices():
+    kinds = single_changes(make_config(remat="full", batch_size=1, sequence_length=960, mesh=MeshConfig(context=2)), 12)
+    assert [change.value for change in kinds[-2]] == [4, 6, 12]
+    assert all(change.field == "mesh.context" for change in kinds[-2])
+
+
+def test_the_first_that_fits_is_the_end_of_it():
+    result, told = run(make_config(), lambda change: 100)
+    assert told == ["--model.remat save_matmuls"]
+    assert result.is_complete
+    assert str(result.found.change) == told[0]
+
+
+def test_the_least_value_of_the_least_harmful_kind_that_can():
+    def needed(change: Change) -> int:
+        return {2048: 120, 1024: 110, 512: 100}.get(change.value, 60) if change.field == "loss.chunk_size" else 130
+
+    result, told = run(make_config(), needed)
+    assert told == [
+        "--model.remat save_matmuls",
+        "--model.remat full",
+        *(f"--loss.chunk-size {size}" for size in (2048, 128, 1024, 512)),
+    ]
+    assert str(result.found.change) == "--loss.chunk-size 512"
+    assert result.found.profile.fit.needed == 100
+
+
+def test_the_greatest_value_is_found_too():
+    result, _ = run(make_config(), lambda change: 100 if change.value == "full" else 101)
+    assert str(result.found.change) == "--model.remat full"
+
+
+def test_nothing_fits():
+    result, told = run(make_config(), lambda change: 300 if change.field != "mesh.fsdp" else 200 + change.value)
+    assert result.found is None
+    assert result.is_complete
+    assert str(result.closest.change) == "--mesh.fsdp 2"
+    assert len(told) == 2 + 2 + 2 + 2 + 2 + 1
+
+
+def test_a_change_that_cannot_be_compiled_is_passed_over():
+    def needed(change: Change) -> int:
+        if change.field == "model.remat":
+            raise TrainingFailed("the compiler crashed")
+        return 90
+
+    result, told = run(make_config(), needed)
+    assert told[:2] == ["--model.remat save_matmuls", "--model.remat full"]
+    assert [attempt.problem for attempt in result.tries[:2]] == ["the compiler crashed"] * 2
+    assert str(result.found.change) == "--loss.chunk-size 2048"
+
+
+def test_time_runs_out(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("trainer.compile.search.time.monotonic", lambda: next(clock))
+    result, told = run(make_config(), lambda change: 300, seconds=4)
+    assert told == ["--model.remat save_matmuls", "--model.remat full", "--loss.chunk-size 2048"]
+    assert (result.found, result.is_complete) == (None, False)
+
+
+def test_what_was_found_before_the_time_ran_out_is_kept(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("trainer.compile.search.time.monotonic", lambda: next(clock))
+    result, told = run(make_config(), lambda change: 300 if change.value == "save_matmuls" else 50, seconds=3)
+    assert told == ["--model.remat save_matmuls", "--model.remat full"]
+    assert str(result.found.change) == "--model.remat full"
+    assert not result.is_complete
+
+
+@pytest.mark.parametrize(
+    "change", [Change("model.remat", "full"), Change("gradient_accumulation", 2), Change("mesh.fsdp", 4)]
+)
+def test_a_change_applied_is_the_field_set(change):
+    changed = change.apply(make_config())
+    section, _, name = change.field.rpartition(".")
+    assert getattr(getattr(changed, section) if section else changed, name) == change.value

@@ -1,0 +1,163 @@
+"""What may change when a run resumes: each field has a kind, changes are kept, what can't be meant is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import get_args
+
+import jax
+import pytest
+
+from kernels import CausalMask, LocalMask
+from layers import GPTConfig, RopeScaling
+from trainer.config import (
+    CheckpointConfig,
+    CompilationConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from trainer.config.changes import KIND_OF_FIELD, ConfigChange, ConfigHistory, Kind, changes_to_json, refuse_other_run
+from trainer.config.file import flag_types
+from trainer.errors import UserMistake
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import make_mesh
+
+CONFIG = TrainConfig(
+    "first",
+    GPTConfig(vocab_size=260, num_layers=2, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32),
+    num_steps=200,
+    sequence_length=64,
+)
+# Everything changed that may change, but for the mesh.
+CHANGED = dataclasses.replace(
+    CONFIG,
+    name="second",
+    description="other",
+    model=dataclasses.replace(
+        CONFIG.model, implementation="reference", remat="none", scan_layers=False, compute_dtype="float32"
+    ),
+    num_steps=300,
+    sequence_length=128,
+    batch_size=4,
+    gradient_accumulation=2,
+    log_every_num_steps=3,
+    data=DataConfig(
+        source="text",
+        files=("*.txt",),
+        validation_files=("*.md",),
+        validation_fraction=0.5,
+        text_field="body",
+        tokenizer="other.json",
+        token_cache_dir="tokens",
+        token_cache_gib=50.0,
+        keep_documents_apart=False,
+        num_prefetch_batches=2,
+        allow_changed=True,
+    ),
+    optimizer=OptimizerConfig(1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0),
+    loss=LossConfig(chunk_size=32, z_loss=0.0),
+    evaluation=EvaluationConfig(7, 3),
+    samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
+    checkpoint=CheckpointConfig(5, 6),
+    compilation=CompilationConfig("xla"),
+    wandb=WandbConfig("project", "offline"),
+)
+
+
+def test_every_field_has_a_kind():
+    assert set(KIND_OF_FIELD) == set(flag_types()), "say in trainer/config/changes.py what a change of the field means"
+    assert set(KIND_OF_FIELD.values()) == set(get_args(Kind)), "each kind is some field's"
+
+
+def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
+    refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
+    history = ConfigHistory(CONFIG).resumed(40, CHANGED)
+    refused = ("model", "tokenizer", "seed")
+    expected = {name for name, kind in KIND_OF_FIELD.items() if kind not in refused and not name.startswith("mesh.")}
+    assert {change.field for change in history.changes} == expected
+    assert ConfigChange(40, "num_steps", 200, 300) in history.changes
+    assert str(history.changes[1]).endswith("up to step 40, 'reference' from now on")
+    again = ConfigHistory.from_json(json.loads(json.dumps(history.to_json())))
+    assert again.config == CHANGED
+    assert changes_to_json(again.changes) == json.loads(json.dumps(changes_to_json(history.changes)))
+    assert history.resumed(50, CHANGED) == history, "without a change there is nothing to keep"
+    back = history.resumed(50, dataclasses.replace(CHANGED, num_steps=200))
+    assert back.changes[len(history.changes) :] == (ConfigChange(50, "num_steps", 300, 200),)
+
+
+def test_the_training_state_has_the_same_tree_whatever_may_change():
+    def shapes(config: TrainConfig):
+        state = make_step_functions(config, make_mesh(config.mesh)).abstract_state
+        return jax.tree.structure(state), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+    assert shapes(CHANGED) == shapes(CONFIG)
+    wider = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, mlp_width=64))
+    assert shapes(wider) != shapes(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "reason"),
+    [
+        (
+            {"model": {"masks": (CausalMask() & LocalMask(7, 0),)}},
+            "model.masks: ['CausalMask(offset=0)'] in checkpoint x, [",
+            "m",
+        ),
+        ({"model": {"mlp_width": 64}}, "model.mlp_width: 32 in checkpoint x, 64 now", "m"),
+        (
+            {"model": {"rope_scaling": RopeScaling("ntk", 2.0)}},
+            "model.rope_scaling.factor: 1.0 in checkpoint x, 2.0 now",
+            "m",
+        ),
+        ({"seed": 3}, "seed: 0 in checkpoint x, 3 now", "s"),
+        ({"data": {"end_of_document_token": 5}}, "data.end_of_document_token: None in checkpoint x, 5 now", "t"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
+    replaced = {
+        name: dataclasses.replace(getattr(CONFIG, name), **value) if isinstance(value, dict) else value
+        for name, value in change.items()
+    }
+    changed = dataclasses.replace(CONFIG, num_steps=210, **replaced)
+    with pytest.raises(UserMistake) as caught:
+        refuse_other_run(CONFIG, changed, "checkpoint x")
+    message = str(caught.value)
+    assert message.startswith("checkpoint x is of another config:\n  ")
+    assert told in message
+    assert {
+        "m": "the parameters are of another model;",
+        "s": "the parameters and the order of the data are made from it already; samples.seed may change;",
+        "t": "the parameters were trained on other tokens;",
+    }[reason] in message
+    assert "num_steps" not in message
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        3,
+        {},
+        {"changes": []},
+        {"config": {}, "changes": []},
+        {"config": None, "changes": []},
+        {"config": {"name": 3}, "changes": []},
+        ConfigHistory(CONFIG).to_json() | {"changes": [3]},
+        ConfigHistory(CONFIG).to_json() | {"changes": [{"step": 3}]},
+        ConfigHistory(CONFIG).to_json() | {"changes": [{"step": 3, "field": [], "before": 1, "after": 2}]},
+        {"config": ConfigHistory(CONFIG).to_json()["config"] | {"unknown": 3}, "changes": []},
+        {"config": ConfigHistory(CONFIG).to_json()["config"] | {"num_steps": "many"}, "changes": []},
+        {"config": ConfigHistory(CONFIG).to_json()["config"] | {"mesh": [[]]}, "changes": []},
+        {"config": ConfigHistory(CONFIG).to_json()["config"] | {"model": {"masks": [[3]]}}, "changes": []},
+    ],
+)
+def test_a_history_that_is_none_is_told(value):
+    with pytest.raises(UserMistake):
+        ConfigHistory.from_json(value)

@@ -1,0 +1,205 @@
+"""TrainConfig refuses, before any device starts, what can't be trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+from typing import get_args, get_type_hints
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from kernels import CausalMask, LocalMask, MultiHeadMask
+from layers import GPT, GPTConfig
+from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.config.file import config_from_json, config_to_json
+from trainer.step.sharding import PARTITION_RULES, partition_spec, path_name
+
+# No two dims of a parameter have the same length, so that a length tells which field it comes from.
+MODEL = GPTConfig(
+    vocab_size=22,
+    num_layers=5,
+    width=14,
+    num_heads=12,
+    num_kv_heads=6,
+    head_dim=4,
+    mlp_width=26,
+    tie_embeddings=False,
+    mlp="swiglu",
+    qk_norm=True,
+    sinks=True,
+)
+CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))
+PER_HEAD = MultiHeadMask([CausalMask()] * 6 + [CausalMask() & LocalMask(7, 0)] * 6)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "epsilon", "clip_norm"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_the_optimizer_refuses_what_is_not_positive_and_finite(name, value):
+    with pytest.raises(ValueError, match=rf"optimizer\.{name}={value} must be positive and finite"):
+        OptimizerConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.inf, math.nan])
+def test_a_moment_must_forget(name, value):
+    with pytest.raises(ValueError, match=rf"optimizer\.{name}={value} must be at least 0 and less than 1"):
+        OptimizerConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("cls", "change", "message"),
+    [
+        (OptimizerConfig, {"weight_decay": math.nan}, r"optimizer\.weight_decay=nan must be finite and not negative"),
+        (OptimizerConfig, {"weight_decay": math.inf}, r"optimizer\.weight_decay=inf must be finite and not negative"),
+        (OptimizerConfig, {"num_warmup_steps": -1}, r"optimizer\.num_warmup_steps=-1 must be finite and not negative"),
+        (OptimizerConfig, {"decay_fraction": math.nan}, r"optimizer\.decay_fraction=nan must lie between 0 and 1"),
+        (LossConfig, {"z_loss": math.nan}, r"loss\.z_loss=nan must be finite and not negative; 0 turns it off"),
+        (LossConfig, {"z_loss": math.inf}, r"loss\.z_loss=inf must be finite"),
+        (LossConfig, {"z_loss": -1.0}, r"loss\.z_loss=-1.0 must be finite and not negative"),
+        (LossConfig, {"chunk_size": 0}, r"loss\.chunk_size=0 must be at least 1"),
+    ],
+)
+def test_a_section_refuses(cls, change, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**change)
+
+
+def test_the_edges_of_what_is_allowed():
+    assert OptimizerConfig(beta1=0.0, beta2=0.0, weight_decay=0.0, num_warmup_steps=0).beta1 == 0.0
+    assert LossConfig(z_loss=0.0).z_loss == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 1}, r"optimizer\.num_warmup_steps=2 leaves too few of num_steps=1 .*use at most 0 warm-up"),
+        ({"num_steps": 2**31}, r"num_steps=2147483648 must be less than 2\*\*31"),
+        (
+            {"optimizer": OptimizerConfig(schedule="wsd", num_warmup_steps=17)},
+            r"optimizer\.num_warmup_steps=17 leaves too few of num_steps=20 for the wsd decay; use at most 16",
+        ),
+        ({"seed": -1}, "seed=-1 must not be negative"),
+        (
+            {"model": dataclasses.replace(MODEL, param_dtype="bfloat16")},
+            r"model\.param_dtype='bfloat16'.*set it to float32",
+        ),
+        (
+            {"model": dataclasses.replace(MODEL, masks=(CausalMask(), PER_HEAD)), "mesh": MeshConfig(tensor=2)},
+            r"MultiHeadMask, whose heads mesh\.tensor=2 would split.*set mesh\.tensor to 1, or use one mask",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_together_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **change)
+
+
+def test_a_mask_for_each_head_is_fine_on_whole_heads():
+    masks = (CausalMask(), PER_HEAD)
+    assert dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, masks=masks)).model.masks == masks
+
+
+def splits_of_the_partition_rules() -> set[tuple[str, str]]:
+    """(model field, mesh axis) of every dim that a rule lays on an axis."""
+    mesh = jax.sharding.AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "context"))
+    fields = {getattr(MODEL, field.name): field.name for field in dataclasses.fields(MODEL) if field.type == "int"}
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(MODEL, rngs=nnx.Rngs(0))), nnx.Param))
+    splits, num_rules = set(), set()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        spec = partition_spec(path_name(path), leaf.shape, mesh)
+        splits |= {(fields[length], axis) for length, axis in zip(leaf.shape, spec, strict=True) if axis is not None}
+        num_rules.add(spec)
+    assert num_rules == {spec for _, spec in PARTITION_RULES}
+    return splits
+
+
+def test_refuses_exactly_what_the_partition_rules_cannot_split():
+    splits = splits_of_the_partition_rules()
+    assert ("width", "fsdp") in splits
+    for axis in ("fsdp", "tensor"):
+        for name in ("vocab_size", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_layers"):
+            odd = {name: getattr(MODEL, name) // 2 | 1}
+            if name == "num_heads":
+                odd |= {"num_kv_heads": 1}
+            elif name == "head_dim":
+                odd |= {"rope_base": None}
+            model = dataclasses.replace(MODEL, **odd)
+            if (name, axis) in splits:
+                with pytest.raises(ValueError, match=rf"model\.{name}=\d+ is not a multiple of mesh\.{axis}=2; use "):
+                    dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+            else:
+                dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+
+
+WHOLE = [0, *(sign * size for sign in (1, -1) for size in (1, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400))]
+FRACTIONS = [-0.0, math.inf, -math.inf, math.nan, 1e-320, 1e-45, 1.1e-38, 3.5e38, -1e308, 0.99999999999]
+
+
+def numbers(config):
+    """The path of every number in a config, with the types that it may have."""
+    for name, hint in get_type_hints(type(config)).items():
+        if dataclasses.is_dataclass(getattr(config, name)):
+            yield from ((f"{name}.{path}", types) for path, types in numbers(getattr(config, name)))
+        elif {int, float} & (types := {hint, *get_args(hint)}):
+            yield name, types
+
+
+def replace_at(config, path, value):
+    """The config with one value changed, or why it can't be."""
+    name, _, rest = path.partition(".")
+    if rest:
+        value = replace_at(getattr(config, name), rest, value)
+    try:
+        return value if isinstance(value, ValueError) else dataclasses.replace(config, **{name: value})
+    except ValueError as refused:
+        return refused
+
+
+@pytest.mark.parametrize(("path", "types"), [pytest.param(*number, id=number[0]) for number in numbers(CONFIG)])
+def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
+    for value in WHOLE + (FRACTIONS if float in types else []):
+        config = replace_at(CONFIG, path, value)
+        if isinstance(config, ValueError):
+            assert 0 < len(str(config)) < 1000
+            continue
+        kept = operator.attrgetter(path)(config)
+        held = np.float32(kept) if float in types else np.array(kept).astype(np.int32)
+        assert held == pytest.approx(kept, rel=1e-6), "as the device has it"
+        assert path not in ("optimizer.beta1", "optimizer.beta2") or held < 1
+        assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "a/b", "/tmp", "a\0b", "a\nb", "\x1b[31m", "\ud800", "x" * 256, "é" * 128]
+)
+def test_a_name_must_do_for_a_folder(name):
+    with pytest.raises(ValueError, match=r"^name=.*folder's name"):
+        dataclasses.replace(CONFIG, name=name)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "~" * 5000, "x" * 256, "x/" * 2048, "~no-such-user/tokens"])
+@pytest.mark.parametrize("field", ["data.token_cache_dir", "data.tokenizer", "compilation.cache_dir"])
+def test_what_no_file_system_takes_is_no_path(field, path):
+    if (field, path) == ("compilation.cache_dir", ""):
+        return  # turns the cache off
+    refused = replace_at(CONFIG, field, path)
+    assert isinstance(refused, ValueError)
+    assert str(refused).startswith(f"{field}=")
+
+
+def test_a_mask_may_nest_but_not_without_end():
+    mask = deep = CausalMask()
+    for _ in range(64):
+        mask = mask & LocalMask(7, 0)
+    for _ in range(10_000):
+        deep = deep & LocalMask(7, 0)
+    assert GPTConfig(masks=(mask,)).masks == (mask,)
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        GPTConfig(masks=(mask & LocalMask(7, 0),))
+    with pytest.raises(ValueError, match="more than 64 levels"):
+        GPTConfig(masks=(deep,))

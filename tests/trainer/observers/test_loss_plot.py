@@ -1,0 +1,77 @@
+"""The picture of a run's losses, and the commands that its end names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from kernels import FullMask
+from layers import GPTConfig
+from trainer.config import DataConfig, OptimizerConfig, TrainConfig
+from trainer.observers import loss_plot
+from trainer.observers.loss_plot import draw_losses
+from trainer.observers.next_commands import next_commands
+from trainer.workdir import Workdir
+
+CONFIG = TrainConfig("run", GPTConfig(), 20, optimizer=OptimizerConfig(num_warmup_steps=2))
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    """Writes metrics.jsonl from its rows."""
+
+    def write(*rows: object):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def draw(metrics, title="run") -> bool:
+    return draw_losses(metrics, metrics.with_name("loss.png"), title=title, unigram_nats_per_token=3.0)
+
+
+def test_losses_are_drawn_whatever_else_the_file_holds(metrics, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots extra isn't installed")
+    steps = [{"step": step, "loss": 4 - step / 10} for step in range(1, 20)]
+    path = metrics(*steps, {"step": 20, "loss": None}, {"step": 20, "validation_nats_per_token": 2.5}, "{half", "null")
+    assert draw(path, title="costs $x_{ and [more]")
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert picture.endswith(b"IEND\xaeB`\x82")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+    assert "matplotlib.pyplot" not in sys.modules
+    # Another loss makes another picture, and the old one stays until then.
+    assert draw(metrics(*steps[:5]))
+    assert (tmp_path / "loss.png").read_bytes() != picture
+
+
+def test_without_a_loss_or_matplotlib_there_is_no_picture(metrics, tmp_path, monkeypatch):
+    assert not draw(metrics({"step": 1, "loss": None}))
+    monkeypatch.setattr(loss_plot.importlib.util, "find_spec", lambda name: None)
+    assert not draw(metrics({"step": 1, "loss": 1.0}))
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_next_commands_are_for_this_python_and_this_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: sys.executable)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    workdir = Workdir(tmp_path / "my run")
+    sample, tensorboard = next_commands(CONFIG, workdir, has_checkpoint=True)
+    assert sample == f"python -m trainer.sample --workdir '{tmp_path}/my run' --prompt \"The \""
+    assert tensorboard == (
+        f"python -m pip install tensorboard && python -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
+    )
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/another-python")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: "installed")
+    bins = dataclasses.replace(CONFIG, data=DataConfig("bin", files=("x.bin",)))
+    sample, tensorboard = next_commands(bins, workdir, has_checkpoint=True)
+    assert sample.startswith(f"{sys.executable} -m trainer.sample")
+    assert sample.endswith("--tokenizer tokenizer.json")
+    assert tensorboard.startswith(f"{sys.executable} -m tensorboard.main")
+    ahead = dataclasses.replace(CONFIG, model=GPTConfig(masks=(FullMask(),)))
+    assert len(next_commands(ahead, workdir, has_checkpoint=True)) == 1

@@ -1,0 +1,200 @@
+"""TensorBoard shows what metrics.jsonl holds, whatever befell the process, the clock and the disk."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+
+from trainer.compile.history import Recompile
+from trainer.compile.recompilation import Change
+from trainer.compile.stages import CompileReport
+from trainer.observers.event_file import EventLog
+from trainer.observers.metrics import MetricsFile, last_logged_step, read_logged_rows
+from trainer.observers.observer import Observers, Start, Window, make_row
+from trainer.observers.tensorboard import TensorBoard
+
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "num_targets": "train/num_targets",
+    "step_s": "speed/step_s",
+    "validation_nats_per_token": "validation/nats_per_token",
+}
+
+
+class Logs(Observers):
+    """Both logs of an attempt."""
+
+    def write(self, rows) -> None:
+        """Logs rows as a run does, in one window; which of them are evaluations makes no difference to the logs."""
+        rows = [make_row(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
+        self.window(Window(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows))
+
+
+@pytest.fixture
+def make_rows(rng: np.random.Generator):
+    """Rows of steps; each fourth ends a window and is evaluated."""
+
+    def make(first: int, last: int) -> list[dict[str, float]]:
+        rows = []
+        for step in range(first, last + 1):
+            loss, norm, speed, validation = rng.uniform(0, 9, 4).tolist()
+            rows.append({"step": step, "loss": loss, "grad_norm": norm, "num_targets": int(rng.integers(1, 10**6))})
+            if step % 4 == 0:
+                rows[-1]["step_s"] = speed
+                rows.append({"step": step, "validation_nats_per_token": validation})
+        return rows
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path, watched_console):
+    """Starts an attempt at the run in `tmp_path`."""
+
+    def start(restored_step: int, reports=()) -> Logs:
+        path = tmp_path / "metrics.jsonl"
+        logs = Logs(MetricsFile(path, watched_console), TensorBoard(tmp_path / "tensorboard", watched_console))
+        logs.started(Start(restored_step, 100, read_logged_rows(path, restored_step, watched_console), reports))
+        return logs
+
+    return start
+
+
+def read_metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_tensorboard_shows_the_metrics(folder, read_tensorboard) -> None:
+    shown = read_tensorboard(folder / "tensorboard")
+    expected, times = {}, {}
+    for row in read_metrics(folder):
+        for name, value in row.items():
+            if name in TAGS and value is not None:
+                expected.setdefault(TAGS[name], {})[row["step"]] = value
+                times.setdefault(TAGS[name], {})[row["step"]] = row["time"]
+    assert {tag: points for tag, points in shown.items() if not tag.startswith("compile/")} == {
+        tag: pytest.approx(points, rel=1e-6) for tag, points in expected.items()
+    }
+    shown_times = read_tensorboard(folder / "tensorboard", wall_times=True)
+    assert {tag: shown_times[tag] for tag in times} == times
+
+
+def without_times(rows) -> list[dict]:
+    return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+
+
+@pytest.mark.parametrize("clock", [0.0, -86_400.0], ids=["steady clock", "clock set back by a day"])
+def test_after_every_resumption_tensorboard_shows_the_metrics(
+    tmp_path, rng, start, make_rows, read_tensorboard, monkeypatch, clock
+):
+    real_time, offset, restored, names = time.time, 0.0, 0, []
+    monkeypatch.setattr(time, "time", lambda: real_time() + offset)
+    (tmp_path / "tensorboard").mkdir()
+    foreign = tmp_path / "tensorboard" / "events.out.tfevents.1234567890.elsewhere"
+    foreign.write_bytes(b"")
+    for attempt in range(5):
+        log = start(restored)
+        [ours] = [path.name for path in (tmp_path / "tensorboard").iterdir() if path != foreign]
+        assert names == sorted(names)
+        assert [*names, ours] == sorted({*names, ours}), "a name of its own, that sorts last"
+        names.append(ours)
+        assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+        assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == list(range(1, restored + 1))
+        last = restored + int(rng.integers(2, 12))
+        rows = make_rows(restored + 1, last)
+        log.write(rows[:2])
+        log.write(rows[2:])
+        assert without_times(read_metrics(tmp_path))[-len(rows) :] == rows
+        assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+        assert last_logged_step(tmp_path / "metrics.jsonl") == last
+        restored, offset = int(rng.integers(restored, last + 1)), offset + clock
+        if attempt == 2:
+            log.close()  # the others are killed
+    assert foreign.exists()
+
+
+def test_a_kill_between_the_two_logs_is_made_up_for(tmp_path, start, make_rows, read_tensorboard, monkeypatch):
+    log = start(0)
+    log.write(make_rows(1, 10))
+    monkeypatch.setattr(EventLog, "write", lambda *_: None)
+    log.write(make_rows(11, 14))
+    monkeypatch.undo()
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 15, "lo')
+    [events] = (tmp_path / "tensorboard").iterdir()
+    events.write_bytes(events.read_bytes()[:-9])
+    start(14)
+    assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+    assert read_metrics(tmp_path)[-1]["step"] == 14
+
+
+def test_what_is_not_finite_is_null_and_no_point(tmp_path, start, read_tensorboard):
+    start(0).write([{"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "num_targets": 3}])
+    [row] = without_times(read_metrics(tmp_path))
+    assert row == {"step": 1, "loss": None, "grad_norm": None, "num_targets": 3}
+    assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+
+
+def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_path, start, read_tensorboard):
+    def report(name: str, seconds: float) -> CompileReport:
+        return CompileReport(name, seconds, 0.0, 0.0, False, None)
+
+    def recompile(step: int, seconds: float) -> Recompile:
+        return Recompile(step, "2026-01-01", report("train_step", seconds), (Change("batch", "shape", "2", "3"),))
+
+    log = start(0, [report("init_state", 1.0), report("train_step", 2.0)])
+    for step in (3, 6, 9):
+        log.recompiled(recompile(step, 10.0 + step))
+    log = start(6, [report("train_step", 3.0)])
+    log.recompiled(recompile(8, 20.0))
+    start(8, [report("train_step", 4.0)])
+    shown = read_tensorboard(tmp_path / "tensorboard")
+    assert shown["compile/init_state/trace_s"] == {0: 1.0}
+    # At 6 and 8 a resumption, too, has compiled: the newest holds.
+    assert shown["compile/train_step/trace_s"] == {0: 2.0, 3: 13.0, 6: 3.0, 8: 4.0}
+    assert sorted(shown["compile/recompile/text_summary"]) == [3, 6, 8]
+    assert sorted(shown["compile/programs/text_summary"]) == [0, 6, 8]
+    start(0, [report("init_state", 5.0)])
+    shown = read_tensorboard(tmp_path / "tensorboard")
+    assert {tag: sorted(points) for tag, points in shown.items()} == {
+        tag: [0] for tag in shown if "init_state" in tag or "programs" in tag
+    } | {f"compile/train_step/{name}": [0] for name in ("trace_s", "lower_s", "compile_s", "cache_hit")}
+
+
+def test_a_disk_that_fills_and_empties_loses_nothing(
+    tmp_path, rng, start, make_rows, read_tensorboard, watched_console, limit_file_size
+):
+    log, expected = start(0), []
+    for window in range(20):
+        rows = make_rows(8 * window + 1, 8 * window + 8)
+        expected += rows
+        if rng.random() < 0.5 and window < 19:
+            begun = time.perf_counter()
+            with limit_file_size(int(rng.integers(0, 20_000))):
+                log.write(rows)
+            assert time.perf_counter() - begun < 1
+        else:
+            log.write(rows)
+            assert without_times(read_metrics(tmp_path)) == expected
+            assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+    log.close()
+    assert without_times(read_metrics(tmp_path)) == expected
+    assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+
+
+def test_a_file_in_the_place_of_tensorboards_folder_is_told_and_the_metrics_are_written(
+    tmp_path, start, make_rows, watched_console
+):
+    (tmp_path / "tensorboard").write_text("mine")
+    log = start(0)
+    rows = make_rows(1, 3)
+    log.write(rows)
+    assert without_times(read_metrics(tmp_path)) == rows
+    [(kind, line)] = watched_console.told
+    assert kind == "warning"
+    assert f"{tmp_path}/tensorboard/events.out.tfevents" in line
+    assert "can't be written: File exists" in line

@@ -1,0 +1,83 @@
+"""Weights & Biases hears of a run what TensorBoard does; here offline, so nothing leaves the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import time
+
+import pytest
+
+from layers import GPTConfig
+from trainer.compile.history import Recompile
+from trainer.compile.recompilation import Change
+from trainer.compile.stages import CompileReport
+from trainer.config import TrainConfig, WandbConfig
+from trainer.errors import UserMistake
+from trainer.evaluate import Evaluation
+from trainer.observers.observer import Ending, Evaluated, Start, Window, make_row
+from trainer.observers.wandb import WeightsAndBiases
+from trainer.train import prepare
+
+CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
+
+
+def make_window(first_step: int, *losses: float) -> Window:
+    rows = [make_row(step, {"loss": loss}) for step, loss in enumerate(losses, first_step)]
+    return Window(rows[-1]["step"], 200, losses[-1], 1.0, 0.0, 1.0, 0.5, 1.0, rows)
+
+
+def read_logged(folder, expected: set[bytes]) -> bytes:
+    """What W&B keeps for `wandb sync`: records of names and JSON values, uncompressed.
+
+    Its service writes the file, and on a busy machine still does after the run is finished: what is expected is waited
+    for.
+    """
+    [path] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    end = time.monotonic() + 60
+    while (missing := {value for value in expected if value not in path.read_bytes()}) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert missing == set()
+    return path.read_bytes()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")
+def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
+    report = CompileReport("train_step", 1.25, 0.5, 60.0, False, None)
+    observer = WeightsAndBiases(CONFIG, tmp_path)
+    observer.started(Start(0, 200, [], [report]))
+    observer.recompiled(Recompile(2, "2026-01-01", report, (Change("batch", "shape", "2", "3"),)))
+    observer.window(make_window(1, 3.125, 3.0625, float("nan")))
+    loss = make_row(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
+    observer.evaluated(Evaluated(3, Evaluation(2.6875, None, 10), loss))
+    observer.saved(3, tmp_path / "checkpoints" / "3")
+    observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
+    observer.close()
+    names = {b"loss", b"validation_nats_per_token", b"compile/train_step/trace_s", b"checkpoint_step"}
+    values = {b"3.125", b"3.0625", b"2.6875", b"60", b"completed", b"a-project"}
+    assert b"NaN" not in read_logged(tmp_path, names | values)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")
+def test_a_run_that_fails_is_closed_and_one_that_never_started_leaves_nothing(tmp_path):
+    WeightsAndBiases(CONFIG, tmp_path).close()
+    assert not (tmp_path / "wandb").exists()
+    observer = WeightsAndBiases(CONFIG, tmp_path)
+    observer.started(Start(0, 200, [], []))
+    observer.window(make_window(1, 3.125))
+    observer.close()
+    observer.close()
+    read_logged(tmp_path, {b"3.125"})
+
+
+def test_a_missing_package_is_told_with_its_extra_before_anything_is_done(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        UserMistake, match=r"wandb.project='a-project' needs the wandb extra: `pip install -e '.\[wandb\]'`"
+    ):
+        prepare(CONFIG, print)
+
+
+def test_an_empty_project_is_refused():
+    with pytest.raises(ValueError, match=r"wandb\.project='' names no project"):
+        dataclasses.replace(CONFIG, wandb=WandbConfig(""))

@@ -1,0 +1,434 @@
+"""What ends a run besides its steps is told in one message, and nothing hides what went wrong first."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import resource
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import trainer.train
+from trainer.__main__ import main
+from trainer.checkpoints.saving import find_damage
+from trainer.config.file import load_config
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.observer import Start
+from trainer.observers.record import RunRecord
+from trainer.observers.times import TimeAccount
+from trainer.process.event_loops import DrainingEventLoop
+from trainer.step.flops import StepFlops
+from trainer.step.functions import StepMetrics
+from trainer.train import TrainingLoop, prepare
+from trainer.train import train as run_training
+from trainer.workdir import claim_workdir
+
+
+@pytest.fixture
+def config(trainer_command):
+    return load_config(trainer_command.config)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_during_the_imports_leaves_with_75(trainer_command, tmp_path, name):
+    process = trainer_command.start("--workdir", tmp_path / "run", PYTHONPROFILEIMPORTTIME="1")
+    for line in process.stderr:
+        if line.endswith(" numpy.version\n"):  # just imported, with most of NumPy and all of JAX to come
+            break
+    process.send_signal(signal.Signals[name])
+    stopped = trainer_command.finish(process)
+    assert stopped.status == 75
+    assert stopped.output == f"{name}: stopped before the first step; run the same command again\n"
+    assert "Traceback" not in stopped.errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_devices_that_cannot_start_are_told_in_one_message(trainer_command, tmp_path):
+    finished = trainer_command.run("--workdir", tmp_path, JAX_PLATFORMS="no_such_platform")
+    assert finished.status == 1
+    assert finished.errors.startswith("error: JAX can't start its devices: ")
+    assert "no_such_platform" in finished.errors
+    assert "JAX_PLATFORMS=cpu always works" in finished.errors
+    assert "Traceback" not in finished.errors
+
+
+def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
+    def defective(*_):
+        raise ValueError("operands could not be broadcast together")
+
+    monkeypatch.setattr("trainer.train.make_step_functions", defective)
+    with pytest.raises(ValueError, match="could not be broadcast") as caught:
+        prepare(config, lambda _: None)
+    assert type(caught.value) is ValueError
+
+
+def test_a_backend_that_cannot_serve_is_the_users_mistake(config):
+    model = dataclasses.replace(config.model, implementation="cudnn")
+    with pytest.raises(UserMistake, match="implementation='cudnn' can't serve this call"):
+        prepare(dataclasses.replace(config, model=model), lambda _: None)
+
+
+NO_SPACE = "No space left on device"
+
+
+def full(*_, **__):
+    raise OSError(28, NO_SPACE)
+
+
+def make_loops(monkeypatch, train):
+    """Has a run prepare nothing, and train by calling `train(record)`."""
+
+    class Loop:
+        progress = SimpleNamespace(under_way=lambda: "3 steps")
+
+        def __init__(self, setup, workdir, this):
+            self._record = this.record
+
+        def restore_and_compile(self):
+            pass
+
+        def train(self):
+            return train(self._record)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("trainer.train.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.train.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
+
+
+def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config, tmp_path, monkeypatch):
+    def fail(*_):
+        monkeypatch.setattr("trainer.observers.record.write_atomically", full)
+        raise TrainingFailed("what went wrong first")
+
+    monkeypatch.setattr("trainer.train.prepare", fail)
+    with pytest.raises(TrainingFailed, match="what went wrong first"):
+        run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (SystemExit(0), TrainingFailed, "something other than the trainer called sys.exit(0)"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "KeyboardInterrupt"),
+        (LookupError("no room"), LookupError, "LookupError: no room"),
+        (TrainingFailed("not finite"), TrainingFailed, "not finite"),
+    ],
+)
+def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatch, error, raised, message):
+    def train(record):
+        record.put(step=17)
+        raise error
+
+    make_loops(monkeypatch, train)
+    with pytest.raises(raised):
+        run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["step"], record["message"]) == ("failed", 17, message)
+
+
+@pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")])
+def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(config, tmp_path, monkeypatch, names):
+    left = threading.Event()
+    statuses = []
+
+    def leave(status):
+        statuses.append(status)
+        left.set()
+
+    def train(record):
+        record.put(step=23)
+        for name in names:
+            os.kill(os.getpid(), signal.Signals[name])
+        assert left.wait(10)
+        return 0
+
+    make_loops(monkeypatch, train)
+    monkeypatch.setattr("trainer.process.signals.os._exit", leave)
+    run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
+    assert statuses == [130]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["status"], record["step"]) == ("preempted", 23)
+    assert record["message"] == "left at once by Ctrl-C after a stop signal, without saving"
+
+
+@pytest.mark.parametrize(("names", "left"), [(["SIGTERM"], []), (["SIGINT", "SIGINT"], [130])])
+@pytest.mark.parametrize(("ending", "status"), [("failed", 1), ("completed", 0)])
+def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
+    trainer_command, tmp_path, monkeypatch, capsys, names, left, ending, status
+):
+    """Signals come while the ending is written into the record, and one more once `run` is over."""
+    statuses = []
+
+    def train(record):
+        if ending == "failed":
+            raise TrainingFailed("not finite")
+        record.update(status="completed")
+        return 0
+
+    def write(path, content):
+        path.write_text(content)
+        if json.loads(content)["status"] == ending:
+            for name in names:
+                os.kill(os.getpid(), signal.Signals[name])
+
+    def run_and_signal(*arguments, **options):
+        try:
+            return run_training(*arguments, **options)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    make_loops(monkeypatch, train)
+    monkeypatch.setattr("trainer.observers.record.write_atomically", write)
+    monkeypatch.setattr("trainer.process.signals.os._exit", statuses.append)
+    monkeypatch.setattr(trainer.train, "train", run_and_signal)
+    assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
+    assert statuses == left
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.startswith("SIG")] == [
+        f"{names[0]}: the run is ending already",
+        "SIGTERM: the run is ending already",
+    ]
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["message"]) == (ending, "not finite" if ending == "failed" else None)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process's files")
+def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp_path, read_run):
+    process = trainer_command.start("--workdir", tmp_path, "--checkpoint.every-num-steps", 1000, "--num-steps", 12)
+    for line in process.stdout:
+        if line.startswith("step 1/12"):
+            break
+    # The embedding alone no longer fits into a file; the logs do.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (12_000, 12_000))
+    for line in process.stdout:
+        if line.startswith("warning: saving checkpoint"):
+            break
+    process.send_signal(signal.SIGTERM)  # or it would try for a minute and a half
+    stopped = trainer_command.finish(process)
+    assert stopped.status == 1
+    record, steps, _ = read_run(tmp_path)
+    assert (record["status"], len(steps)) == ("failed", 12)
+    message = record["message"]
+    assert message.startswith(f"saving checkpoint {tmp_path}/checkpoints/12 failed: ")
+    assert "File too large" in message
+    assert "the newest good checkpoint is not there yet" in message
+    assert message.endswith("see that the disk has room and can be written to, then run the same command again")
+    assert stopped.errors == f"error: {message}\n"
+    assert stopped.output.count("warning: saving checkpoint") <= 1, "it doesn't try on after a stop signal"
+    assert not list((tmp_path / "checkpoints").iterdir()), "nothing half-written stays"
+
+
+def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
+    ended = []
+
+    async def fail():
+        raise OSError(28, "No space left on device")
+
+    async def write(name: str, *following: str):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        ended.append(name)
+        await asyncio.gather(*map(write, following))
+
+    async def save():
+        await asyncio.gather(fail(), write("second", "third"), write("fourth"))
+
+    loop = DrainingEventLoop()
+    with pytest.raises(OSError, match="No space left"):
+        loop.run_until_complete(save())
+    assert not ended
+    loop.close()
+    assert sorted(ended) == ["fourth", "second", "third"]
+    loop.close()
+
+
+class EndlessBatches:
+    """Batches of padding."""
+
+    def __next__(self):
+        return {"segment_ids": np.zeros((2, 256), np.int32)}
+
+    def get_state(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def make_loop(config, tmp_path, watched_console):
+    """Makes a loop whose steps take no time and no device."""
+
+    def make() -> TrainingLoop:
+        setup = SimpleNamespace(
+            config=config,
+            batches=EndlessBatches(),
+            put=lambda batch: batch,
+            flops=lambda _: StepFlops(1, 2),
+            devices=[None],
+            peak=SimpleNamespace(flops_per_s=1e12),
+        )
+        workdir = claim_workdir(tmp_path / "run", config)
+        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
+        record = RunRecord(workdir.record, [], time.time(), account, watched_console)
+        this = SimpleNamespace(console=watched_console, record=record, account=account, stop=stop)
+        loop = TrainingLoop(setup, workdir, this)
+        metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
+        loop.programs = SimpleNamespace(train_step=lambda state, _: (state, metrics))
+        loop.state = {"w": jnp.zeros(3)}
+        loop.observers.started(Start(0, config.num_steps, [], []))
+        return loop
+
+    return make
+
+
+def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
+    def advances() -> list[int]:
+        told = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
+        watched_console.told.clear()
+        return told
+
+    loop = make_loop()
+    loop.run_window()
+    assert advances() == [0, 1], "the first step is only dispatched, then waited for"
+    loop.run_window()
+    assert advances() == [1, 1, 2, 3, 4, 5, 6, 8], "steps 2 to 8: two may be under way until all are waited for"
+    loop.close()
+
+
+def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(make_loop, monkeypatch):
+    loop, told = make_loop(), []
+    train_step = loop.programs.train_step
+
+    def watch(state, batch):
+        told.append((loop.progress.step + 1, loop.progress.under_way()))
+        return train_step(state, batch)
+
+    loop.programs.train_step = watch
+    loop.run_window()
+    assert told == [(1, "1 step")], "no step is measured yet"
+    assert loop.progress.under_way() == "what is under way"
+    told.clear()
+    monkeypatch.setattr(loop.times, "typical_step_s", lambda: 0.5)
+    loop.run_window()
+    assert told == [(2, "1 step (about 500.0 ms)"), (3, "2 steps (about 1.0 s)")] + [
+        (step, "3 steps (about 1.5 s)") for step in range(4, 9)
+    ]
+    loop.close()
+
+
+@pytest.mark.parametrize("place", ["trainer.checkpoints.saving.write_atomically", "trainer.checkpoints.saving.digests"])
+def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
+    """The first and the second save fail; the last succeeds at its third try."""
+    loop = make_loop()
+    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    failing = [20, 40, 60, 60]
+    save, undone = loop.checkpoints.save, monkeypatch.context
+
+    def save_or_fail(step, *arguments):
+        if step not in failing:
+            save(step, *arguments)
+            return
+        failing.remove(step)
+        with undone() as patch:
+            patch.setattr(place, full)
+            save(step, *arguments)
+            if loop.checkpoints._saving is not None:
+                loop.checkpoints._saving.join()
+
+    monkeypatch.setattr(loop.checkpoints, "save", save_or_fail)
+    loop.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
+    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop.setup.devices = jax.devices()
+    loop.programs.eval_step = None
+    assert loop.train() == 0
+    loop.close()
+    warnings = [line for kind, *lines in watched_console.told if kind == "warning" for line in lines]
+    failed = r"saving checkpoint .*/(\d+) failed: OSError: \[Errno 28\] No space left"
+    assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60", "60"]
+    assert all("the newest good checkpoint is not there yet" in line for line in warnings)
+    assert all(line.endswith("can be written to. The next save tries again") for line in warnings)
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["60"]
+    assert find_damage(loop.workdir.checkpoints / "60") is None
+    assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
+def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    if stop_requested:
+        loop.stop.requested = True
+    loop.run_window()
+    with pytest.raises(TrainingFailed, match=r"checkpoints/1 failed: OSError.*, then run the same command again$"):
+        loop.saver.save_at_last(loop.snapshot)
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert len(warnings) == num_tries - 1
+    assert not list(loop.workdir.checkpoints.iterdir())
+    loop.close()
+
+
+def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    loop.run_window()
+    loop.saver.save(loop.snapshot)
+    bad = StepMetrics(*map(jnp.asarray, (float("nan"), 0.0, 1.0, 1.0, 512, False)))
+    loop.programs.train_step = lambda state, _: (state, bad)
+    with pytest.raises(TrainingFailed, match="step 2: loss nan"):
+        loop.run_window()
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert len(warnings) == 1
+    assert "checkpoints/1 failed: OSError" in warnings[0]
+    assert warnings[0].endswith("can be written to"), "no save will try again"
+    loop.close()
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr(loop.checkpoints, "_remove_oldest", full)
+    loop.run_window()
+    loop.saver.save_at_last(loop.snapshot)
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
+    [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
+    loop.close()
+
+
+def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
+    loop = make_loop()
+    loop.stop.requested = True
+    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop.setup.devices = jax.devices()
+    loop.programs.eval_step = None
+    assert loop.train() == 75
+    loop.close()
+    [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
+    assert title == "stopped at step 0 of 60, with nothing to save yet; run the same command again"
+    assert not any("trainer.sample" in command for command in commands)
+
+
+def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+
+    def fail():
+        raise TrainingFailed("saving checkpoint 20 failed")
+
+    close = loop.checkpoints.close
+    monkeypatch.setattr(loop.checkpoints, "close", fail)
+    loop.close()
+    close()
+    assert ("warning", "saving checkpoint 20 failed") in watched_console.told

@@ -1,0 +1,383 @@
+"""Whole runs of the real command: what they write, what they compile, and how they stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from kernels import CausalMask, LocalMask, Target
+from trainer.__main__ import main
+from trainer.config.file import load_config
+from trainer.step.attention_plan import AttentionPlan, attention_call, describe_attention, plan_attention
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import make_mesh
+
+NUM_STEPS = 60  # of the tiny config
+WINDOW_ENDS = [1, 8, 16, 20, 24, 30, 32, 40, 48, 56, 60]  # first, logs, checkpoints, evaluations
+
+
+@pytest.fixture(scope="module")
+def first(trainer_command, tmp_path_factory):
+    """A run from start to end, its compilations logged, with a compilation cache of its own."""
+    workdir = tmp_path_factory.mktemp("first") / "run"
+    cache = workdir.parent / "cache"
+    finished = trainer_command.run("--workdir", workdir, "--compilation.cache-dir", cache, JAX_LOG_COMPILES="1")
+    assert finished.status == 0, finished.errors
+    return finished, workdir, cache
+
+
+@pytest.fixture(scope="module")
+def second(trainer_command, first, tmp_path_factory):
+    """The same command in another workdir, with the first one's cache."""
+    _, _, cache = first
+    workdir = tmp_path_factory.mktemp("second") / "run"
+    finished = trainer_command.run("--workdir", workdir, "--compilation.cache-dir", cache)
+    assert finished.status == 0, finished.errors
+    return finished, workdir
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Reads the process's output until a line holds the text."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return line
+    pytest.fail(f"{text!r} never came; output:\n{''.join(lines)}\nerrors:\n{process.stderr.read()}")
+
+
+def test_the_training_step_is_compiled_exactly_once(first):
+    finished, _, _ = first
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", finished.errors)
+    assert compiled.count("train_step") == 1
+    assert compiled.count("eval_step") == 1
+
+
+def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first, second, read_run):
+    (_, first_workdir, cache), (finished, second_workdir) = first, second
+    for workdir, hit in ((first_workdir, False), (second_workdir, True)):
+        told = read_run(workdir)[0]["compile"]
+        assert told["cache_dir"] == str(cache)
+        assert told["train_step"]["cache_hit"] is hit
+        assert all(told["train_step"][name] > 0 for name in ("trace_s", "lower_s", "compile_s"))
+        memory = told["train_step"]["memory"]
+        assert set(memory) == {"arguments", "outputs", "aliased", "temporaries", "code", "peak"}
+        assert memory["peak"] >= memory["temporaries"]
+    assert "(read from the cache)" in finished.output
+    assert finished.errors == ""
+
+
+def test_two_runs_of_one_command_have_the_same_losses(first, second, read_run):
+    _, first_steps, first_evaluations = read_run(first[1])
+    _, second_steps, second_evaluations = read_run(second[1])
+    assert [row["loss"] for row in first_steps] == [row["loss"] for row in second_steps]
+    assert first_evaluations == second_evaluations
+
+
+def test_the_record_tells_the_run(first, read_run):
+    _, workdir, _ = first
+    record, _, evaluations = read_run(workdir)
+    assert record["schema_version"] == 1
+    assert record["status"] == "completed"
+    assert record["step"] == NUM_STEPS
+    assert record["resumed_from"] is None
+    assert record["attempts"] == []
+    assert record["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+    assert record["devices"]["platform"] == "cpu"
+    assert record["devices"]["peak_source"] == "measured"
+    assert record["versions"]["jax"] == jax.__version__
+    assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["fingerprint"])
+    assert record["tokens_per_step"] == 512
+    assert [plan["num_layers"] for plan in record["attention"]] == [2]
+    assert all(plan["backend"] == "blockwise" and "cudnn" in plan["passed_over"] for plan in record["attention"])
+    steps = record["steps"]
+    assert steps["num_steps"] == NUM_STEPS
+    assert 0 < steps["median_s"] <= steps["p90_s"]
+    assert 0 < steps["mfu_causal"] < steps["mfu_noncausal"], "documents and masks leave pairs out"
+    assert steps["first_s"] > 0
+    assert steps["tokens_per_s"] > 0
+    assert record["evaluation"] | {"step": NUM_STEPS} == record["evaluation"]
+    assert record["evaluation"]["validation_nats_per_token"] == evaluations[-1]["validation_nats_per_token"]
+    assert record["memory"]["host_peak_bytes"] > 10_000_000
+
+
+def test_the_time_account_sums_to_the_run(first, read_run):
+    finished, workdir, _ = first
+    told = read_run(workdir)[0]["time"]
+    parts = {name: seconds for name, seconds in told.items() if name != "total_s"}
+    assert set(parts) == {"compile_s", "data_wait_s", "step_s", "evaluation_s", "checkpoint_s", "other_s"}
+    assert sum(parts.values()) == pytest.approx(told["total_s"])
+    assert all(seconds > 0 for seconds in parts.values())
+    assert told["total_s"] < finished.seconds
+
+
+def test_metrics_hold_every_step_and_every_evaluation(first, read_run):
+    _, steps, evaluations = read_run(first[1])
+    assert [row["step"] for row in steps] == list(range(1, NUM_STEPS + 1))
+    assert all(row["loss"] > 0 and row["grad_norm"] > 0 and row["num_targets"] > 0 for row in steps)
+    assert [row["step"] for row in evaluations] == [30, NUM_STEPS]
+    assert evaluations[-1]["validation_nats_per_token"] < steps[0]["loss"]
+    assert all(row["validation_bits_per_byte"] > 0 for row in evaluations)
+    assert [row["step"] for row in steps if "tokens_per_s" in row] == WINDOW_ENDS
+
+
+def test_tensorboard_holds_the_same_values(first, read_run, read_tensorboard):
+    _, workdir, _ = first
+    _, steps, evaluations = read_run(workdir)
+    scalars = read_tensorboard(workdir / "tensorboard")
+    assert scalars["train/loss"] == pytest.approx({row["step"]: row["loss"] for row in steps}, rel=1e-6)
+    losses = {row["step"]: row["validation_nats_per_token"] for row in evaluations}
+    assert scalars["validation/nats_per_token"] == pytest.approx(losses, rel=1e-6)
+    assert set(scalars["speed/tokens_per_s"]) == {row["step"] for row in steps if "tokens_per_s" in row}
+
+
+def test_tensorboard_holds_what_compiling_cost(first, read_run, read_tensorboard):
+    _, workdir, _ = first
+    told = read_run(workdir)[0]["compile"]
+    shown = read_tensorboard(workdir / "tensorboard")
+    for program in ("init_state", "train_step", "eval_step"):
+        for stage in ("trace_s", "lower_s", "compile_s"):
+            assert shown[f"compile/{program}/{stage}"] == pytest.approx({0: told[program][stage]}, rel=1e-6)
+        for category, count in told[program]["memory"].items():
+            assert shown[f"compile/{program}/memory_{category}_bytes"] == pytest.approx({0: count}, rel=1e-6)
+        assert shown[f"compile/{program}/cache_hit"] == {0: 0}
+        assert f"\n| {program} | " in shown["compile/programs/text_summary"][0]
+
+
+def test_a_run_whose_arguments_stay_alike_compiles_nothing_more(first, read_run):
+    finished, workdir, _ = first
+    record, steps, _ = read_run(workdir)
+    assert (record["compile"]["recompiles"], record["compile"]["elsewhere"]) == ([], [])
+    assert not any("recompile_s" in row for row in steps)
+    assert "warning" not in finished.output
+
+
+def test_the_output_is_plain_lines_with_the_description_first(first):
+    finished, workdir, _ = first
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f╭│╰━]", finished.output) is None
+    lines = finished.output.splitlines()
+    assert lines[0] == "A GPT small enough for a test."
+    for label in ("devices", "mesh", "model", "attention", "data", "step", "memory", "workdir"):
+        assert any(line.startswith(f"  {label}: ") for line in lines), label
+    windows = [line for line in lines if re.match(r"step \d+/60  loss \d", line)]
+    assert [line.split("/")[0] for line in windows] == [f"step {step}" for step in WINDOW_ENDS]
+    assert all("tokens/s" in line and "MFU" in line and line.endswith("left") for line in windows)
+    closing = finished.output[finished.output.index("completed: step 60 of 60") :]
+    assert re.search(r"validation: \d\.\d{4} nats/token, .* unigram entropy is \d\.\d{4} nats/token", closing)
+    drawn = ("loss.png",) if importlib.util.find_spec("matplotlib") else ()
+    for name in ("config.json", "record.json", "metrics.jsonl", "tensorboard/", "checkpoints/60/", *drawn):
+        assert f"  written: {workdir}/{name}" in closing
+        assert (workdir / name).exists()
+    sample, tensorboard = closing.partition("\nnext:\n")[2].splitlines()
+    assert f"-m trainer.sample --workdir {workdir} --prompt" in sample
+    assert tensorboard.endswith(f"--logdir {workdir}/tensorboard")
+
+
+def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
+    _, workdir = second
+    record, steps, evaluations = read_run(workdir)
+    again = trainer_command.run(
+        "--workdir", workdir, "--log-every-num-steps", 3, "--description", "Another word for it."
+    )
+    assert again.status == 0, again.errors
+    assert "resumed at step 60/60" in again.output
+    assert "no step is left to make" in again.output
+    after, steps_after, evaluations_after = read_run(workdir)
+    assert (steps_after, evaluations_after) == (steps, evaluations)
+    assert after["steps"] == record["steps"]
+    assert [attempt["status"] for attempt in after["attempts"]] == ["completed"]
+    assert after["evaluation"] == record["evaluation"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
+    trainer_command, first, tmp_path, read_run, name
+):
+    # On a busy machine the signal may come after the last step: such a run shows nothing, and another one is started.
+    for attempt in range(5):
+        workdir = tmp_path / str(attempt)
+        arguments = ("--workdir", workdir, "--compilation.cache-dir", first[2], "--checkpoint.every-num-steps", 1000)
+        process = trainer_command.start(*arguments)
+        wait_for(process, "step 1/60")
+        if name == "SIGHUP":  # nobody reads any more
+            process.stdout.close()
+            process.stderr.close()
+            process.stdout = process.stderr = None
+        process.send_signal(signal.Signals[name])
+        stopped = trainer_command.finish(process)
+        record, steps, _ = read_run(workdir)
+        if len(steps) < NUM_STEPS:
+            break
+    assert stopped.status == 75, stopped.errors
+    if name != "SIGHUP":
+        assert stopped.errors == ""
+        finishing = rf"{name}: finishing (\d steps? \(about .*s\)|what is under way), then saving; Ctrl-C \(again\)"
+        assert re.search(finishing, stopped.output)
+        assert "run the same command again to go on" in stopped.output
+    assert record["status"] == "preempted"
+    assert record["step"] == len(steps) < NUM_STEPS
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == [str(record["step"])]
+    if name == "SIGHUP":
+        return  # from here on both are alike
+
+    resumed = trainer_command.run(*arguments)
+    assert resumed.status == 0, resumed.errors
+    after, all_steps, evaluations = read_run(workdir)
+    assert after["status"] == "completed"
+    assert after["resumed_from"] == {"step": record["step"], "passed_over": {}}
+    assert [attempt["status"] for attempt in after["attempts"]] == ["preempted"]
+    _, expected_steps, expected_evaluations = read_run(first[1])
+    assert [row["loss"] for row in all_steps] == [row["loss"] for row in expected_steps]
+    assert evaluations == expected_evaluations
+
+
+def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
+    process = trainer_command.start("--workdir", tmp_path / "run", "--compilation.cache-dir", tmp_path / "empty")
+    wait_for(process, "workdir:")
+    time.sleep(0.5)
+    begun = time.perf_counter()
+    process.send_signal(signal.SIGINT)
+    stopped = trainer_command.finish(process, begun)
+    assert stopped.status == 75
+    assert stopped.seconds < 2
+    assert "SIGINT: stopped before the first step" in stopped.output
+    assert "Traceback" not in stopped.errors
+    assert json.loads((tmp_path / "run" / "record.json").read_text())["status"] == "preempted"
+
+
+def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does():
+    # The main thread waits inside C, as it does while XLA compiles or steps, where no handler of Python's can run.
+    script = (
+        "import ctypes, os, time; from trainer.process.signals import StopRequest\n"
+        "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
+        "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave):\n"
+        "    os.write(1, b'ready\\n'); ctypes.PyDLL(None); libc = ctypes.CDLL(None)\n"
+        "    while True: libc.sleep(30)"
+    )
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "SIGINT\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert process.poll() is None, "only Ctrl-C gives up what isn't saved yet"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "leaving\n"
+    assert process.wait(timeout=10) == 130
+    process.stdout.close()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(trainer_command, tmp_path, read_run):
+    arguments = (
+        "--optimizer.learning-rate",
+        "1e38",
+        "--optimizer.num-warmup-steps",
+        0,
+        "--checkpoint.every-num-steps",
+        1,
+    )
+    stopped = trainer_command.run("--workdir", tmp_path, *arguments)
+    assert stopped.status == 1, stopped.errors
+    assert "Traceback" not in stopped.errors
+    record, steps, _ = read_run(tmp_path)
+    bad = len(steps)
+    newest = f"{tmp_path}/checkpoints/{bad - 1}" if bad > 1 else "not there yet"
+    assert stopped.errors.startswith(f"error: step {bad}: loss ")
+    assert f"not finite, so the run stops; the last good checkpoint is {newest}." in stopped.errors
+    assert record["status"] == "failed"
+    assert record["message"] in stopped.errors
+    assert [row["step"] for row in steps if row["loss"] is None or row["grad_norm"] is None] == [bad]
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(trainer_command, first, tmp_path, read_run):
+    workdir = tmp_path / "run"
+    shutil.copytree(first[1], workdir)
+    expected_record, expected_steps, expected_evaluations = read_run(workdir)
+    newest = workdir / "checkpoints" / "60"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest.write_bytes(b"\0" * largest.stat().st_size)
+    held = {path.relative_to(newest): path.read_bytes() for path in newest.rglob("*") if path.is_file()}
+
+    resumed = trainer_command.run("--workdir", workdir, "--compilation.cache-dir", first[2])
+    assert resumed.status == 0, resumed.errors
+    reason = f"{largest.relative_to(newest)} is not what was written"
+    assert f"checkpoint {newest} is damaged ({reason}); it is kept" in resumed.output
+    assert "resumed at step 40/60" in resumed.output
+    assert resumed.errors == ""
+    record, steps, evaluations = read_run(workdir)
+    assert record["resumed_from"] == {"step": 40, "passed_over": {str(newest): reason}}
+    assert [row["loss"] for row in steps] == [row["loss"] for row in expected_steps]
+    assert evaluations == expected_evaluations
+    assert record["evaluation"] == expected_record["evaluation"]
+    aside = newest.with_name("60.damaged")
+    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == held
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["40", "60", "60.damaged"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--mesh.data", "64", "--batch-size", "64"),
+        ("--data.files", "no/such/*.txt"),
+        ("--model.implementation", "cudnn"),
+    ],
+)
+def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tmp_path, arguments, capsys):
+    assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path), *arguments]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert "Traceback" not in errors
+    assert json.loads((tmp_path / "record.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("keep_documents_apart", [True, False])
+def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, keep_documents_apart):
+    """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
+    import kernels.attention
+
+    config = load_config(trainer_command.config)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, masks=(CausalMask() & LocalMask(63, 0), CausalMask())),
+        data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
+    )
+    seen = []
+    choose = kernels.attention.select_backend
+
+    def watch(call, implementation=None):
+        seen.append(call)
+        return choose(call, implementation)
+
+    monkeypatch.setattr(kernels.attention, "select_backend", watch)
+    mesh = make_mesh(config.mesh)
+    functions = make_step_functions(config, mesh)
+    jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
+    device = mesh.devices.flat[0]
+    assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
+    plans = plan_attention(config, device)
+    assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
+    assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
+
+
+def test_each_reason_to_pass_a_backend_over_is_told_once():
+    tpu, odd = {"splash": "runs on tpu, not on gpu"}, {"triton": "needs one interval"}
+    plans = [AttentionPlan("CausalMask()", 3, "triton", tpu), AttentionPlan("MaskFn(odd)", 1, "blockwise", tpu | odd)]
+    assert describe_attention(plans) == [
+        "triton for 3 layers of CausalMask()",
+        "blockwise for 1 layer of MaskFn(odd)",
+        "  splash passed over: runs on tpu, not on gpu",
+        "  triton passed over for MaskFn(odd): needs one interval",
+    ]

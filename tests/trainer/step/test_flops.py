@@ -1,0 +1,137 @@
+"""FLOPs against counting every pair of a dense mask, and the table of peaks."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
+from layers import GPT, GPTConfig
+from trainer.step.flops import FlopCounter, device_peak, num_matmul_parameters
+from trainer.step.sharding import path_name
+
+CONFIG = GPTConfig(vocab_size=48, num_layers=5, width=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=24)
+
+
+def random_segment_ids(rng, batch_size=3, length=40):
+    """Documents 1, 2, … and then padding, in each row."""
+    ids = np.zeros((batch_size, length), np.int32)
+    for row in ids:
+        ends = np.sort(rng.choice(np.arange(1, length + 1), size=rng.integers(1, 6), replace=False))
+        for document, (start, stop) in enumerate(zip([0, *ends], ends, strict=False), start=1):
+            row[start:stop] = document
+    return ids
+
+
+def count_densely(mask, num_heads, segment_ids) -> int:
+    """Allowed pairs of one layer, over heads: the mask in document positions, within documents."""
+    pairs = 0
+    for row in segment_ids:
+        positions = np.concatenate([np.arange(np.sum(row == i)) for i in range(1, row.max() + 1)])
+        documents = row[row != 0]
+        same_document = documents[:, None] == documents[None, :]
+        masks = mask.masks if isinstance(mask, MultiHeadMask) else (mask,) * num_heads
+        pairs += sum(np.sum(m(positions[:, None], positions[None, :]) & same_document) for m in masks)
+    return int(pairs)
+
+
+def test_documents_that_are_not_kept_apart_are_one(rng):
+    segment_ids = random_segment_ids(rng)
+    together = FlopCounter(CONFIG, segment_ids.shape[1], keep_documents_apart=False)(segment_ids)
+    assert together == FlopCounter(CONFIG, segment_ids.shape[1])(np.minimum(segment_ids, 1))
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        (CausalMask(),),
+        (CausalMask() & LocalMask(5, 0), CausalMask() & LocalMask(5, 0), CausalMask()),
+        (ChunkedCausalMask(7), CausalMask(-1)),
+        (PrefixMask(6), FullMask()),
+        (CausalMask() | PrefixMask(9), CausalMask() & PrefixMask(11)),
+        (LocalMask(3, 4), ~CausalMask()),
+        (
+            LocalMask(2**31 - 1, 0),
+            CausalMask(2**40),
+            ChunkedCausalMask(10**30),
+            PrefixMask(2**31),
+            CausalMask(-(2**31)),
+        ),
+        (MultiHeadMask([CausalMask(), CausalMask(), LocalMask(2, 0), FullMask()]),),
+    ],
+    ids=repr,
+)
+def test_matches_a_dense_count(rng, masks):
+    config = dataclasses.replace(CONFIG, masks=masks)
+    segment_ids = random_segment_ids(rng)
+    pairs = sum(count_densely(masks[layer % len(masks)], 4, segment_ids) for layer in range(5))
+    counter = FlopCounter(config, segment_ids.shape[1])
+    expected = 6 * num_matmul_parameters(config) * np.sum(segment_ids != 0) + 12 * 8 * pairs
+    assert counter(segment_ids).causal == expected
+    assert counter(segment_ids).causal == expected  # again, from what it remembers
+
+
+def test_noncausal_ignores_masks_documents_and_padding(rng):
+    segment_ids = random_segment_ids(rng)
+    batch_size, length = segment_ids.shape
+    expected = 6 * num_matmul_parameters(CONFIG) * batch_size * length + 12 * 4 * 8 * 5 * batch_size * length**2
+    assert FlopCounter(CONFIG, length)(segment_ids).noncausal == expected
+
+
+def test_documents_next_to_each_other_in_a_batch_stay_apart():
+    # The first row ends and the second begins with document 1.
+    two_rows = FlopCounter(CONFIG, 8)(np.ones((2, 8), np.int32)).causal
+    assert two_rows == 2 * FlopCounter(CONFIG, 8)(np.ones((1, 8), np.int32)).causal
+
+
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_matmul_parameters_are_the_model_s_kernels(mlp, tie_embeddings):
+    config = dataclasses.replace(CONFIG, mlp=mlp, tie_embeddings=tie_embeddings, qk_norm=True, sinks=True)
+    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
+    sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
+    kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
+    assert num_matmul_parameters(config) == kernels + (sizes["embedding.embedding"] if tie_embeddings else 0)
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("TPU v4", 275),
+        ("TPU v5 lite", 197),
+        ("TPU v5", 459),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+    ],
+)
+def test_known_devices(device_kind, teraflops):
+    peak = device_peak(SimpleNamespace(device_kind=device_kind), "bfloat16")
+    assert (peak.flops_per_s, peak.source) == (teraflops * 1e12, "table")
+
+
+@pytest.mark.parametrize("device_kind", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40", "TPU v4 lite", "cpu"])
+def test_unknown_devices_are_measured(device_kind, monkeypatch):
+    monkeypatch.setattr("trainer.step.flops._measure_matmul", lambda device, dtype: 1.5e12)
+    peak = device_peak(SimpleNamespace(device_kind=device_kind), "bfloat16")
+    assert (peak.flops_per_s, peak.source) == (1.5e12, "measured")
+
+
+def test_the_table_is_for_bfloat16_alone(monkeypatch):
+    monkeypatch.setattr("trainer.step.flops._measure_matmul", lambda device, dtype: 1.5e12)
+    assert device_peak(SimpleNamespace(device_kind="NVIDIA H200"), "float32").source == "measured"
+
+
+def test_measuring_this_device_gives_a_plausible_peak():
+    peak = device_peak(jax.devices("cpu")[0], "float32")
+    assert peak.source == "measured"
+    assert 1e8 < peak.flops_per_s < 1e14

@@ -1,0 +1,150 @@
+"""The chunked loss against a dense one in float64, and the promise that [tokens, vocabulary] never exists."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from trainer.step.loss import chunked_cross_entropy
+
+
+def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
+    hidden = rng.standard_normal((batch_size, length, width)).astype(np.float32)
+    head = rng.standard_normal((width, vocab_size)).astype(np.float32)
+    targets = rng.integers(0, vocab_size, (batch_size, length)).astype(np.int32)
+    return hidden, head, targets, rng.random((batch_size, length)) < 0.8
+
+
+def dense_oracle(hidden, head, targets, mask, z_loss):
+    """Sums of nats and z, and the gradients of their total, in float64 with whole logits."""
+    hidden, head = hidden.astype(np.float64), head.astype(np.float64)
+    logits = hidden @ head
+    highest = logits.max(-1, keepdims=True)
+    log_partition = highest + np.log(np.exp(logits - highest).sum(-1, keepdims=True))
+    is_target = targets[..., None] == np.arange(head.shape[1])
+    nats = ((log_partition - logits)[is_target].reshape(targets.shape) * mask).sum()
+    z = z_loss * (np.square(log_partition[..., 0]) * mask).sum()
+    d_logits = (np.exp(logits - log_partition) * (1 + 2 * z_loss * log_partition) - is_target) * mask[..., None]
+    return nats, z, d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
+
+
+def value_and_gradients(hidden, head, targets, mask, **options):
+    def total(hidden, head):
+        loss = chunked_cross_entropy(hidden, head, targets, mask, **options)
+        return loss.total, loss
+
+    gradients, loss = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(hidden, head)
+    return loss, gradients
+
+
+@pytest.mark.parametrize("chunk_size", [1, 16, 37, 1000])
+def test_matches_dense_float64(rng, chunk_size):
+    inputs = make_inputs(rng)
+    nats, z, d_hidden, d_head = dense_oracle(*inputs, z_loss=1e-2)
+    loss, gradients = value_and_gradients(*inputs, chunk_size=chunk_size, z_loss=1e-2)
+    np.testing.assert_allclose(loss.nats, nats, rtol=1e-5)
+    np.testing.assert_allclose(loss.z, z, rtol=1e-5)
+    np.testing.assert_allclose(loss.total, nats + z, rtol=1e-5)
+    assert loss.num_targets == inputs[3].sum()
+    np.testing.assert_allclose(gradients[0], d_hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradients[1], d_head, rtol=1e-4, atol=1e-4)
+
+
+def test_value_is_the_same_without_differentiation(rng):
+    inputs = make_inputs(rng)
+    with_gradients, _ = value_and_gradients(*inputs, chunk_size=8, z_loss=1e-4)
+    without = chunked_cross_entropy(*inputs, chunk_size=8, z_loss=1e-4)
+    np.testing.assert_allclose(without.total, with_gradients.total, rtol=1e-6)
+
+
+def test_bfloat16_activations_keep_a_float32_head_gradient(rng):
+    hidden, head, targets, mask = make_inputs(rng)
+    hidden = jnp.asarray(hidden, jnp.bfloat16)
+    rounded = (np.asarray(hidden, np.float32), np.asarray(jnp.asarray(head, jnp.bfloat16), np.float32), targets, mask)
+    nats, _, d_hidden, d_head = dense_oracle(*rounded, z_loss=0.0)
+    loss, gradients = value_and_gradients(hidden, head, targets, mask, chunk_size=16, z_loss=0.0)
+    assert gradients[0].dtype == jnp.bfloat16
+    assert gradients[1].dtype == jnp.float32
+    np.testing.assert_allclose(loss.nats, nats, rtol=1e-4)
+    assert relative_error(gradients[0].astype(np.float32), d_hidden) < 2e-2
+    assert relative_error(gradients[1], d_head) < 2e-2
+
+
+def test_head_gradient_accumulates_in_float32():
+    # 512 equal chunks: a bfloat16 sum would stop growing at 256 of them.
+    hidden = jnp.ones((1, 8192, 1), jnp.bfloat16)
+    targets, mask = np.zeros((1, 8192), np.int32), np.ones((1, 8192), bool)
+    _, gradients = value_and_gradients(hidden, np.zeros((1, 2), np.float32), targets, mask, chunk_size=16, z_loss=0.0)
+    np.testing.assert_allclose(gradients[1], [[-4096.0, 4096.0]], rtol=1e-6)
+
+
+def test_masked_tokens_have_no_effect_and_no_gradient(rng):
+    hidden, head, targets, mask = make_inputs(rng)
+    loss, (d_hidden, d_head) = value_and_gradients(hidden, head, targets, mask, chunk_size=8, z_loss=1e-3)
+    assert not np.any(np.asarray(d_hidden)[~mask])
+    other = np.where(mask[..., None], hidden, rng.standard_normal(hidden.shape)).astype(np.float32)
+    other_targets = np.where(mask, targets, 0)
+    other_loss, (_, other_d_head) = value_and_gradients(other, head, other_targets, mask, chunk_size=8, z_loss=1e-3)
+    assert loss.total == other_loss.total
+    np.testing.assert_array_equal(d_head, other_d_head)
+
+
+def test_nothing_to_predict_is_zero(rng):
+    hidden, head, targets, mask = make_inputs(rng)
+    loss, gradients = value_and_gradients(hidden, head, targets, np.zeros_like(mask), chunk_size=8, z_loss=1e-3)
+    assert (float(loss.total), int(loss.num_targets)) == (0.0, 0)
+    assert not any(np.any(gradient) for gradient in gradients)
+
+
+def test_large_logits_stay_finite(rng):
+    hidden, head, targets, mask = make_inputs(rng)
+    nats, _, d_hidden, _ = dense_oracle(1e3 * hidden, head, targets, mask, z_loss=0.0)
+    loss, gradients = value_and_gradients(1e3 * hidden, head, targets, mask, chunk_size=8, z_loss=0.0)
+    np.testing.assert_allclose(loss.nats, nats, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], d_hidden, rtol=1e-2, atol=1e-2)
+
+
+def test_gradient_scales_with_the_cotangent_and_only_total_has_one(rng):
+    hidden, head, targets, mask = make_inputs(rng)
+
+    def gradient_of(function):
+        def value(hidden):
+            return function(chunked_cross_entropy(hidden, head, targets, mask, chunk_size=8, z_loss=1e-2))
+
+        return jax.grad(value)(hidden)
+
+    np.testing.assert_allclose(
+        gradient_of(lambda loss: 3.0 * loss.total), 3.0 * gradient_of(lambda loss: loss.total), rtol=1e-6
+    )
+    assert not np.any(gradient_of(lambda loss: loss.nats + loss.z))
+
+
+def largest_array(function, *args) -> int:
+    """Elements of the largest array in the optimised program."""
+    program = jax.jit(function).lower(*args).compile().as_text()
+    shapes = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]+)\]", program)
+    assert shapes
+    return max(int(np.prod([int(length) for length in shape.split(",")])) for shape in shapes)
+
+
+def test_no_array_of_tokens_by_vocabulary(rng):
+    length, width, vocab_size, chunk_size = 512, 8, 300, 32
+    hidden, head, targets, mask = make_inputs(rng, 1, length, width, vocab_size)
+
+    def chunked(hidden, head):
+        return chunked_cross_entropy(hidden, head, targets, mask, chunk_size=chunk_size, z_loss=1e-4).total
+
+    def dense(hidden, head):
+        logits = hidden @ head
+        target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return (jax.nn.logsumexp(logits, axis=-1) - target_logits).sum()
+
+    gradients = [jax.value_and_grad(function, argnums=(0, 1)) for function in (chunked, dense)]
+    assert largest_array(gradients[0], hidden, head) == chunk_size * vocab_size
+    assert largest_array(gradients[1], hidden, head) >= length * vocab_size
+
+
+def relative_error(actual, expected) -> float:
+    return float(np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected))

@@ -1,0 +1,219 @@
+"""What lies in `checkpoints/`: which entries are checkpoints, whether one is whole, and what it says about itself.
+
+Nothing here reads the training state, so nothing here imports JAX or Orbax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import TrainingFailed
+
+DIGESTS = "SHA256SUMS"
+
+# A step as Python writes it. `str.isdigit` would let "²", "１２" and "007" pass, which no save makes.
+_STEP = "[1-9][0-9]{0,17}"
+_NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that cannot be used."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path} is damaged ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The entries of a `checkpoints/`, told apart by name and kind."""
+
+    steps: tuple[int, ...]
+    """Steps that there are checkpoints of, ascending; whether they are whole is for `find_damage` to say. A symbolic
+    link to a folder with digests counts: somebody moved the checkpoint to another disk."""
+    unfinished: tuple[Path, ...]
+    """Folders that a save was writing when its process ended."""
+    foreign: tuple[Path, ...]
+    """Everything that no run makes."""
+
+    def describe_foreign(self) -> str | None:
+        """One line that names what isn't the run's, or None."""
+        if not self.foreign:
+            return None
+        names = [printable(path.name) for path in self.foreign[:_NUM_NAMED]]
+        more = len(self.foreign) - len(names)
+        return f"{self.foreign[0].parent} holds what isn't a checkpoint, which is left alone: {', '.join(names)}" + (
+            f" and {more} more" if more else ""
+        )
+
+
+def list_checkpoints(folder: Path) -> Listing:
+    """Tells the entries of a `checkpoints/` apart, without touching any.
+
+    Raises:
+      OSError: the folder can't be read.
+    """
+    steps, unfinished, foreign = [], [], []
+    for path in sorted(folder.iterdir()):
+        # os.path's functions say no where pathlib's raise, as of a link to where nobody may look.
+        is_own_folder = os.path.isdir(path) and not os.path.islink(path)
+        if re.fullmatch(_STEP, path.name) and (is_own_folder or os.path.isfile(path / DIGESTS)):
+            steps.append(int(path.name))
+        elif re.fullmatch(rf"{_STEP}\.tmp", path.name) and is_own_folder:
+            unfinished.append(path)
+        elif not re.fullmatch(rf"{_STEP}\.damaged(-[0-9]+)?", path.name):
+            foreign.append(path)
+    return Listing(tuple(sorted(steps)), tuple(unfinished), tuple(foreign))
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, by its digests, or None if every file is as it was written."""
+    try:
+        if not os.path.lexists(path / DIGESTS):
+            return f"{DIGESTS} is missing"
+        if not os.path.isfile(path / DIGESTS):
+            return f"{DIGESTS} is not a file"
+        expected: dict[str, str] = {}
+        for number, line in enumerate((path / DIGESTS).read_text(encoding="utf-8").split("\n"), 1):
+            digest, separator, name = line.partition("  ")
+            if line and (not separator or name in expected):
+                return f"line {number} of {DIGESTS} {'lists a file again' if separator else 'is not one of sha256sum'}"
+            if line:
+                expected[name] = digest
+        found = digests(path)
+    except FileNotFoundError as error:
+        return f"{printable(str(error.filename))} is missing"
+    except (OSError, ValueError) as error:
+        return f"{DIGESTS} can't be read: {error}"
+    return _first_difference(expected, found)
+
+
+def digests(path: Path) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint but the list of digests itself, by name."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.name != DIGESTS:
+            with file.open("rb") as content:
+                found[str(file.relative_to(path))] = hashlib.file_digest(content, "sha256").hexdigest()
+    return found
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A checkpoint's `run.json`."""
+
+    step: int
+    data: Any
+    """The data iterator's state, as JSON values."""
+    config_history: Any
+    """The config that led here and its changes, as JSON values; None: saved before checkpoints held it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict of JSON's types."""
+        return {"step": self.step, "data": self.data, "config_history": self.config_history}
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Reads a whole checkpoint's `run.json`.
+
+    Raises:
+      TrainingFailed: it isn't what a run writes, though its digest is right.
+    """
+    try:
+        run = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise cannot_restore(path, f"its run.json can't be read: {error}") from error
+    if not isinstance(run, dict) or not {"step", "data"} <= run.keys():
+        raise cannot_restore(path, "its run.json is no object with step and data")
+    if isinstance(run["step"], bool) or run["step"] != int(path.name):
+        raise cannot_restore(path, f"its run.json is of step {str(run['step'])[:40]}; was the folder renamed?")
+    return Metadata(int(path.name), run["data"], run.get("config_history"))
+
+
+def cannot_restore(path: Path, reason: object) -> TrainingFailed:
+    """The error for a checkpoint whose digests are right: to pass over it would quietly lose the newest steps."""
+    return TrainingFailed(
+        f"checkpoint {path} is whole, but this version can't restore it: {reason}\n"
+        "use the version that saved it, or move that folder elsewhere to use the checkpoint before it"
+    )
+
+
+class Hold:
+    """Keeps a run from removing a checkpoint while it is being read.
+
+    It is a shared lock on the folder, which needs no permission to write; a run takes the exclusive one before it
+    removes. Where the file system has no locks nothing is held, and `is_there` says afterwards what became of it.
+
+    Args:
+      path: the checkpoint.
+
+    Raises:
+      OSError: it isn't there, or can't be opened.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self.release = weakref.finalize(self, os.close, self._descriptor)
+        """Lets go; may be called again."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def is_there(self) -> bool:
+        """Whether the folder that was opened still has the checkpoint's name."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
+
+@contextlib.contextmanager
+def claim_for_removal(path: Path) -> Iterator[bool]:
+    """Yields whether nobody holds the checkpoint; if so, nobody can inside."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        is_free = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_free = False
+        except OSError:  # a file system without locks, where readers take the next checkpoint when theirs is gone
+            pass
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+def all_damaged(damaged: Sequence[Damaged], remedy: str) -> TrainingFailed:
+    """That no checkpoint is left to go on from, and why of each."""
+    return TrainingFailed("\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)]) + f"\n{remedy}")
+
+
+def printable(name: str) -> str:
+    """A file's name that any terminal can print: one that isn't UTF-8 or has control characters comes quoted."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+    if not expected:
+        return f"{DIGESTS} is empty"
+    for name, digest in expected.items():
+        if name not in found:
+            return f"{printable(name)} is missing"
+        if found[name] != digest:
+            return f"{printable(name)} is not what was written"
+    unlisted = sorted(found.keys() - expected.keys())
+    return f"{DIGESTS} doesn't list {printable(unlisted[0])}" if unlisted else None

@@ -1,0 +1,146 @@
+"""Reading a model's parameters from the newest whole checkpoint, while its run may be saving and removing others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from trainer.checkpoints.folder import (
+    Damaged,
+    Hold,
+    all_damaged,
+    cannot_restore,
+    find_damage,
+    list_checkpoints,
+    printable,
+    read_metadata,
+)
+from trainer.compile.out_of_memory import reason_of
+from trainer.errors import TrainingFailed
+
+# Checkpoints that may vanish one after another while they are looked at, on a file system without locks.
+_MAX_VANISHED = 20
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to read the model from."""
+
+    path: Path
+    step: int
+    tokenizer: str | None
+    """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
+    damaged: tuple[Damaged, ...]
+    """Newer checkpoints that were passed over."""
+    hold: Hold
+    """Keeps its run from removing it, until `restore_params` has read it."""
+
+
+class _VanishedError(Exception):
+    """A checkpoint was removed while it was looked at, so there is a newer one."""
+
+
+def find_newest(folder: Path) -> FoundCheckpoint | None:
+    """Looks for the newest whole checkpoint, without touching any: their run may be under way.
+
+    Args:
+      folder: a run's `checkpoints/`.
+
+    Returns:
+      None if there is no checkpoint.
+
+    Raises:
+      TrainingFailed: there are checkpoints, but all are damaged, or the folder can't be read.
+    """
+    for _ in range(_MAX_VANISHED):
+        try:
+            return _find_newest(folder.absolute())
+        except _VanishedError:
+            continue
+        except OSError as error:
+            raise TrainingFailed(f"{folder} can't be read: {error.strerror}") from error
+    raise _too_fast(folder)
+
+
+def _find_newest(folder: Path) -> FoundCheckpoint | None:
+    damaged: list[Damaged] = []
+    for step in reversed(list_checkpoints(folder).steps if folder.is_dir() else ()):
+        path = folder / str(step)
+        try:
+            hold = Hold(path)
+        except FileNotFoundError:
+            raise _VanishedError from None
+        except OSError as error:
+            damaged.append(Damaged(path, f"it can't be opened: {error.strerror}"))
+            continue
+        reason = find_damage(path)
+        if not hold.is_there():
+            raise _VanishedError
+        if reason is None:
+            data = read_metadata(path).data
+            tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
+            if not isinstance(tokenizer, str | None):
+                raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
+            return FoundCheckpoint(path, step, tokenizer, tuple(damaged), hold)
+        damaged.append(Damaged(path, reason))
+    if damaged:
+        raise all_damaged(damaged, "put a good copy back")
+    return None
+
+
+def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[FoundCheckpoint, Any]:
+    """Reads the model's parameters alone, and lets go of the checkpoint.
+
+    Args:
+      checkpoint: from `find_newest`.
+      abstract_params: their tree of `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+      The checkpoint that they are from, which is a newer one if the run has removed the one given, and the parameters.
+
+    Raises:
+      TrainingFailed: they are of another form, or can't be read.
+    """
+    for _ in range(_MAX_VANISHED):
+        try:
+            return checkpoint, _restore_params(checkpoint, abstract_params)
+        except _VanishedError:
+            newer = find_newest(checkpoint.path.parent)
+            if newer is None:
+                raise TrainingFailed(
+                    f"checkpoint {checkpoint.path} was removed while it was being read, and there is no other"
+                ) from None
+            checkpoint = newer
+    raise _too_fast(checkpoint.path.parent)
+
+
+def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
+    wanted = {"params": abstract_params}
+    arguments = ocp.args.PyTreeRestore(
+        wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
+    )
+    with ocp.PyTreeCheckpointer() as orbax:
+        try:
+            params = orbax.restore(checkpoint.path / "state", args=arguments)["params"]
+            # Where the checkpoint has no such array, Orbax leaves the request in its place.
+            if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
+                raise ValueError("it holds the parameters of another model")
+            return params
+        except Exception as error:
+            if reason_of(error) is not None:
+                raise
+            if not checkpoint.hold.is_there():
+                raise _VanishedError from error
+            raise cannot_restore(checkpoint.path, error) from error
+        finally:
+            checkpoint.hold.release()
+
+
+def _too_fast(folder: Path) -> TrainingFailed:
+    return TrainingFailed(
+        f"the run removes the checkpoints in {folder} faster than they can be read; raise its checkpoint.num_kept"
+    )

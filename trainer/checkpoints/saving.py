@@ -1,0 +1,255 @@
+"""Checkpoints: the training state and the place in the data, saved together or not at all.
+
+    checkpoints/
+      300/                 a whole checkpoint, named for the steps behind it
+        state/             the training state, written by Orbax
+        run.json           step, the data iterator's state, and the config with its changes up to this step
+        SHA256SUMS         digests of all the files above; `sha256sum -c SHA256SUMS` checks them by hand
+      400.tmp/             one being written, or cut short by a kill
+      200.damaged/         one that fails its digests, set aside when its step was saved again or its removal was due
+      note.txt             anything else isn't the run's: it is named once and left alone; a name that a save needs is
+                           freed by a renaming to NAME.foreign
+
+A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk, so that a kill leaves
+either all of it or none under that name. Reading verifies the digests first: Orbax notices a missing or a cut file, but
+restores flipped bits in array data without a word (its data files carry no checksum), and training would go on from
+garbage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from trainer.checkpoints.folder import (
+    DIGESTS,
+    Damaged,
+    Metadata,
+    all_damaged,
+    cannot_restore,
+    claim_for_removal,
+    digests,
+    find_damage,
+    list_checkpoints,
+    read_metadata,
+)
+from trainer.compile.out_of_memory import reason_of
+from trainer.errors import TrainingFailed
+from trainer.files.atomic import set_aside, sync, write_atomically
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint held."""
+
+    path: Path
+    step: int
+    state: Any
+    """The training state, on the devices."""
+    data_state: Any
+    """The data iterator's state, as JSON values."""
+    config_history: Any
+    """What `save` was given, as JSON values; None: saved before checkpoints held it."""
+    damaged: tuple[Damaged, ...]
+    """Newer checkpoints that were passed over."""
+
+
+class NotRemovedError(TrainingFailed):
+    """A checkpoint is saved, but an older one can't be removed."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, saved in the background.
+
+    Args:
+      folder: the run's `checkpoints/`; what earlier kills left half-written in it is removed.
+      num_kept: newest checkpoints kept. One that `restore_newest` found damaged isn't counted. Each is verified before
+        it is removed, and set aside instead if it is damaged. One that is being read is removed after a later save.
+      on_note: told, in one line, of what isn't the run's own and of what can't be removed.
+    """
+
+    def __init__(self, folder: Path, num_kept: int, on_note: Callable[[str], None] = lambda line: None):
+        self._folder = folder.absolute()
+        self._num_kept = num_kept
+        self._orbax = ocp.StandardCheckpointer()
+        self._saving: threading.Thread | None = None
+        self._failure: TrainingFailed | None = None
+        listing = list_checkpoints(self._folder)
+        if foreign := listing.describe_foreign():
+            on_note(foreign)
+        for unfinished in listing.unfinished:
+            try:
+                shutil.rmtree(unfinished)
+            except OSError as error:
+                on_note(f"{unfinished} can't be removed: {error.strerror}; it is left there and takes up space")
+        self._steps = list(listing.steps)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of `newest`; 0 if there is none."""
+        return self._steps[-1] if self._steps else 0
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint that isn't known to be damaged."""
+        return self._path(self._steps[-1]) if self._steps else None
+
+    def restore_newest(self, abstract_state: Any) -> Restored | None:
+        """Reads the newest checkpoint that is whole, or returns None if there has never been one.
+
+        Args:
+          abstract_state: the state's tree of `jax.ShapeDtypeStruct`s with shardings; the mesh may differ from the one
+            saved on.
+
+        Raises:
+          TrainingFailed: there are checkpoints, but all are damaged, or the newest whole one is of another form.
+            Nothing is removed.
+        """
+        damaged: list[Damaged] = []
+        for step in reversed(self._steps):
+            path = self._path(step)
+            reason = find_damage(path)
+            if reason is None:
+                metadata = read_metadata(path)
+                state = self._restore(path, abstract_state)
+                self._steps = [known for known in self._steps if known <= step]
+                return Restored(path, step, state, metadata.data, metadata.config_history, tuple(damaged))
+            damaged.append(Damaged(path, reason))
+        if damaged:
+            raise all_damaged(damaged, "put a good copy back, or start afresh with another --workdir")
+        return None
+
+    def save(self, step: int, state: Any, data_state: Any, config_history: Any = None) -> None:
+        """Starts saving, and returns once the state may be overwritten; an earlier save is waited for first.
+
+        Args:
+          step: the steps behind the state; must be more than any saved or restored before.
+          state: tree of arrays.
+          data_state: JSON values from which the data goes on with the batch after this step.
+          config_history: JSON values that tell the config and its changes up to this step.
+
+        Raises:
+          TrainingFailed: this or the earlier save failed (a full disk, for example). Nothing is left of it, the
+            checkpoints before it are kept, and this step, too, may be saved again.
+        """
+        self.wait()
+        assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
+        unfinished = self._folder / f"{step}.tmp"
+        try:
+            if os.path.lexists(unfinished):
+                set_aside(unfinished, "foreign")
+            unfinished.mkdir()
+            metadata = Metadata(step, data_state, config_history)
+            write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
+            self._orbax.save(unfinished / "state", state)
+        except Exception as error:
+            self._abandon(unfinished)
+            raise self._failed_save(step, error) from error
+        self._saving = threading.Thread(target=self._finish, args=(step, unfinished), name=f"checkpoint-{step}")
+        self._saving.start()
+
+    def wait(self) -> None:
+        """Returns when no save is in progress any more.
+
+        Raises:
+          TrainingFailed: the save failed; a `NotRemovedError` if only the removal of an older checkpoint did.
+        """
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def close(self) -> None:
+        """Waits for the save in progress and lets Orbax's threads go.
+
+        Raises:
+          TrainingFailed: the save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._orbax.close()
+
+    def _restore(self, path: Path, abstract_state: Any) -> Any:
+        try:
+            return self._orbax.restore(path / "state", abstract_state)
+        except Exception as error:
+            if reason_of(error) is not None:
+                raise
+            raise cannot_restore(path, error) from error
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def _finish(self, step: int, unfinished: Path) -> None:
+        try:
+            self._orbax.wait_until_finished()
+            listed = "".join(f"{digest}  {name}\n" for name, digest in digests(unfinished).items())
+            write_atomically(unfinished / DIGESTS, listed)
+            for path in (unfinished, *unfinished.rglob("*")):
+                sync(path)
+            path = self._path(step)
+            if os.path.lexists(path):
+                set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
+            unfinished.replace(path)
+            sync(self._folder)
+            self._steps.append(step)
+        except Exception as error:  # raised by wait(), in the thread that can tell of it
+            self._abandon(unfinished)
+            self._failure = self._failed_save(step, error)
+            self._failure.__cause__ = error
+            return
+        try:
+            self._remove_oldest()
+        except OSError as error:
+            self._failure = NotRemovedError(
+                f"checkpoint {self._path(step)} is saved, but an older one can't be removed: {error}"
+            )
+            self._failure.__cause__ = error
+
+    def _abandon(self, unfinished: Path) -> None:
+        """Removes what a failed save has written, once nothing more is being written, and starts Orbax afresh."""
+        for end in (self._orbax.wait_until_finished, self._orbax.close):
+            with contextlib.suppress(Exception):  # the save's own error, perhaps
+                end()
+        self._orbax = ocp.StandardCheckpointer()
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _failed_save(self, step: int, error: Exception) -> TrainingFailed:
+        # Orbax reports a full disk as other errors than OSError, too.
+        return TrainingFailed(
+            f"saving checkpoint {self._path(step)} failed: {type(error).__name__}: {error}; "
+            f"the newest good checkpoint is {self.newest or 'not there yet'}; "
+            "see that the disk has room and can be written to"
+        )
+
+    def _remove_oldest(self) -> None:
+        for step in self._steps[: -self._num_kept]:
+            if self._remove(self._path(step)):
+                self._steps.remove(step)
+
+    def _remove(self, oldest: Path) -> bool:
+        """Removes a checkpoint; returns False if it is being read, so that a later save has to."""
+        if oldest.is_symlink() or not oldest.is_dir():
+            return True  # somebody has moved it, and a link's target isn't the run's to remove
+        with claim_for_removal(oldest) as is_free:
+            if is_free and find_damage(oldest) is not None:
+                set_aside(oldest, "damaged")
+            elif is_free:
+                # Renamed first: a kill amid the removal must not leave half a checkpoint under a whole one's name.
+                removed = oldest.with_name(f"{oldest.name}.tmp")
+                if os.path.lexists(removed):
+                    set_aside(removed, "foreign")
+                shutil.rmtree(oldest.replace(removed))
+            return is_free

@@ -1,0 +1,241 @@
+"""Reading flags: a config page, and a flag for every field of a dataclass on top of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from kernels import Mask, parse_mask
+from layers import GPTConfig
+from trainer.config import TrainConfig
+from trainer.config.file import flag_types, is_text, load_config
+from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.errors import UserMistake
+from trainer.process.versions import installed_versions
+
+# Every field takes a value, as in the config file: --model.qk-norm True.
+_TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Reads the options that come before there is a config: `parse_known_args` leaves the config's own fields."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--version", action=_ShowVersion, nargs=0, dest=argparse.SUPPRESS)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for argument in args:
+            if not is_text(argument):  # surrogates are how Python shows bytes that aren't UTF-8
+                raise UserMistake(f"{argument!r} is not UTF-8; see the terminal's encoding")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserMistake(message.removeprefix("argument "))
+
+
+class _ShowVersion(argparse.Action):
+    def __call__(self, *_: object) -> NoReturn:
+        versions = installed_versions(("flax-longcontext", "jax", "flax"))
+        print(", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items()))
+        raise SystemExit(0)
+
+
+def read_path(text: str) -> Path:
+    """A path from the command line; the empty one would mean the current folder, which nobody asks for that way."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got the empty text")
+    if len(os.fsencode(text)) >= 4096:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}… is too long for a path; use up to 4,095 bytes")
+    return Path(text)
+
+
+Command = TypeVar("Command")
+
+
+def apply_overrides(
+    command: type[Command], options: Mapping[str, Any], overrides: Sequence[str], *, program: str
+) -> Command:
+    """Loads the config file that a command names, and applies the flags of the config's fields to it.
+
+    Args:
+      command: a dataclass with a field `train` for the config, which is made here, and fields for the options.
+      options: the values of all other fields; `config` is the file's path, or None where it wasn't given.
+      overrides: what remains of the command line.
+      program: for help and messages: `python -m …`.
+
+    Raises:
+      UserMistake, SystemExit: as `parse_command_line`.
+    """
+    refuse_unknown_flags(overrides, [*options, *flag_types()], program)
+    if options["config"] is None and not wants_help(overrides):
+        raise UserMistake(f"--config FILE is missing; for example: {program} --config experiments/smoke.py")
+    make_command: Callable[..., Command] = command
+    if options["config"] is None:
+        default = make_command(**{**options, "config": tyro.MISSING}, train=_any_config())
+    else:
+        default = make_command(**options, train=load_config(options["config"]))
+    return apply_flags(command, overrides, default, program=program)
+
+
+class _OfTheConfig(int):
+    """Stands in the help for a number that only a config file can say."""
+
+    def __str__(self) -> str:
+        return "from-config"
+
+
+def _any_config() -> TrainConfig:
+    """What the help shows without a config file: no field is required on the command line, since every file has it."""
+    number = _OfTheConfig(1000)
+    return TrainConfig(name=str(number), model=GPTConfig(), num_steps=number)
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    """Whether the command line asks for nothing but its help."""
+    return "-h" in arguments or "--help" in arguments
+
+
+def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], program: str) -> None:
+    """Checks that each flag names a field.
+
+    Raises:
+      UserMistake: an argument looks like a flag and names none of the fields; it tells the nearest.
+    """
+    known = {"--help", "--version", *(f"--{name.replace('_', '-')}" for name in fields)}
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            nearest = did_you_mean_field(flag, sorted(known))
+            raise UserMistake(
+                f"unknown option {argument.partition('=')[0]}" + (nearest or f"; `{program} --help` lists the options")
+            )
+
+
+def apply_flags(command: type[Command], overrides: Sequence[str], default: Command | None, *, program: str) -> Command:
+    """Applies the flags of a command's fields. tyro reads the values, and draws the help.
+
+    Args:
+      command: a dataclass.
+      overrides: the flags, none of them unknown.
+      default: what they are applied to; None where nothing but help is asked for.
+      program: for help and messages.
+
+    Raises:
+      UserMistake: an ill-typed value, or what the dataclass refuses.
+      SystemExit: with status 0, after `--help` was printed.
+    """
+    given = _split_into_flags(overrides)
+    registry = ConstructorRegistry()
+    registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
+    with registry:
+        fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
+        readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
+        for flag, reader in readers.items():
+            reader.check_count(flag, given[flag])
+        if wants_help(overrides):
+            options: dict[str, Any] = {} if default is None else {"default": default}
+            tyro.cli(command, prog=program, args=["--help"], config=_TYRO, **options)
+        assert default is not None, "without a default there is only help"
+        values = {fields[flag][0]: reader.read(flag, given[flag]) for flag, reader in readers.items()}
+    try:
+        return _replace_fields(default, values)
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from None
+
+
+def _flag_of(field: str) -> str:
+    """The flag of a field. The sections `train` and `choice` of a command aren't named on the command line."""
+    return f"--{field.removeprefix('train.').removeprefix('choice.').replace('_', '-')}"
+
+
+def _split_into_flags(overrides: Sequence[str]) -> dict[str, list[str]]:
+    """Each flag with the words that follow it, or `--flag=word`. A flag that is given twice counts as the last says."""
+    given: dict[str, list[str]] = {}
+    words: list[str] | None = None
+    for argument in overrides:
+        if argument.startswith("--") or argument == "-h":
+            flag, equals, value = argument.partition("=")
+            words = given[flag.replace("_", "-")] = [value] if equals else []
+        elif words is None:
+            raise UserMistake(f"Unrecognized options: {argument}")
+        else:
+            words.append(argument)
+    return given
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the words after a flag, as tyro reads a value of the field's type."""
+
+    constructor: PrimitiveConstructorSpec[Any]
+    """Of the value, or of each of several."""
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, hint: Any) -> _Reader:
+        is_tuple = get_origin(hint) is tuple
+        constructor = ConstructorRegistry.get_primitive_spec(
+            PrimitiveTypeInfo.make(get_args(hint)[0] if is_tuple else hint, set())
+        )
+        assert isinstance(constructor, PrimitiveConstructorSpec), f"tyro can't read a {hint} from words"
+        assert constructor.nargs == 1, f"a {hint} takes other than one word"
+        return cls(constructor, is_tuple)
+
+    def check_count(self, flag: str, words: Sequence[str]) -> None:
+        """Raises UserMistake if there are too few words or too many."""
+        if not self.is_tuple and not words:
+            raise UserMistake(f"Missing value for argument '{flag}'; expected {self.constructor.metavar}")
+        if not self.is_tuple and len(words) > 1:
+            raise UserMistake(f"Unrecognized options: {' '.join(words[1:])}")
+
+    def read(self, flag: str, words: Sequence[str]) -> Any:
+        """The field's value.
+
+        Raises:
+          UserMistake: a word can't be read as the field's type.
+        """
+        values = tuple(self._read_word(flag, word) for word in words)
+        return values if self.is_tuple else values[0]
+
+    def _read_word(self, flag: str, word: str) -> Any:
+        choices = self.constructor.choices
+        if choices is not None and word not in choices:
+            expected = f"; expected one of {', '.join(choices)}"
+            raise UserMistake(f"invalid choice {word!r} for argument '{flag}'{expected}{did_you_mean(word, choices)}")
+        try:
+            return self.constructor.instance_from_str([word])
+        except ValueError as error:
+            # Of several types, tyro lists on further lines why each doesn't fit.
+            reason = str(error)
+            told = f"expected {self.constructor.metavar}, got {word!r}" if "\n" in reason else reason
+            raise UserMistake(f"{flag}: {told}") from None
+
+
+def _replace_fields(config: Any, values: Mapping[str, Any]) -> Any:
+    """A dataclass with some fields replaced, by `section.field`; each section is made once, with all of its fields."""
+    own = {name: value for name, value in values.items() if "." not in name}
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        section, dot, field = name.partition(".")
+        if dot:
+            sections.setdefault(section, {})[field] = value
+    changed = {section: _replace_fields(getattr(config, section), of_it) for section, of_it in sections.items()}
+    return dataclasses.replace(config, **own, **changed)
+
+
+_MASK: PrimitiveConstructorSpec[Mask] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="MASK",
+    instance_from_str=lambda words: parse_mask(words[0]),
+    is_instance=lambda value: isinstance(value, Mask),
+    str_from_instance=lambda mask: [repr(mask)],
+)

@@ -1,0 +1,77 @@
+"""`--compare FIELD=A,B,C`: one training step, compiled with each of some values of a config field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config.file import flag_types
+from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.errors import UserMistake
+
+# What `mask=` compares: the attention backends that differ in nothing but how their masks are made.
+MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One of the values."""
+
+    name: str
+    """As written."""
+    arguments: tuple[str, ...]
+    """The override that it stands for."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The values of a field, in the order of the table's rows."""
+
+    field: str
+    variants: tuple[Variant, ...]
+
+    @staticmethod
+    def parse(text: str) -> Comparison:
+        """Reads `FIELD=A,B,C`; commas inside parentheses belong to a value.
+
+        Raises:
+          UserMistake: no such field, no such mask, or fewer than two values.
+
+        >>> comparison = Comparison.parse("model.masks=CausalMask(),CausalMask() & LocalMask(1023, 0)")
+        >>> [variant.name for variant in comparison.variants]
+        ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
+        >>> Comparison.parse("mask=dense,ours").variants[1].arguments
+        ('--model.implementation', 'splash')
+        """
+        field, _, listed = text.partition("=")
+        field = field.replace("-", "_")
+        values = split_at_commas(listed)
+        if len(values) < 2 or not all(values):
+            raise UserMistake(
+                f"--compare {text}: expected a field and two or more values, such as model.remat=none,full or "
+                f"mask={','.join(MASKS)}"
+            )
+        if field == "mask":
+            for value in values:
+                if value not in MASKS:
+                    near = did_you_mean(value, MASKS)
+                    raise UserMistake(f"--compare mask: {value!r} is not one of {', '.join(MASKS)}{near}")
+            return Comparison(
+                field, tuple(Variant(value, ("--model.implementation", MASKS[value])) for value in values)
+            )
+        if field not in flag_types():
+            near = did_you_mean_field(field, ["mask", *flag_types()])
+            raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
+        flag = f"--{field.replace('_', '-')}"
+        return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Splits at the commas that stand outside of parentheses and brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]

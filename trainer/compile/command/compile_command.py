@@ -1,0 +1,97 @@
+"""The command line: a config and flags for its fields, as for training, and what to compile for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trainer.cli.flags import OptionParser, apply_overrides, read_path
+from trainer.compile.command.comparison import Comparison
+from trainer.compile.topology import Topology, require_libtpu
+from trainer.config import TrainConfig
+from trainer.errors import UserMistake
+from trainer.hardware import compiling_for
+
+PROGRAM = "python -m trainer.compile"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileCommand:
+    """Compiles an experiment's training step without running it or opening its data, and says whether it fits.
+
+    Reported are the seconds to trace, lower and compile, the program's size, its collectives, and its memory by
+    category against the device's. If it doesn't fit, changes are tried until one makes it fit.
+    """
+
+    config: Path
+    """Python file that defines get_config() -> TrainConfig."""
+    topology: str | None = None
+    """TPU to compile for, which needn't be there: generation and shape of the slice in chips, such as v5p:2x2x1.
+    None: this machine's devices."""
+    output: Path | None = None
+    """JSON file for the report."""
+    compare: str | None = None
+    """FIELD=A,B,C compiles the step with each of these values of a config field, afresh, and tabulates what each cost;
+    mask=dense,upstream_lazy,ours compares TPU splash attention with a dense mask, JAX's lazy masks, and ours."""
+    search_seconds: float = 900.0
+    """Time in which to look for a change that makes it fit; 0: don't look."""
+    train: Annotated[TrainConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A command line that has been understood."""
+
+    config: TrainConfig
+    arguments: tuple[str, ...]
+    """`--config FILE` and the overrides: what makes `config`."""
+    topology: Topology | None
+    comparison: Comparison | None
+    output: Path | None
+    search_seconds: float
+
+
+def parse_command_line(arguments: Sequence[str]) -> Task:
+    """Reads the config file and applies the flags to it.
+
+    Args:
+      arguments: what follows `python -m trainer.compile`.
+
+    Raises:
+      UserMistake: unknown flag, ill-typed value, unknown topology, libtpu missing, an output that can't be written, a
+        config file that doesn't work, or settings that can't work together.
+      SystemExit: with status 0, after `--help` was printed.
+    """
+    parser = OptionParser()
+    parser.add_argument("--config", type=read_path)
+    parser.add_argument("--topology")
+    parser.add_argument("--output", type=read_path)
+    parser.add_argument("--compare")
+    parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
+    options, overrides = parser.parse_known_args(arguments)
+    if not options.search_seconds >= 0:
+        raise UserMistake(f"--search-seconds {options.search_seconds} must not be negative; 0 doesn't search")
+    topology = None if options.topology is None else Topology.parse(options.topology)
+    comparison = None if options.compare is None else Comparison.parse(options.compare)
+    if options.output is not None:
+        _require_writable(options.output)
+    with compiling_for(None if topology is None else "tpu"):
+        command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
+        fixed = ("--config", str(command.config), *overrides)
+        for variant in comparison.variants if comparison else ():
+            apply_overrides(CompileCommand, vars(options), [*overrides, *variant.arguments], program=PROGRAM)
+    if topology is not None:
+        require_libtpu()
+    return Task(command.train, fixed, topology, comparison, command.output, command.search_seconds)
+
+
+def _require_writable(output: Path) -> None:
+    """A compilation takes long, so its report is not to fail at the end."""
+    name_fits = len(os.fsencode(output.name)) <= 255
+    if os.path.isdir(output) or not name_fits or not os.access(output.parent, os.W_OK | os.X_OK):
+        raise UserMistake(f"--output {output} can't be written; name a file in a folder that exists")

@@ -1,0 +1,108 @@
+"""From an understood command line to the report: what is compiled when, and what is said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+
+from trainer.compile.command import report
+from trainer.compile.command.comparison import Comparison
+from trainer.compile.command.compile_command import Task
+from trainer.compile.command.worker import Request, profile_in_fresh_process
+from trainer.compile.search import Change, Search, search
+from trainer.compile.step_profile import StepProfile
+from trainer.files.atomic import write_atomically
+from trainer.terminal.console import Console
+
+
+def run(task: Task, *, command: Sequence[str]) -> bool | None:
+    """Compiles what the command asks for, prints it, and writes the JSON report.
+
+    Args:
+      task: the command.
+      command: the command line, for the report.
+
+    Returns:
+      Whether the step fits in the devices' memory, all variants of it in a comparison; None: unknown.
+
+    Raises:
+      UserMistake: the mesh doesn't fit the devices, or the attention backend can't serve a mask.
+      TrainingFailed: the devices can't be started, or the compiler failed.
+    """
+    console = _Progress()
+    console.description(task.config.description)
+    if task.comparison is not None:
+        return _compare(task, task.comparison, command, console)
+    name = task.config.name
+    with console.working(f"compiling the training step of {name}"):
+        profile = profile_in_fresh_process(Request(task.arguments, task.topology))
+    facts = report.describe_target(task.config, task.topology, profile) | report.describe_profile(profile)
+    console.opening(name, facts)
+    found: Search | None = None
+    fits = None if profile.fit is None else profile.fit.fits
+    if fits is False and task.search_seconds > 0:
+        found = _search(task, profile, console)
+    _write(task, report.to_json(task.config, task.topology, command, profile=profile, search=found))
+    return fits
+
+
+def _search(task: Task, profile: StepProfile, console: _Progress) -> Search:
+    def compile_with(change: Change) -> StepProfile:
+        with console.working(f"trying {change}"):
+            return profile_in_fresh_process(Request((*task.arguments, *change.arguments), task.topology))
+
+    result = search(
+        task.config,
+        profile.num_devices,
+        compile_with,
+        seconds=task.search_seconds,
+        on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
+    )
+    for line in report.describe_search(result, task.search_seconds):
+        console.note(line)
+    if result.found is not None and result.found.profile is not None:
+        changed = result.found.change.apply(task.config)
+        facts = report.describe_target(changed, task.topology, result.found.profile)
+        console.closing(
+            f"{task.config.name} with {result.found.change}", facts | report.describe_profile(result.found.profile)
+        )
+    return result
+
+
+def _compare(task: Task, comparison: Comparison, command: Sequence[str], console: _Progress) -> bool | None:
+    profiles = {}
+    for variant in comparison.variants:
+        with console.working(f"compiling with {comparison.field}={variant.name}"):
+            # Without the cache, from which a variant that was compiled earlier would come in no time.
+            request = Request((*task.arguments, *variant.arguments), task.topology, use_cache=False)
+            profiles[variant] = profile_in_fresh_process(request)
+    last = profiles[comparison.variants[-1]]
+    facts = report.describe_target(task.config, task.topology, last)
+    console.opening(f"{task.config.name}: {comparison.field} compared", facts)
+    console.note(f"each figure with its ratio to that of {comparison.variants[-1].name}:")
+    for line in report.comparison_table(comparison.field, profiles):
+        console.note(line)
+    _write(
+        task,
+        report.to_json(task.config, task.topology, command, field=comparison.field, profiles=profiles),
+    )
+    verdicts = [None if profile.fit is None else profile.fit.fits for profile in profiles.values()]
+    return False if False in verdicts else None if None in verdicts else True
+
+
+def _write(task: Task, content: dict[str, object]) -> None:
+    if task.output is not None:
+        write_atomically(task.output, json.dumps(content, indent=2) + "\n")
+
+
+class _Progress(Console):
+    """The trainer's console, which says everywhere what is being compiled."""
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """As the trainer's, and a line where there is no terminal."""
+        if not self._is_terminal:
+            self.note(f"{what} …")
+        with super().working(what):
+            yield

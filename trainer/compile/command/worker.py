@@ -1,0 +1,106 @@
+"""Profiles a training step in a process of its own, and hands the result back: both ends.
+
+So no compilation profits from another's caches, each one's memory can be told, a compiler that crashes (libtpu ends the
+process when one of its checks fails) leaves somebody to say so, and whoever asks starts no device.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.compile.step_profile import StepProfile, profile_step
+from trainer.compile.topology import Topology
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.hardware import expected_platform
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled."""
+
+    arguments: tuple[str, ...]
+    """`--config FILE` and the overrides, as on a command line: what is compiled is what can be typed."""
+    topology: Topology | None
+    """None: the local devices."""
+    use_cache: bool = True
+    """Whether the persistent cache is used as the config says. For a topology it never is: JAX (0.10.2 to 0.12) can
+    write the program of a TPU that isn't attached, but not read it."""
+
+
+# What libtpu says on standard error wherever there is no TPU.
+_NOISE = re.compile(r"Failed to find host bounds|could not determine TPU accelerator type|absl::InitializeLog")
+
+
+def profile_in_fresh_process(request: Request) -> StepProfile:
+    """Has a new process do `profile_step`. What it writes to standard error is passed on, less libtpu's noise.
+
+    Raises:
+      UserMistake, TrainingFailed: as `profile_step`; also TrainingFailed if the process dies.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainer-compile-") as folder:
+        answer = Path(folder) / "answer"
+        finished = subprocess.run(
+            [sys.executable, "-m", "trainer.compile.command.worker", str(answer)],
+            input=pickle.dumps(request),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # what a config file prints was printed when the command was read
+            env=_environment(request.topology),
+            check=False,
+        )
+        said = [line for line in finished.stderr.decode(errors="replace").splitlines() if not _NOISE.search(line)]
+        if said:
+            print("\n".join(said), file=sys.stderr, flush=True)
+        if finished.returncode:
+            raise TrainingFailed(_describe_death(finished.returncode, said))
+        result = pickle.loads(answer.read_bytes())
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _environment(topology: Topology | None) -> dict[str, str]:
+    # A compilation needs no arrays, and a run on the same GPU may need the memory.
+    defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if topology is None and expected_platform() == "cpu":
+        defaults["JAX_PLATFORMS"] = "cpu"  # else JAX asks libtpu, if installed, which complains
+    return defaults | dict(os.environ) | (topology.environment() if topology else {})
+
+
+def _describe_death(status: int, said: list[str]) -> str:
+    if status > 0:
+        return f"the compilation failed (status {status}): {said[-1] if said else 'it said nothing'}"
+    if -status == signal.SIGKILL:
+        return "the compiling process was killed; most likely this machine's memory was too small for it"
+    check = next((line for line in said if "Check fail" in line), "it said nothing" if not said else said[0])
+    return f"the compiler crashed ({signal.Signals(-status).name}): {check[:300]}"
+
+
+def main(answer: Path) -> None:
+    """The new process: the request comes on standard input, the profile or the error goes to a file."""
+    from trainer.cli.train_command import parse_command_line
+    from trainer.compile.stages import use_compilation_cache
+    from trainer.hardware import compiling_for
+
+    request: Request = pickle.load(sys.stdin.buffer)
+    result: StepProfile | Exception
+    try:
+        with compiling_for("tpu" if request.topology else None):
+            config = parse_command_line(request.arguments).train
+        use_cache = request.use_cache and request.topology is None
+        use_compilation_cache(config.compilation.cache_dir if use_cache else "")
+        result = profile_step(config, request.topology.devices() if request.topology else None)
+    except (UserMistake, TrainingFailed) as error:
+        result = error
+    answer.write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

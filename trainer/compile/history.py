@@ -1,0 +1,184 @@
+"""What a run compiled: ahead of its first step, again later, and elsewhere while it trained.
+
+In record.json, `compile` holds
+
+    cache_dir     of the persistent cache
+    init_state, train_step, eval_step
+                  of the program compiled ahead of the first step: name, trace_s, lower_s, compile_s, cache_hit, memory
+    recompiles    one entry for each further compilation of those: the same, and `step` (that waited for it, or that the
+                  evaluation followed), `at` (UTC) and `changes`, each with `argument`, `what` ("shape", "dtype",
+                  "sharding", "static value" or "structure"), `before` and `after`
+    elsewhere     whatever else XLA compiled between the first step and the last, by the name of the jitted function:
+                  `count`, `seconds` in XLA, and the steps behind the run at the first and the last, `first_step` and
+                  `last_step`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer.compile.recompilation import Change, RecompilingFunction, summarize
+from trainer.compile.stages import CompileReport, format_origin, format_stages, watch_compilations
+from trainer.terminal.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A program of the run, compiled another time."""
+
+    step: int
+    """The training step that waited for it; of an evaluation, the step that it follows."""
+    at: str
+    """When it was done: UTC, ISO 8601."""
+    report: CompileReport
+    changes: tuple[Change, ...]
+    """Since the call before."""
+
+    @property
+    def seconds(self) -> float:
+        """What the run waited."""
+        return self.report.trace_s + self.report.lower_s + self.report.compile_s
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.report.name} was compiled again, {format_stages(self.report)}, "
+            f"because {summarize(self.changes)}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict of JSON's types."""
+        changes = [change.to_json() for change in self.changes]
+        return {"step": self.step, "at": self.at, **self.report.to_json(), "changes": changes}
+
+    def to_markdown(self) -> str:
+        """The report, and a table of the changes."""
+        rows = [(change.argument, change.what, change.before, change.after) for change in self.changes]
+        table = _markdown_table(("argument", "what", "before", "after"), rows)
+        return f"{reports_to_markdown([self.report])}\n\n{table}"
+
+
+@dataclass
+class Elsewhere:
+    """What XLA compiled of one function that isn't the run's own."""
+
+    function: str
+    count: int
+    seconds: float
+    """In XLA."""
+    first_step: int
+    last_step: int
+
+
+class CompileHistory:
+    """Collects a run's compilations.
+
+    Args:
+      cache_dir: of the persistent cache.
+    """
+
+    def __init__(self, cache_dir: str):
+        self._cache_dir = cache_dir
+        self._reports: tuple[CompileReport, ...] = ()
+        self._recompiles: list[Recompile] = []
+        self._elsewhere: dict[str, Elsewhere] = {}
+        self._warnings: list[str] = []
+        self._lock = threading.Lock()  # whoever compiles elsewhere may do so in a thread of its own
+
+    def add_first(self, reports: Sequence[CompileReport]) -> None:
+        """The programs compiled ahead of the first step."""
+        self._reports = tuple(reports)
+
+    def add_recompile(self, step: int, report: CompileReport, changes: Sequence[Change]) -> Recompile:
+        """A program compiled another time, just now."""
+        recompile = Recompile(step, datetime.now(UTC).isoformat(timespec="seconds"), report, tuple(changes))
+        self._recompiles.append(recompile)
+        return recompile
+
+    def recompile_seconds(self, function: str, step: int) -> float:
+        """What a step waited for a function to be compiled another time."""
+        return sum(item.seconds for item in self._recompiles if (item.report.name, item.step) == (function, step))
+
+    @contextlib.contextmanager
+    def watch(self, own: Sequence[RecompilingFunction], step: Callable[[], int]) -> Iterator[None]:
+        """Collects what is compiled elsewhere inside.
+
+        Args:
+          own: functions whose compilations are told otherwise.
+          step: the steps behind the run, asked each time.
+        """
+
+        def add(function: str, seconds: float) -> None:
+            if not any(program.is_compiling_here for program in own):
+                self._add_elsewhere(function, seconds, step())
+
+        with watch_compilations(add):
+            yield
+
+    def take_warnings(self) -> list[str]:
+        """One line for each function that was compiled elsewhere after different steps, told once."""
+        with self._lock:
+            warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def to_json(self) -> dict[str, Any]:
+        """The record's `compile`."""
+        with self._lock:
+            elsewhere = [asdict(item) for item in self._elsewhere.values()]
+        return {
+            "cache_dir": self._cache_dir,
+            **{report.name: report.to_json() for report in self._reports},
+            "recompiles": [recompile.to_json() for recompile in self._recompiles],
+            "elsewhere": elsewhere,
+        }
+
+    def _add_elsewhere(self, function: str, seconds: float, step: int) -> None:
+        with self._lock:
+            item = self._elsewhere.setdefault(function, Elsewhere(function, 0, 0.0, step, step))
+            # A library compiles one function for many shapes at its first use; a second use that compiles is the news.
+            if item.first_step == item.last_step < step:
+                self._warnings.append(
+                    f"step {step}: {function}, which isn't part of the training step, was compiled again, "
+                    f"{format_seconds(seconds)} in XLA; JAX_EXPLAIN_CACHE_MISSES=1 tells what changes in its arguments"
+                )
+            item.count += 1
+            item.seconds += seconds
+            item.last_step = step
+
+
+def report_scalars(report: CompileReport) -> dict[str, float]:
+    """A report's numbers by name: seconds of each stage, `cache_hit` as 0 or 1, `memory_…_bytes` by category.
+
+    >>> report_scalars(CompileReport("step", 1.0, 0.25, 60.0, True, None))
+    {'trace_s': 1.0, 'lower_s': 0.25, 'compile_s': 60.0, 'cache_hit': 1}
+    """
+    memory = {} if report.memory is None else asdict(report.memory)
+    return {
+        "trace_s": report.trace_s,
+        "lower_s": report.lower_s,
+        "compile_s": report.compile_s,
+        "cache_hit": int(report.cache_hit),
+        **{f"memory_{category}_bytes": count for category, count in memory.items()},
+    }
+
+
+def reports_to_markdown(reports: Sequence[CompileReport]) -> str:
+    """A table with a row for each report."""
+    stages = ("trace", "lower", "XLA", "from")
+    categories = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
+    rows = []
+    for report in reports:
+        seconds = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
+        memory: Mapping[str, int] = {} if report.memory is None else asdict(report.memory)
+        sizes = (format_bytes(memory[category]) if memory else "unknown" for category in categories)
+        rows.append((report.name, *seconds, format_origin(report), *sizes))
+    return _markdown_table(("program", *stages, *categories), rows)
+
+
+def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

@@ -1,0 +1,213 @@
+"""Out of memory, on a device or on this machine, told in one message.
+
+It says what ran, what that needs, what there is, and what helps. `running` names the program whose errors these are;
+`explained`, around a whole run, makes the message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from trainer.compile.fit import device_memory, parse_refusal
+from trainer.compile.search import single_changes
+from trainer.config import TrainConfig
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.process.resident_memory import peak_resident_bytes
+from trainer.terminal.units import format_bytes
+
+# By the allocators of XLA's CPU and GPU clients, by CUDA, and by libtpu, compiling and running.
+_OUT_OF_MEMORY = re.compile(
+    r"RESOURCE_EXHAUSTED.*?(?:out of memory|allocat|reserve|hbm|enough memory).*?$|CUDA_ERROR_OUT_OF_MEMORY.*?$",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
+# A kernel's tiles that are too large for the memory beside a core are no matter of the run's size.
+_BESIDE_A_CORE = re.compile(r"memory space (?:vmem|smem|sflag)|shared memory", re.IGNORECASE)
+_MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
+# What the changes that `trainer.compile` searches do nothing for isn't named.
+_FIELDS = {
+    "train_step": ("model.remat", "loss.chunk_size", "gradient_accumulation", *_MESH),
+    "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
+    "init_state": ("mesh.fsdp", "mesh.tensor"),
+    "restoring": ("mesh.fsdp", "mesh.tensor"),
+}
+
+
+class Record(Protocol):
+    """A run's record, as far as it is read here: its `compile` tells what the programs need."""
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
+class OutOfMemory(RuntimeError):
+    """A program, or the host while it ran, got no memory.
+
+    Args:
+      program: its name in the record, or what was being done.
+      reason: whoever refused, in their words.
+      on_host: it was Python that got none.
+    """
+
+    def __init__(self, program: str, reason: str, *, on_host: bool):
+        super().__init__(f"{program}: {reason}")
+        self.program, self.reason, self.on_host = program, reason, on_host
+
+
+def reason_of(error: BaseException) -> str | None:
+    """What an error says of memory that a device or this machine lacks; None if it is about something else.
+
+    >>> reason_of(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes."))
+    'RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes.'
+    >>> reason_of(ValueError("operands could not be broadcast together"))
+    """
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return text or "Python got no memory for an object"
+    if not isinstance(error, RuntimeError | ValueError) or isinstance(error, UserMistake | TrainingFailed):
+        return None
+    found = _OUT_OF_MEMORY.search(text)
+    if found is None or _BESIDE_A_CORE.search(found[0]):
+        return None
+    # XLA goes on with a list of buffers.
+    return " ".join(found[0].split())[:400]
+
+
+@contextlib.contextmanager
+def running(program: str) -> Iterator[None]:
+    """Says of memory that runs out inside, where.
+
+    Args:
+      program: its name in the record, or what is being done.
+
+    Raises:
+      OutOfMemory: in the place of JAX's error or Python's.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        reason = reason_of(error)
+        if reason is None or isinstance(error, OutOfMemory):
+            raise
+        raise OutOfMemory(program, reason, on_host=isinstance(error, MemoryError)) from error
+
+
+@contextlib.contextmanager
+def explained(config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[None]:
+    """Turns `OutOfMemory`, and memory that runs out in no program, into the message that ends a run.
+
+    Args:
+      config: the experiment.
+      command: the command line of `python -m trainer`.
+      record: of the run, whose `compile` tells what the programs need.
+
+    Raises:
+      TrainingFailed: memory ran out inside.
+    """
+    try:
+        with running("the run"):
+            yield
+    except OutOfMemory as error:
+        raise TrainingFailed("\n  ".join(_describe(error, config, command, record))) from error
+
+
+def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[str]:
+    if error.on_host:
+        yield f"{error.program}: this machine is out of memory: {error.reason}"
+        yield describe_host()
+        yield (
+            f"what helps: less beside it on this machine, a smaller batch_size or sequence_length, or fewer than "
+            f"--data.num-prefetch-batches {config.data.num_prefetch_batches}"
+        )
+        return
+    device = jax.local_devices()[0]
+    yield f"{error.program}: out of memory on {device.device_kind}: {error.reason}"
+    num_used = math.prod(asdict(config.mesh).values())
+    needed = _memory_of(error.program, record)
+    refusal = parse_refusal(error.reason)
+    if refusal is not None:
+        yield f"it needs about {format_bytes(refusal.needed)} on each device, by the compiler's estimate"
+    elif needed is not None:
+        yield f"it needs {_describe_program(needed)}"
+    elif error.program == "sampling":
+        size = config.model.num_parameters * jnp.dtype(config.model.compute_dtype).itemsize
+        yield f"it needs, beside the training state, {format_bytes(size)} of parameters on each device, and a cache"
+    yield describe_device(device, num_used)
+    available = device_memory(device, num_used)
+    if refusal is None and needed is not None and available is not None and needed["peak"] <= available.size:
+        yield "so the program alone would fit: other arrays, another process or fragmentation take the rest"
+    yield from _describe_remedies(error.program, config, command, device)
+
+
+def describe_device(device: jax.Device, num_devices: int) -> str:
+    """What there is on a device, as far as it tells.
+
+    Args:
+      device: the device.
+      num_devices: of how many that take part.
+    """
+    available = device_memory(device, num_devices)
+    if available is None:
+        return f"{device.device_kind} doesn't tell what it has"
+    stats = {} if device.platform == "cpu" else device.memory_stats() or {}
+    in_use = f", {format_bytes(stats['bytes_in_use'])} of it in use" if "bytes_in_use" in stats else ""
+    return f"there is {format_bytes(available.size)} on each device ({available.source}){in_use}"
+
+
+def describe_host() -> str:
+    """What there is on this machine, and what of it this process held."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"there is {format_bytes(total)}; this process held {format_bytes(peak_resident_bytes())} at its peak"
+
+
+def _memory_of(program: str, record: Record) -> dict[str, int] | None:
+    """Bytes of a program by category, of its newest compilation."""
+    try:
+        compilations = record["compile"]
+    except KeyError:  # it is under way
+        return None
+    reports = (compilations.get(program), *compilations["recompiles"])
+    memories = [report["memory"] for report in reports if report is not None and report["name"] == program]
+    return memories[-1] if memories else None
+
+
+def _describe_program(memory: Mapping[str, int]) -> str:
+    size = {name: format_bytes(count) for name, count in memory.items()}
+    return (
+        f"{size['peak']} on each device: arguments {size['arguments']}, outputs {size['outputs']} "
+        f"({size['aliased']} written over arguments), temporaries {size['temporaries']}, code {size['code']}"
+    )
+
+
+def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
+    fields = _FIELDS.get(program, ())
+    kinds = [changes for changes in single_changes(config, jax.device_count()) if changes[0].field in fields]
+    remedies = [f"{changes[0]}{f' … {changes[-1].value}' if len(changes) > 1 else ''}" for changes in kinds]
+    if program == "sampling":
+        remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
+    if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
+        remedies.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: JAX takes three quarters by default")
+    yield "what helps, the least harmful first:"
+    yield from (f"  {remedy}" for remedy in remedies or ["a smaller model, or more devices (mesh.fsdp)"])
+    if program in ("train_step", "init_state", "restoring"):
+        yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
+    yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
+
+
+def _compile_command(command: Sequence[str]) -> str:
+    """The command line of `trainer.compile` for the same config."""
+    arguments = list(command[command.index("trainer") + 1 :]) if "trainer" in command else ["--config", "FILE"]
+    kept = [
+        argument
+        for before, argument in zip(["", *arguments], arguments, strict=False)
+        if before != "--workdir" and not argument.startswith("--workdir")
+    ]
+    return shlex.join(["python", "-m", "trainer.compile", *kept])

@@ -1,0 +1,51 @@
+"""The programs of a run: each compiled once, ahead of its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trainer.compile.out_of_memory import running
+from trainer.compile.recompilation import OnRecompile, RecompilingFunction
+from trainer.compile.stages import CompileReport, compile_in_stages
+from trainer.step.functions import StepFunctions, TrainState
+
+
+@dataclass(frozen=True)
+class CompiledSteps:
+    """The programs of a run, each compiled once, and again only if its arguments change."""
+
+    init_state: Callable[[], TrainState] | None
+    """None if the state comes from a checkpoint."""
+    train_step: RecompilingFunction
+    eval_step: RecompilingFunction
+    reports: tuple[CompileReport, ...]
+
+
+def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
+    """Compiles each program of a run, once, ahead of its first use.
+
+    Args:
+      functions: of the run.
+      with_init: whether the state has to be made.
+      on_recompile: told if one of them has to be compiled another time.
+
+    Raises:
+      OutOfMemory: the compiler finds that one doesn't fit in the devices' memory.
+    """
+    state = functions.abstract_state
+    init_state, reports = None, []
+    if with_init:
+        with running("init_state"):
+            init_state, report = compile_in_stages(functions.init_state, name="init_state")
+        reports.append(report)
+    with running("train_step"):
+        train_step = RecompilingFunction(
+            functions.train_step, state, functions.abstract_batch, name="train_step", on_recompile=on_recompile
+        )
+    with running("eval_step"):
+        batch = functions.abstract_eval_batch
+        eval_step = RecompilingFunction(
+            functions.eval_step, state.params, batch, name="eval_step", on_recompile=on_recompile
+        )
+    return CompiledSteps(init_state, train_step, eval_step, (*reports, train_step.report, eval_step.report))

@@ -1,0 +1,263 @@
+"""A jitted function compiled ahead of time, and compiled again, with the reason told, when its arguments change.
+
+The compiled program itself judges whether it fits a call, as part of calling it, so a call that fits costs no check of
+ours. One that doesn't fit is refused before anything is donated, and only then are the arguments compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+
+from trainer.compile.stages import CompileReport, compile_in_stages
+
+_ABSENT = "absent"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One difference between the arguments of two calls.
+
+    >>> print(Change("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
+    batch['tokens']: shape (1, 32768) → (2, 32768)
+    >>> print(Change("chunk_size", "static value", "2048", "1024"))
+    chunk_size: static value 2048 → 1024
+    """
+
+    argument: str
+    """The parameter, and the place in its tree."""
+    what: Literal["shape", "dtype", "sharding", "static value", "structure"]
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.argument}: {self.what} {self.before} → {self.after}"
+
+    def to_json(self) -> dict[str, str]:
+        """As a dict of JSON's types."""
+        return asdict(self)
+
+
+OnRecompile = Callable[[CompileReport, Sequence[Change]], None]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """What a program is compiled for in one array's place. (It takes weakly typed values like others.)"""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: jax.sharding.Sharding | None
+    """None if any will do: of an argument that isn't bound to its devices, or that the program doesn't read."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class _Signature:
+    leaves: Mapping[str, _Leaf]
+    """By name."""
+    tree: jax.tree_util.PyTreeDef
+    static: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Program:
+    compiled: jax.stages.Compiled
+    signature: _Signature
+
+
+class RecompilingFunction:
+    """Calls a jitted function through its compiled program, and compiles another when a call needs one.
+
+    Every program is kept, so that a return to earlier arguments compiles nothing.
+
+    Args:
+      jitted: what `jax.jit` returned.
+      *args, **kwargs: the arguments of the first calls, arrays or `jax.ShapeDtypeStruct`s, compiled for right away.
+      name: what to call it in reports.
+      on_recompile: told of each further compilation, before its program first runs: the report, and what changed since
+        the call before.
+      static_argnames: the static arguments that `jax.jit` was told of; they are to be passed by keyword.
+
+    Raises:
+      ValueError: in a call, that an array is bound to another sharding than the one that the jitted function declares
+        for it (`in_shardings`).
+
+    >>> double = RecompilingFunction(
+    ...     jax.jit(lambda x: 2 * x), 1.0, name="double", on_recompile=lambda report, changes: print(*changes)
+    ... )
+    >>> int(double(3))
+    x: dtype float32 → int32
+    6
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        *args: Any,
+        name: str,
+        on_recompile: OnRecompile,
+        static_argnames: Sequence[str] = (),
+        **kwargs: Any,
+    ):
+        self._jitted, self._name, self._on_recompile = jitted, name, on_recompile
+        self._static_argnames = tuple(static_argnames)
+        self._parameters = [
+            parameter.name
+            for parameter in inspect.signature(jitted).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        self._compiling_thread: int | None = None
+        self._programs: list[_Program] = []
+        self._latest, self.report = self._compile(args, *self._split(kwargs))
+
+    @property
+    def is_compiling_here(self) -> bool:
+        """Whether the calling thread is inside a compilation of this function."""
+        return self._compiling_thread == threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dynamic, static = self._split(kwargs) if self._static_argnames else (kwargs, {})
+        refusal: Exception | None = None
+        if not self._static_argnames or not _static_changes(self._latest.signature.static, static):
+            try:
+                return self._latest.compiled(*args, **dynamic)
+            except (TypeError, ValueError) as error:
+                refusal = error
+        signature = self._signature(args, dynamic, static)
+        changes = _find_changes(self._latest.signature, signature)
+        if refusal is not None and not changes:
+            raise refusal  # the program's own: its arguments are what it was compiled for
+        known = (program for program in self._programs if not _find_changes(program.signature, signature))
+        program = next(known, None)
+        if program is None:
+            program, report = self._compile(args, dynamic, static)
+            self._on_recompile(report, changes)
+        self._latest = program
+        return program.compiled(*args, **dynamic)
+
+    def _split(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Keyword arguments that are traced, and those that are static."""
+        static = {name: kwargs[name] for name in self._static_argnames if name in kwargs}
+        return {name: value for name, value in kwargs.items() if name not in static}, static
+
+    def _compile(
+        self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any]
+    ) -> tuple[_Program, CompileReport]:
+        self._compiling_thread = threading.get_ident()
+        try:
+            compiled, report = compile_in_stages(self._jitted, *args, name=self._name, **dynamic, **static)
+        finally:
+            self._compiling_thread = None
+        program = _Program(compiled, self._signature(args, dynamic, static, compiled.input_shardings))
+        self._programs.append(program)
+        return program, report
+
+    def _signature(
+        self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any], *settled: Any
+    ) -> _Signature:
+        """What these arguments ask of a program.
+
+        Args:
+          *settled: the tree of shardings, if known, that the program expects where the arguments leave it open.
+        """
+        leaves: dict[str, _Leaf] = {}
+
+        def add(path: tuple[Any, ...], leaf: Any, expected: jax.sharding.Sharding | None = None) -> None:
+            aval = jax.typeof(leaf)
+            leaves[self._name_of(path)] = _Leaf(aval.shape, str(aval.dtype), _bound_sharding(leaf) or expected)
+
+        jax.tree_util.tree_map_with_path(add, (args, dynamic), *settled)
+        return _Signature(leaves, jax.tree.structure((args, dynamic)), static)
+
+    def _name_of(self, path: tuple[Any, ...]) -> str:
+        """`((0: args or 1: kwargs), which of them, *place in its tree)`, as a Python expression."""
+        (group, which, *place) = path
+        if group.idx == 1:
+            parameter = which.key
+        elif which.idx < len(self._parameters):
+            parameter = self._parameters[which.idx]
+        else:
+            parameter = f"args[{which.idx}]"
+        return parameter + jax.tree_util.keystr(tuple(place))
+
+
+def summarize(changes: Sequence[Change], limit: int = 3) -> str:
+    """Changes in one line, those of one kind together.
+
+    >>> shape = ("shape", "(1, 32)", "(2, 32)")
+    >>> summarize([Change("batch['positions']", *shape), Change("batch['tokens']", *shape), Change("n", *shape)])
+    "batch['positions'] and 2 more: shape (1, 32) → (2, 32)"
+    """
+    arguments: dict[tuple[str, str, str], list[str]] = {}
+    for change in changes:
+        arguments.setdefault((change.what, change.before, change.after), []).append(change.argument)
+    parts = [
+        f"{first}{f' and {len(rest)} more' if rest else ''}: {what} {before} → {after}"
+        for (what, before, after), (first, *rest) in arguments.items()
+    ]
+    return "; ".join(parts[:limit] + (["…"] if len(parts) > limit else []))
+
+
+def _bound_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Where an argument insists on lying: an array that was never placed, a NumPy array or a number goes anywhere."""
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        return None
+    return getattr(leaf, "sharding", None)
+
+
+def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    changes = []
+    for name in dict.fromkeys([*before, *after]):
+        # 1 == 1.0 == True, but each is traced to a program of its own.
+        old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
+        if old != new:
+            told = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
+            changes.append(Change(name, "static value", *told))
+    return changes
+
+
+def _find_changes(before: _Signature, after: _Signature) -> list[Change]:
+    """Why a program for `before` doesn't serve `after`; nothing if it does."""
+    changes = _static_changes(before.static, after.static)
+    for name in dict.fromkeys([*before.leaves, *after.leaves]):
+        old, new = before.leaves.get(name), after.leaves.get(name)
+        if old is None or new is None:
+            changes.append(Change(name, "structure", str(old or _ABSENT), str(new or _ABSENT)))
+            continue
+        if old.shape != new.shape:
+            changes.append(Change(name, "shape", str(old.shape), str(new.shape)))
+        if old.dtype != new.dtype:
+            changes.append(Change(name, "dtype", old.dtype, new.dtype))
+        if not _same_sharding(old, new):
+            changes.append(Change(name, "sharding", *_describe_shardings(old.sharding, new.sharding)))
+    if not changes and before.tree != after.tree:  # `None` for an empty list, a tuple for a list
+        changes.append(Change("arguments", "structure", _shorten(str(before.tree)), _shorten(str(after.tree))))
+    return changes
+
+
+def _same_sharding(old: _Leaf, new: _Leaf) -> bool:
+    if old.sharding is None or new.sharding is None or len(old.shape) != len(new.shape):
+        return True
+    return old.sharding.is_equivalent_to(new.sharding, len(old.shape))
+
+
+def _describe_shardings(*both: jax.sharding.Sharding | None) -> list[str]:
+    """The specs alone where they are of one mesh."""
+    named = [sharding for sharding in both if isinstance(sharding, jax.sharding.NamedSharding)]
+    if len(named) == 2 and named[0].mesh == named[1].mesh and named[0].spec != named[1].spec:
+        return [str(sharding.spec) for sharding in named]
+    return [_shorten(str(sharding)) for sharding in both]
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    """In one line of not too many characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

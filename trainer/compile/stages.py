@@ -1,0 +1,237 @@
+"""Ahead-of-time compilation in timed stages, the persistent cache, and what a program will take in memory.
+
+What happened inside XLA is read from `jax.monitoring`'s events, whose names are the same from JAX 0.10.2 to
+0.12. Listeners are unregistered as soon as they are done with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from trainer.errors import UserMistake
+from trainer.terminal.units import format_seconds
+
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+_BACKEND_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on each device while a compiled program runs."""
+
+    arguments: int
+    """Inputs, the donated ones too."""
+    outputs: int
+    """Results, those written over a donated input too."""
+    aliased: int
+    """The part of the outputs that lies over donated inputs."""
+    temporaries: int
+    """Intermediate values, at their peak."""
+    code: int
+    """The program itself."""
+    peak: int
+    """The sum of the above less the aliased.
+
+    On CPUs and GPUs temporaries are one block for the whole program, of the size that XLA states; its own
+    `peak_memory_in_bytes` says the same on GPUs, but leaves temporaries out on CPUs (jaxlib 0.10.2 to 0.12). On TPUs it
+    is that peak which libtpu holds against the chip's memory, and temporaries are its rest; the size that is stated for
+    them there can exceed the whole chip's in a program that libtpu accepts (0.0.42 and 0.0.48).
+    """
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What compiling one function cost."""
+
+    name: str
+    trace_s: float
+    """Python to jaxpr."""
+    lower_s: float
+    """jaxpr to StableHLO."""
+    compile_s: float
+    """StableHLO to a device's program, or reading that from the cache."""
+    cache_hit: bool
+    """Whether the program came from the persistent cache."""
+    memory: MemoryReport | None
+    """None where the backend can't tell."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict of JSON's types."""
+        return asdict(self)
+
+
+def format_stages(report: CompileReport, origin: str | None = None) -> str:
+    """What compiling took.
+
+    Args:
+      report: of the program.
+      origin: where it came from; None: as the report says.
+
+    >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
+    'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
+    """
+    trace, lower, compile_ = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
+    return f"trace {trace}, lower {lower}, XLA {compile_} ({origin or format_origin(report)})"
+
+
+def format_origin(report: CompileReport) -> str:
+    """Where a program came from."""
+    return "read from the cache" if report.cache_hit else "compiled"
+
+
+def use_compilation_cache(directory: str) -> None:
+    """Keep every compiled program in a folder and look there first, in this process from now on.
+
+    Args:
+      directory: made if absent; `~` is expanded. The empty string turns the cache off.
+
+    Raises:
+      UserMistake: the folder can't be made or written to.
+    """
+    path = Path(directory).expanduser().absolute()
+    if directory:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            writable = os.access(path, os.W_OK | os.X_OK)
+        except OSError:
+            writable = False
+        if not writable:
+            raise UserMistake(
+                f"compilation.cache_dir={directory!r} is not a folder that can be written to; "
+                "name another one, or '' to compile afresh each time"
+            )
+    jax.config.update("jax_compilation_cache_dir", str(path) if directory else None)
+    # JAX would leave out programs that are small or quick to compile; a run has dozens of them.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # a cache that is in use already keeps its folder
+
+
+def compile_in_stages(jitted: Any, *args: Any, name: str, **kwargs: Any) -> tuple[jax.stages.Compiled, CompileReport]:
+    """Trace, lower and compile a jitted function, timing each.
+
+    Args:
+      jitted: what `jax.jit` returned.
+      *args, **kwargs: its arguments, arrays or `jax.ShapeDtypeStruct`s, and static values.
+      name: what to call it in the report.
+
+    Returns:
+      The executable, which takes arguments of these shapes alone, and the report.
+
+    >>> double, report = compile_in_stages(jax.jit(lambda x: 2 * x), 1.0, name="double")
+    >>> float(double(3.0)), report.name
+    (6.0, 'double')
+    """
+    return compile_lowering(lower_in_stages(jitted, *args, **kwargs), name=name)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """A function on its way to a program: StableHLO, not yet seen by XLA."""
+
+    lowered: jax.stages.Lowered
+    trace_s: float
+    """Python to jaxpr."""
+    lower_s: float
+    """jaxpr to StableHLO."""
+
+
+def lower_in_stages(jitted: Any, *args: Any, **kwargs: Any) -> Lowering:
+    """The first two stages of `compile_in_stages`, which need no device."""
+    begun = time.perf_counter()
+    traced = jitted.trace(*args, **kwargs)
+    was_traced = time.perf_counter()
+    lowered = traced.lower()
+    return Lowering(lowered, was_traced - begun, time.perf_counter() - was_traced)
+
+
+def compile_lowering(lowering: Lowering, *, name: str) -> tuple[jax.stages.Compiled, CompileReport]:
+    """The last stage of `compile_in_stages`."""
+    begun = time.perf_counter()
+    with _count_cache_hits() as cache_hits:
+        compiled = lowering.lowered.compile()
+    compile_s = time.perf_counter() - begun
+    return compiled, CompileReport(
+        name, lowering.trace_s, lowering.lower_s, compile_s, bool(cache_hits), memory_report(compiled)
+    )
+
+
+def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
+    """What a compiled program takes on each device, or None where the backend can't tell."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return None
+    arguments, outputs, aliased, temporaries, code = (
+        getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")
+    )
+    if _platform(compiled) == "tpu":
+        temporaries = max(stats.peak_memory_in_bytes - (arguments + outputs - aliased), 0)
+    peak = arguments + outputs - aliased + temporaries + code
+    return MemoryReport(arguments, outputs, aliased, temporaries, code, peak)
+
+
+def _platform(compiled: jax.stages.Compiled) -> str | None:
+    """Where a program runs; None if it returns nothing to tell by."""
+    shardings = jax.tree.leaves(compiled.output_shardings)
+    return next(iter(shardings[0].device_set)).platform if shardings else None
+
+
+@contextlib.contextmanager
+def _count_cache_hits() -> Iterator[list[str]]:
+    """Collects this thread's hits of the persistent cache."""
+    hits: list[str] = []
+    thread = threading.get_ident()
+
+    def listen(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT_EVENT and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+@contextlib.contextmanager
+def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
+    """Tells of everything that is compiled inside, cache hits too, by whichever thread.
+
+    Args:
+      on_compiled: told the name of the jitted function, and XLA's seconds, by the thread that compiles.
+    """
+
+    def listen(event: str, duration_secs: float, **metadata: Any) -> None:
+        if event == _BACKEND_COMPILE_EVENT:
+            on_compiled(str(metadata["fun_name"]).removeprefix("jit(").removesuffix(")"), duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def count_compilations() -> Iterator[Counter[str]]:
+    """Counts what is compiled inside, cache hits too, by the name of the jitted function.
+
+    >>> with count_compilations() as counts:
+    ...     _ = jax.jit(lambda x: x + 1)(1.0)
+    >>> counts["<lambda>"]
+    1
+    """
+    counts: Counter[str] = Counter()
+    with watch_compilations(lambda name, _: counts.update([name])):
+        yield counts

@@ -1,0 +1,29 @@
+"""Everything that a run can be told: the config classes, which a config page imports from here."""
+
+from trainer.config.train_config import (
+    CheckpointConfig,
+    CompilationConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TokenChoice,
+    TrainConfig,
+    WandbConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "CompilationConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LossConfig",
+    "MeshConfig",
+    "OptimizerConfig",
+    "SamplesConfig",
+    "TokenChoice",
+    "TrainConfig",
+    "WandbConfig",
+]

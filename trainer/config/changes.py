@@ -1,0 +1,204 @@
+"""What may change in a config when a run resumes, and how each change is told and kept.
+
+Whatever can be meant may change: later steps then follow the new config, and the change is recorded with the step
+that it follows. What can't be meant (another model, another tokenizer) is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainer.config.file import config_from_json, config_to_json, flag_types
+from trainer.config.train_config import TrainConfig
+from trainer.errors import UserMistake
+
+Kind = Literal["free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "tokenizer", "seed"]
+
+# Every field of TrainConfig has a kind; a test holds that none is forgotten.
+#   free        no parameter and no loss depends on it, but for the order of floating-point sums
+#   training    how later steps train
+#   schedule    the learning rate of every later step
+#   evaluation  what a validation loss is measured on, or how
+#   sequences   how documents are packed, so there is no place to go on from within an epoch
+#   corpus      says where the documents are: whether they are the same ones, the checkpoint's data state tells
+#   model, tokenizer, seed
+#               refused, for the reasons below
+KIND_OF_FIELD: dict[str, Kind] = {
+    "name": "free",
+    "description": "free",
+    "num_steps": "schedule",
+    "sequence_length": "sequences",
+    "batch_size": "training",
+    "gradient_accumulation": "free",
+    "log_every_num_steps": "free",
+    "seed": "seed",
+    "model.vocab_size": "model",
+    "model.num_layers": "model",
+    "model.width": "model",
+    "model.num_heads": "model",
+    "model.num_kv_heads": "model",
+    "model.head_dim": "model",
+    "model.mlp_width": "model",
+    "model.mlp": "model",
+    "model.tie_embeddings": "model",
+    "model.masks": "model",
+    "model.rope_base": "model",
+    "model.rope_scaling.kind": "model",
+    "model.rope_scaling.factor": "model",
+    "model.rope_scaling.low_frequency_factor": "model",
+    "model.rope_scaling.high_frequency_factor": "model",
+    "model.rope_scaling.original_context_length": "model",
+    "model.qk_norm": "model",
+    "model.logits_soft_cap": "model",
+    "model.sinks": "model",
+    "model.norm_epsilon": "model",
+    "model.param_dtype": "model",
+    "model.implementation": "free",
+    "model.remat": "free",
+    "model.scan_layers": "free",
+    "model.compute_dtype": "training",
+    "data.source": "corpus",
+    "data.files": "corpus",
+    "data.validation_files": "corpus",
+    "data.validation_fraction": "corpus",
+    "data.text_field": "corpus",
+    "data.tokenizer": "corpus",
+    "data.end_of_document_token": "tokenizer",
+    "data.allow_changed": "free",
+    "data.token_cache_dir": "free",
+    "data.token_cache_gib": "free",
+    "data.keep_documents_apart": "evaluation",
+    "data.num_prefetch_batches": "free",
+    "optimizer.learning_rate": "schedule",
+    "optimizer.schedule": "schedule",
+    "optimizer.num_warmup_steps": "schedule",
+    "optimizer.decay_fraction": "schedule",
+    "optimizer.final_learning_rate_fraction": "schedule",
+    "optimizer.beta1": "training",
+    "optimizer.beta2": "training",
+    "optimizer.epsilon": "training",
+    "optimizer.weight_decay": "training",
+    "optimizer.clip_norm": "training",
+    "loss.chunk_size": "free",
+    "loss.z_loss": "training",
+    "mesh.data": "free",
+    "mesh.fsdp": "free",
+    "mesh.tensor": "free",
+    "mesh.context": "free",
+    "evaluation.every_num_steps": "free",
+    "evaluation.num_sequences": "evaluation",
+    "samples.temperature": "free",
+    "samples.top_k": "free",
+    "samples.top_p": "free",
+    "samples.prompts": "free",
+    "samples.num_tokens": "free",
+    "samples.seed": "free",
+    "checkpoint.every_num_steps": "free",
+    "checkpoint.num_kept": "free",
+    "compilation.cache_dir": "free",
+    "wandb.project": "free",
+    "wandb.mode": "free",
+}
+_REFUSED: dict[Kind, str] = {
+    "model": "the parameters are of another model",
+    "tokenizer": "the parameters were trained on other tokens",
+    "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
+}
+
+
+@dataclass(frozen=True)
+class ConfigChange:
+    """One field that changed when a run resumed."""
+
+    step: int
+    """Steps behind the run: the change holds from the next one on."""
+    field: str
+    """`section.field`."""
+    before: Any
+    """As a JSON value."""
+    after: Any
+    """As a JSON value."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the change touches; a field that has been renamed since touches nothing any more."""
+        return KIND_OF_FIELD.get(self.field, "free")
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before!r} up to step {self.step}, {self.after!r} from now on"
+
+
+@dataclass(frozen=True)
+class ConfigHistory:
+    """The config of a run's next steps, and how it came to be. Each checkpoint holds one."""
+
+    config: TrainConfig
+    changes: tuple[ConfigChange, ...] = ()
+    """The oldest first."""
+
+    def resumed(self, step: int, config: TrainConfig) -> ConfigHistory:
+        """The history after a run has resumed with a config.
+
+        Args:
+          step: the steps behind the run.
+          config: of the steps to come.
+        """
+        return ConfigHistory(config, self.changes + tuple(_changes(step, self.config, config)))
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict of JSON's types."""
+        return {"config": config_to_json(self.config), "changes": changes_to_json(self.changes)}
+
+    @staticmethod
+    def from_json(value: Any) -> ConfigHistory:
+        """Reads back what `to_json` made.
+
+        Raises:
+          UserMistake: it is something else.
+        """
+        if not isinstance(value, dict) or not isinstance(value.get("changes"), list):
+            raise UserMistake("expected an object with config and changes")
+        names = {"step", "field", "before", "after"}
+        for change in value["changes"]:
+            if not isinstance(change, dict) or change.keys() != names or not isinstance(change["field"], str):
+                raise UserMistake(f"expected changes with {', '.join(sorted(names))}, got {str(change)[:80]}")
+        changes = tuple(ConfigChange(**change) for change in value["changes"])
+        return ConfigHistory(config_from_json(value.get("config")), changes)
+
+
+def changes_to_json(changes: Iterable[ConfigChange]) -> list[dict[str, Any]]:
+    """As the record holds them."""
+    return [{"step": item.step, "field": item.field, "before": item.before, "after": item.after} for item in changes]
+
+
+def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None:
+    """Refuses a config that can't go on from another's checkpoints.
+
+    Args:
+      held: the config that they were made with.
+      config: of the steps to come.
+      place: what holds that config, for the message: "workdir runs/x", say.
+
+    Raises:
+      UserMistake: names each field and why it can't change.
+    """
+    refused = [change for change in _changes(0, held, config) if change.kind in _REFUSED]
+    if refused:
+        told = [f"{item.field}: {item.before} in {place}, {item.after} now" for item in refused]
+        reasons = dict.fromkeys(_REFUSED[item.kind] for item in refused)
+        raise UserMistake(
+            "\n  ".join([f"{place} is of another config:", *told])
+            + f"\n{'; '.join(reasons)}; choose another with --workdir"
+        )
+
+
+def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:
+    pairs = ((name, _get(before, name), _get(after, name)) for name in flag_types())
+    return [ConfigChange(step, name, old, new) for name, old, new in pairs if old != new]
+
+
+def _get(config: TrainConfig, name: str) -> Any:
+    return config_to_json(functools.reduce(getattr, name.split("."), config))

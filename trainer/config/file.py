@@ -1,0 +1,243 @@
+"""Reading a config: from a Python file that defines `get_config()`, and as JSON, the form that a workdir keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import sys
+import threading
+import traceback
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from kernels import Mask, parse_mask
+from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.config.train_config import TrainConfig
+from trainer.errors import UserMistake
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Runs a config file and returns what its `get_config()` makes.
+
+    Args:
+      path: a Python file that defines `get_config() -> TrainConfig`.
+
+    Raises:
+      UserMistake: the file is missing, doesn't run, or makes something else; one readable message with file and line.
+    """
+    if not os.path.isfile(path):  # unlike Path's, it answers for any path, be it too long or not allowed to be read
+        is_folder = os.path.isdir(path)
+        raise UserMistake(
+            f"config {path} {'is a folder, not a file' if is_folder else 'does not exist'}{_nearest_file(path)}"
+        )
+    try:
+        with _exit_is_an_error():
+            get_config = _run_file(path).get("get_config")
+            if not callable(get_config):
+                raise UserMistake(
+                    f"config {path} defines no get_config(); "
+                    "add `def get_config() -> TrainConfig` that returns the experiment"
+                )
+            config = get_config()
+    except (UserMistake, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise UserMistake(f"config {_place(path, error)}: {_describe(error)}") from error
+    if not isinstance(config, TrainConfig):
+        raise UserMistake(
+            f"get_config() in {path} returned {type(config).__name__}; expected a trainer.config.TrainConfig"
+        )
+    for name, problem in _ill_typed(config):
+        raise UserMistake(f"config {path}: {name}{problem}")
+    return config
+
+
+def config_to_json(config: Any) -> Any:
+    """A config as plain JSON values: masks become the text that `kernels.parse_mask` reads, tuples become lists."""
+    if isinstance(config, Mask):
+        return repr(config)
+    if dataclasses.is_dataclass(config):
+        return {field.name: config_to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, tuple | list):
+        return [config_to_json(item) for item in config]
+    return config
+
+
+def load_saved_config(path: Path) -> TrainConfig:
+    """Reads the config that a workdir keeps.
+
+    Args:
+      path: a `config.json`, as `config_to_json` makes it. Fields that it lacks get their defaults: they were added to
+        the config after it was written.
+
+    Raises:
+      UserMistake: the file is missing, isn't a config, or holds what no longer is one.
+    """
+    try:
+        return config_from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserMistake(f"config {path} can't be read: {error.strerror}") from error
+    except UserMistake as mistake:
+        raise UserMistake(f"config {path}: {mistake}") from mistake
+    except (ValueError, RecursionError) as error:
+        raise UserMistake(f"config {path} can't be read back: {error}") from error
+
+
+def config_from_json(value: Any) -> TrainConfig:
+    """Reads back what `config_to_json` made; fields that it lacks get their defaults.
+
+    Raises:
+      UserMistake: it isn't a config, or no longer one.
+    """
+    try:
+        config = _from_json(value, TrainConfig)
+    except Exception as error:  # values of any type come to the config classes here
+        raise UserMistake(f"it can't be read back: {error}") from error
+    for name, problem in _ill_typed(config):
+        raise UserMistake(f"{name}{problem}")
+    return config
+
+
+def _from_json(value: Any, hint: Any, name: str = "") -> Any:
+    """Checks each value's type before a config class, which takes it for granted, looks at the value."""
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_from_json(item, get_args(hint)[0], name) for item in value)
+    if hint is Mask and isinstance(value, str):
+        return parse_mask(value)
+    if dataclasses.is_dataclass(hint) and hint is not Mask:
+        if not isinstance(value, dict):
+            raise ValueError(f"expected the fields of a {typing.cast(type, hint).__name__}, got {value!r}")
+        hints = get_type_hints(hint)
+        for unknown in value.keys() - hints.keys():
+            raise ValueError(f"this version knows no {unknown!r}{did_you_mean_field(unknown, hints)}")
+        prefix = f"{name}." if name else ""
+        fields = {field: _from_json(item, hints[field], f"{prefix}{field}") for field, item in value.items()}
+        return typing.cast(type, hint)(**fields)
+    if not _fits(value, hint):
+        raise ValueError(f"{name}={value!r}{_describe_misfit(value, hint)}")
+    return value
+
+
+def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
+    """Every leaf of a config class, as `section.field` → its type, in the order of the fields."""
+    flags: dict[str, Any] = {}
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint) and not issubclass(typing.cast(type, hint), Mask):
+            flags |= flag_types(typing.cast(type, hint), f"{prefix}{name}.")
+        else:
+            flags[f"{prefix}{name}"] = hint
+    return flags
+
+
+def _nearest_file(path: Path) -> str:
+    siblings = [str(file) for file in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
+    return did_you_mean(str(path), siblings) or "; --config takes the path of a Python file that defines get_config()"
+
+
+@contextlib.contextmanager
+def _exit_is_an_error() -> Iterator[None]:
+    """Makes `os._exit` raise SystemExit, as `sys.exit` does: nobody could tell an end with status 0 from a run's."""
+    real, here = os._exit, (os.getpid(), threading.get_ident())
+
+    def exit_here(status: int) -> NoReturn:
+        # Processes that a page forks end by it, and so does this one at a stop signal, from another thread.
+        if here != (os.getpid(), threading.get_ident()):
+            real(status)
+        raise SystemExit(status)
+
+    os._exit = exit_here
+    try:
+        yield
+    finally:
+        os._exit = real
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """The names that a page defines. No compiled page is kept: the next edit may fall into the same second."""
+    module = ModuleType("config_page")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # where dataclasses look for what their annotations name
+    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(module))
+    return vars(module)
+
+
+def _place(path: Path, error: BaseException) -> str:
+    """`file:line` of the innermost frame that lies in the config file: the user's own line, not the library's."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{path}:{own[-1]}" if own else str(path)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"ends Python (exit status {error.code}), before anything is trained; leave that out"
+    try:
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+    except Exception:  # the page's own exception, too, may have a mistake in it
+        message = "(without a message that can be shown)"
+    if isinstance(error, ValueError):
+        return message
+    text = f"{type(error).__name__}: {message}"
+    # TypeError: OptimizerConfig.__init__() got an unexpected keyword argument 'learning_rat'
+    if unexpected := re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text):
+        owner, unknown = unexpected.groups()
+        for cls in _config_classes(TrainConfig):
+            if cls.__name__ == owner:
+                own = did_you_mean_field(unknown, [field.name for field in dataclasses.fields(cls)])
+                return f"{owner} has no field {unknown!r}{own or did_you_mean_field(unknown, flag_types())}"
+    return text
+
+
+def _config_classes(cls: type) -> Iterator[type]:
+    yield cls
+    for hint in get_type_hints(cls).values():
+        if dataclasses.is_dataclass(hint):
+            yield from _config_classes(typing.cast(type, hint))
+
+
+def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _fits(value, hint):
+            yield f"{prefix}{name}={value!r}", _describe_misfit(value, hint)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
+            yield from _ill_typed(value, f"{prefix}{name}.")
+        elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
+            yield f"{prefix}{name}={value!r}", " holds a NUL character, or what UTF-8 can't write"
+
+
+def _describe_misfit(value: Any, hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        nearest = did_you_mean(str(value), [str(choice) for choice in get_args(hint)])
+        return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
+    expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
+    return f" is of type {type(value).__name__}; expected {expected}"
+
+
+def is_text(value: Any) -> bool:
+    """Whether a file name, a terminal and a tokenizer can take a string; True for what is none."""
+    return not isinstance(value, str) or not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value has the annotated type; covers the annotations that configs use."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)

@@ -1,0 +1,390 @@
+"""Everything that a run can be told, as nested frozen dataclasses.
+
+A field's docstring is its help text on the command line. Each class validates itself on construction,
+so a config that exists is one that can be run; what needs a look at the devices (does the mesh fit
+them?) is checked in `trainer.step.sharding`, what needs a look at the corpus in `trainer.data`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from layers import GPTConfig
+from layers.config import check_numbers
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the documents come from and how they become tokens."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "bin"] = "stdlib"
+    """stdlib: the Python standard library's own sources; the others read `files`."""
+    files: tuple[str, ...] = ()
+    """Globs (`**` allowed) of the training files."""
+    validation_files: tuple[str, ...] = ()
+    """Globs of the validation files; when empty, documents are split by a hash."""
+    validation_fraction: float = 0.05
+    """Fraction of documents held out when `validation_files` is empty; one at least, of a single one its end."""
+    text_field: str = "text"
+    """Name of the text field (jsonl) or column (parquet)."""
+    tokenizer: str | None = None
+    """`byte`, or the path of a Hugging Face `tokenizer.json`. None: byte, but unknown for `bin`."""
+    end_of_document_token: int | str | None = None
+    """Token (text or id) that ends a document. None: the tokenizer's own; for `bin` without one 50256, in llm.c's
+    Llama 3 files 128000."""
+    token_cache_dir: str = "~/.cache/flax-longcontext/tokens"
+    """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, then checked."""
+    token_cache_gib: float = 100.0
+    """Size to which that folder is held: past it, what was unused for longest is removed, never what a run is using."""
+    keep_documents_apart: bool = True
+    """Attention and positions stay within a document. False: a packed sequence is read as one text, as nanoGPT does."""
+    num_prefetch_batches: int = 4
+    """Batches prepared ahead of the step."""
+    allow_changed: bool = False
+    """When a run resumes: go on although the documents are other ones (more files, say), with a new epoch. False: stop
+    and tell."""
+
+    def __post_init__(self):
+        for name in ("files", "validation_files"):
+            if self.source == "stdlib" and getattr(self, name):
+                raise ValueError(
+                    f"data.{name}={getattr(self, name)} has no effect with data.source='stdlib'; "
+                    "set data.source to text, jsonl, parquet or bin"
+                )
+        if self.source != "stdlib" and not self.files:
+            raise ValueError(f"data.source={self.source!r} needs data.files, one or more globs; got none")
+        if not 0.0 < self.validation_fraction < 1.0:
+            raise ValueError(f"data.validation_fraction={self.validation_fraction} must lie strictly between 0 and 1")
+        if not 0 <= self.token_cache_gib < math.inf:
+            raise ValueError(f"data.token_cache_gib={self.token_cache_gib} must be at least 0 and finite")
+        if self.num_prefetch_batches < 1:
+            raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
+        _check_path("data.token_cache_dir", self.token_cache_dir)
+        if self.tokenizer is not None:
+            _check_path("data.tokenizer", self.tokenizer)
+        check_numbers(self, "data.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up and a cosine or warm-up–stable–decay schedule."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """Shape after the warm-up: cosine to the end, or stable then linear decay."""
+    num_warmup_steps: int = 100
+    """Steps of linear warm-up from 0."""
+    decay_fraction: float = 0.2
+    """wsd only: fraction of the steps spent in the final linear decay, which has at least one."""
+    final_learning_rate_fraction: float = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
+    clip_norm: float = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+    def __post_init__(self):
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be positive and finite")
+        for name in ("decay_fraction", "final_learning_rate_fraction"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1 - 2**-24:  # nearer to 1 is 1 in float32
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and less than 1")
+        for name in ("weight_decay", "num_warmup_steps"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
+        if self.schedule == "wsd" and self.decay_fraction == 0 and self.final_learning_rate_fraction < 1:
+            raise ValueError(
+                "optimizer.decay_fraction=0 leaves no step in which the learning rate could fall to "
+                f"optimizer.final_learning_rate_fraction={self.final_learning_rate_fraction} of the peak; "
+                "set that to 1 to hold the peak to the end, or the decay_fraction to more than 0"
+            )
+        check_numbers(self, "optimizer.")
+
+    def num_decay_steps(self, num_steps: int) -> int:
+        """Steps in which the learning rate falls, the last of a run.
+
+        Args:
+          num_steps: of the whole run.
+
+        Raises:
+          ValueError: the warm-up leaves too few steps.
+        """
+        # To have fallen by the last step takes at least that step.
+        num_fewest = int(self.final_learning_rate_fraction < 1)
+        of_wsd = max(round(self.decay_fraction * num_steps), num_fewest)
+        num_most = num_steps - (num_fewest if self.schedule == "cosine" else of_wsd)
+        if self.num_warmup_steps > num_most:
+            raise ValueError(
+                f"optimizer.num_warmup_steps={self.num_warmup_steps} leaves too few of num_steps={num_steps} for the "
+                f"{self.schedule} decay; use at most {num_most} warm-up steps"
+            )
+        return num_steps - self.num_warmup_steps if self.schedule == "cosine" else of_wsd
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Cross-entropy over the vocabulary, computed a chunk of the sequence at a time."""
+
+    chunk_size: int = 2048
+    """Tokens whose logits exist at one time."""
+    z_loss: float = 1e-4
+    """Weight of the squared log-partition penalty (PaLM, arXiv:2204.02311); 0 turns it off."""
+
+    def __post_init__(self):
+        if self.chunk_size < 1:
+            raise ValueError(f"loss.chunk_size={self.chunk_size} must be at least 1")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"loss.z_loss={self.z_loss} must be finite and not negative; 0 turns it off")
+        check_numbers(self, "loss.")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes; their product is the number of devices used."""
+
+    data: int = 1
+    """Replicas, each on its own sequences."""
+    fsdp: int = 1
+    """Parameters and optimizer state sharded; also splits the batch."""
+    tensor: int = 1
+    """Heads, MLP and vocabulary split."""
+    context: int = 1
+    """Each sequence split over its tokens."""
+
+    def __post_init__(self):
+        for axis in dataclasses.fields(self):
+            if getattr(self, axis.name) < 1:
+                raise ValueError(f"mesh.{axis.name}={getattr(self, axis.name)} must be at least 1")
+        check_numbers(self, "mesh.")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Loss on a fixed set of validation sequences."""
+
+    every_num_steps: int = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    num_sequences: int = 8
+    """Packed validation sequences at most, the same ones each time."""
+
+    def __post_init__(self):
+        if self.every_num_steps < 1 or self.num_sequences < 1:
+            raise ValueError(
+                f"evaluation.every_num_steps={self.every_num_steps} and "
+                f"evaluation.num_sequences={self.num_sequences} must be at least 1"
+            )
+        check_numbers(self, "evaluation.")
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How a sampled text's next token is chosen."""
+
+    temperature: float = 0.8
+    """Logits are divided by it; less makes likely tokens likelier. 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest tokens only; None: among all."""
+    top_p: float | None = None
+    """Choose among the fewest likeliest tokens whose probabilities reach this sum (arXiv:1904.09751); None: all."""
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 takes the likeliest")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1; None chooses among all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be more than 0 and at most 1; None chooses among all tokens")
+
+
+@dataclass(frozen=True)
+class SamplesConfig(TokenChoice):
+    """Texts that the model continues at each evaluation, printed beside the loss; off without prompts.
+
+    A device holds the whole model for it, in the compute dtype, and a cache.
+    """
+
+    prompts: tuple[str, ...] = ()
+    """What to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
+    num_tokens: int = 64
+    """Tokens added to each prompt, fewer where the document or the context ends."""
+    seed: int = 0
+    """Seed of the choices; the same at each evaluation."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_tokens < 1 or self.seed < 0:
+            raise ValueError(
+                f"samples.num_tokens={self.num_tokens} must be at least 1, "
+                f"and samples.seed={self.seed} must not be negative"
+            )
+        check_numbers(self, "samples.")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved, and how often."""
+
+    every_num_steps: int = 100
+    """Steps between checkpoints; the last step and a stop signal always save one."""
+    num_kept: int = 3
+    """Newest checkpoints kept."""
+
+    def __post_init__(self):
+        if self.every_num_steps < 1 or self.num_kept < 1:
+            raise ValueError(
+                f"checkpoint.every_num_steps={self.every_num_steps} and "
+                f"checkpoint.num_kept={self.num_kept} must be at least 1"
+            )
+        check_numbers(self, "checkpoint.")
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """How the step is compiled."""
+
+    cache_dir: str = "~/.cache/flax-longcontext/xla"
+    """Folder of XLA's persistent compilation cache; the empty string turns it off."""
+
+    def __post_init__(self):
+        _check_path("compilation.cache_dir", self.cache_dir or "~")
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases (the `wandb` extra): what TensorBoard shows, there too; off without a project."""
+
+    project: str | None = None
+    """W&B project to log to. None: log nothing there."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: keep W&B's files in the workdir, for `wandb sync` to send later."""
+
+    def __post_init__(self):
+        if self.project == "":
+            raise ValueError("wandb.project='' names no project; leave it at None to log nothing there")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One experiment: the model, its data, and how it is trained."""
+
+    name: str
+    """Short name; the default workdir is `runs/<name>`."""
+    model: GPTConfig
+    """The network."""
+    num_steps: int
+    """Optimizer steps."""
+    description: str = ""
+    """One line printed first: what this run is, and on what hardware it is meant to run."""
+    sequence_length: int = 32_768
+    """Tokens in each packed sequence."""
+    batch_size: int = 1
+    """Sequences in an optimizer step, over all devices and micro-batches."""
+    gradient_accumulation: int = 1
+    """Micro-batches that an optimizer step is split into."""
+    log_every_num_steps: int = 10
+    """Steps between log lines; the step time is measured over this window."""
+    seed: int = 0
+    """Seed of the parameters and of the order of the data."""
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def __post_init__(self):
+        if isinstance(self.name, str):  # what it is else is told like every field of another type
+            _check_name(self.name)
+        for name in ("num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.num_steps >= 2**31:
+            raise ValueError(f"num_steps={self.num_steps} must be less than 2**31: the state counts steps in 32 bits")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must not be negative")
+        check_numbers(self)
+        if self.batch_size % self.gradient_accumulation:
+            raise ValueError(
+                f"batch_size={self.batch_size} is not a multiple of gradient_accumulation={self.gradient_accumulation}"
+            )
+        micro_batch, shards = self.batch_size // self.gradient_accumulation, self.mesh.data * self.mesh.fsdp
+        if micro_batch % shards:
+            raise ValueError(
+                f"a micro-batch of {micro_batch} sequences is not a multiple of mesh.data × mesh.fsdp = {shards}; "
+                f"raise batch_size to a multiple of {shards * self.gradient_accumulation}"
+            )
+        if self.sequence_length % self.mesh.context:
+            raise ValueError(
+                f"sequence_length={self.sequence_length} is not a multiple of mesh.context={self.mesh.context}; "
+                f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
+            )
+        # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
+        for name, axis in (
+            ("width", "fsdp"),
+            ("num_heads", "tensor"),
+            ("num_kv_heads", "tensor"),
+            ("mlp_width", "tensor"),
+            ("vocab_size", "tensor"),
+        ):
+            length, size = getattr(self.model, name), getattr(self.mesh, axis)
+            if length % size:
+                raise ValueError(
+                    f"model.{name}={length} is not a multiple of mesh.{axis}={size}; "
+                    f"use {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
+                )
+        if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
+            raise ValueError(
+                f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
+                "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
+            )
+        if self.model.param_dtype != "float32":
+            raise ValueError(
+                f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "
+                "updates vanish in less; set it to float32 (model.compute_dtype is what the matmuls run in)"
+            )
+        if self.samples.prompts:
+            self.model.check_looks_back_only()
+            if self.data.source == "bin" and self.data.tokenizer is None:
+                raise ValueError(
+                    "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
+                    "set data.tokenizer to its tokenizer.json"
+                )
+        self.optimizer.num_decay_steps(self.num_steps)
+
+
+def _check_path(name: str, path: str) -> None:
+    """Raises ValueError for a path that no file system takes, and for the empty one, which would be this folder."""
+    parts = Path(path).parts
+    if not path or "\0" in path:
+        raise ValueError(f"{name}={path!r} is no path; expected one of a file or folder")
+    if len(os.fsencode(path)) >= 4096 or any(len(os.fsencode(part)) > 255 for part in parts):
+        raise ValueError(f"{name}={path[:40]!r}… is too long: names take up to 255 bytes, paths up to 4,095")
+    if os.path.expanduser(parts[0]).startswith("~"):
+        raise ValueError(f"{name}={path!r}: {parts[0]} is no user's home folder")
+
+
+def _check_name(name: str) -> None:
+    """Refuses what can't name a folder."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise ValueError(f"name={name!r} must be a folder's name, printable and without /; see also --workdir")
+    if len(name.encode()) > 255:
+        raise ValueError(f"name={name[:40]!r}… is too long for a folder's name; use up to 255 bytes")

@@ -1,0 +1,71 @@
+"""The console's part in a run: a line for each event, above a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.compile.history import Recompile
+from trainer.compile.stages import CompileReport, format_stages
+from trainer.observers.observer import Evaluated, Observer, Start, Window
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_bytes, format_loss, format_seconds
+
+
+class ConsoleLines(Observer):
+    """Prints a run.
+
+    Args:
+      console: where to.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+
+    def started(self, start: Start) -> None:
+        for line in describe_reports(start.reports):
+            self._console.note(line)
+        self._console.start_steps(start.step, start.num_steps)
+
+    def advanced(self, step: int) -> None:
+        self._console.advance(step)
+
+    def recompiled(self, recompile: Recompile) -> None:
+        self._console.warning(str(recompile))
+
+    def window(self, window: Window) -> None:
+        if window.overflow is not None:
+            return  # the message that ends the run says so
+        place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"
+        short = (
+            f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  MFU {window.mfu_causal:.1%}  {left}"
+        )
+        line = (
+            f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  "
+            f"{format_seconds(window.step_s)}/step  MFU {window.mfu_causal:.1%}  "
+            f"data wait {format_seconds(window.data_wait_s)}  {left}"
+        )
+        self._console.step_line(line, short=short, done=window.step, status=left)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        evaluation = evaluated.evaluation
+        loss = format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)
+        self._console.note(f"step {evaluated.step}: validation {loss}")
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        self._console.quote(f"step {step}: sample: ", f"{prompt}▸{text}")
+
+    def stopped(self) -> None:
+        self._console.stop_steps()
+
+
+def describe_reports(reports: Sequence[CompileReport]) -> list[str]:
+    """What compiling took, a line each, and what the training step takes in memory."""
+    lines = [f"compile {report.name}: {format_stages(report)}" for report in reports]
+    memory = next((report.memory for report in reports if report.name == "train_step"), None)
+    if memory is not None:
+        lines.append(
+            f"memory of a step, per device: {format_bytes(memory.peak)} at the peak: "
+            f"state and batch {format_bytes(memory.arguments)}, temporaries {format_bytes(memory.temporaries)}, "
+            f"program {format_bytes(memory.code)}"
+        )
+    return lines

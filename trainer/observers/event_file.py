@@ -1,0 +1,109 @@
+"""TensorBoard's event files, written without a queue or a thread: what `write` is given is in the file when it returns.
+
+An attempt begins one new file with everything that its run has logged so far and then removes the files of the attempts
+before it, so that TensorBoard shows a run as it is, not as its kills and resumptions left it. Files are numbered:
+TensorBoard reads them in the order of their names, and a number is higher than every earlier one even where the clock
+has stepped back. The number is otherwise the Unix time, as it is in TensorBoard's own files.
+
+A file is a sequence of records: the length of an event, that length's checksum, the event, its checksum.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import text as text_summary
+
+from trainer.files.log_file import AppendedLog
+from trainer.terminal.console import Console
+
+_NUMBER = re.compile(r"tfevents\.(\d{10})(?!\d)")
+_OURS = re.compile(r"events\.out\.tfevents\.\d{10}\.flax-longcontext")
+
+
+class EventLog:
+    """The event file of one attempt.
+
+    Args:
+      folder: of the event files; made if missing. Files that others put there are left alone.
+      events: what the run has logged so far, with steps that grow for each tag.
+      console: told of failures.
+    """
+
+    def __init__(self, folder: Path, events: Iterable[Event], console: Console):
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        newest = max((int(number) for name in names for number in _NUMBER.findall(name)), default=0)
+        path = folder / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.flax-longcontext"
+        now = time.time()
+        opening = (
+            Event(wall_time=now, file_version="brain.Event:2"),
+            # A TensorBoard that has been showing the run drops what it has read.
+            Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
+        )
+        content = b"".join(map(_to_record, (*opening, *events)))
+        self._file = AppendedLog(path, content, console, replaces=event_files(folder))
+
+    def write(self, events: Iterable[Event]) -> None:
+        """Appends events; the operating system has them then."""
+        self._file.append(*map(_to_record, events))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
+    """Numbers by tag.
+
+    Args:
+      values: tag → number.
+      step: where they stand on the horizontal axis.
+      at: when they were measured, Unix time in seconds.
+    """
+    summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+    return Event(wall_time=at, step=step, summary=summary)
+
+
+def text(tag: str, markdown: str, step: int, at: float) -> Event:
+    """A text; TensorBoard shows it as Markdown."""
+    return Event(wall_time=at, step=step, summary=text_summary(tag, markdown))
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files that this module has written into a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name) and path.is_file())
+
+
+def read_events(path: Path, tag_prefix: str) -> Iterator[Event]:
+    """The events of a file that hold a tag with this prefix, up to the first that is damaged or cut short."""
+    content, start, wanted = memoryview(path.read_bytes()), 0, tag_prefix.encode()
+    while start + 12 <= len(content):
+        (length,) = struct.unpack_from("<Q", content, start)
+        record = bytes(content[start : start + length + 16])
+        event = record[12:-4]
+        if wanted in event:  # the checksums of all others would take long
+            if record != _framed(event):
+                return
+            yield Event.FromString(event)
+        start += length + 16
+
+
+def _to_record(event: Event) -> bytes:
+    return _framed(event.SerializeToString())
+
+
+def _framed(event: bytes) -> bytes:
+    length = struct.pack("<Q", len(event))
+    return b"".join((length, _checksum(length), event, _checksum(event)))
+
+
+def _checksum(content: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(content))

@@ -1,0 +1,44 @@
+"""Who listens to a run: the one list of observers."""
+
+from __future__ import annotations
+
+from trainer.compile.history import CompileHistory
+from trainer.config import TrainConfig
+from trainer.observers.console import ConsoleLines
+from trainer.observers.metrics import MetricsFile
+from trainer.observers.observer import Observer, Observers
+from trainer.observers.record import RecordUpdates, RunRecord
+from trainer.observers.summary import Summary
+from trainer.observers.tensorboard import TensorBoard
+from trainer.observers.times import StepTimes
+from trainer.observers.wandb import WeightsAndBiases
+from trainer.terminal.console import Console
+from trainer.workdir import Workdir
+
+
+def make_observers(
+    config: TrainConfig,
+    workdir: Workdir,
+    console: Console,
+    record: RunRecord,
+    history: CompileHistory,
+    times: StepTimes,
+) -> Observers:
+    """Everybody who listens to a run.
+
+    Args:
+      config: the experiment, which says whether Weights & Biases does.
+      workdir: where the logs lie.
+      console, record: told of everything.
+      history: what the run compiles, for the record.
+      times: of its steps, for the record.
+
+    Raises:
+      UserMistake: what the config asks for isn't installed.
+    """
+    # The metrics come before the record: once that has `compile`, the next attempt knows that the log is this one's.
+    observers: list[Observer] = [MetricsFile(workdir.metrics, console), TensorBoard(workdir.tensorboard, console)]
+    if config.wandb.project is not None:
+        observers.append(WeightsAndBiases(config, workdir.path))
+    updates, summary = RecordUpdates(record, history, times), Summary(console, config, workdir, record)
+    return Observers(*observers, updates, ConsoleLines(console), summary)

@@ -1,0 +1,63 @@
+"""The losses of a run as a picture, for whoever has no TensorBoard at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.files.atomic import write_atomically
+from trainer.observers.metrics import read_rows
+from trainer.observers.observer import VALIDATION_LOSS
+
+_SIZE_INCHES = (8.0, 4.5)
+_DOTS_PER_INCH = 120
+
+
+def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_token: float) -> bool:
+    """Draws the losses of `metrics.jsonl` against the steps.
+
+    Args:
+      metrics: the run's `metrics.jsonl`. Lines that don't read and losses that aren't finite are left out.
+      picture: PNG file, written whole or not at all.
+      title: what stands above.
+      unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line to compare with.
+
+    Returns:
+      Whether there is a picture: not without matplotlib (the `plots` extra), nor without a loss.
+
+    Raises:
+      OSError: the file can't be written.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    rows, _ = read_rows(metrics, sys.maxsize)
+    training, validation = _points(rows, "loss"), _points(rows, VALIDATION_LOSS)
+    if not training and not validation:
+        return False
+    # Not pyplot, which keeps figures and a backend for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    for points, style, label in ((training, "-", "training"), (validation, "o--", "validation")):
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, markersize=4, linewidth=1.2)
+    axes.axhline(unigram_nats_per_token, color="gray", linestyle=":", linewidth=1, label="unigram entropy")
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats per token")
+    axes.set_title(title, parse_math=False)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    FigureCanvasAgg(figure).print_figure(content, format="png", dpi=_DOTS_PER_INCH)
+    write_atomically(picture, content.getvalue())
+    return True
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(step, value) of each row that has a number of this name."""
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]

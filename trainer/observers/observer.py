@@ -1,0 +1,181 @@
+"""What a run tells of itself, and to whom: events, and the observers that hear them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.compile.history import Recompile
+from trainer.compile.stages import CompileReport
+from trainer.evaluate import Evaluation
+
+VALIDATION_LOSS = "validation_nats_per_token"
+
+Row = Mapping[str, Any]
+"""What is logged of a step: `step`, `time` (Unix seconds), and numbers by name, None for one that isn't finite."""
+
+
+def make_row(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
+    """A row of now.
+
+    >>> row = make_row(3, {"loss": float("nan"), "num_targets": 7})
+    >>> row["step"], row["loss"], row["num_targets"]
+    (3, None, 7)
+    """
+    finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
+    return {"step": step, **finite, "time": round(time.time(), 3)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """An attempt at a run, right before its first step."""
+
+    step: int
+    """That it goes on from; 0 at a run's beginning."""
+    num_steps: int
+    """Steps that the run makes in all."""
+    rows: Sequence[Row]
+    """What earlier attempts have logged up to that step."""
+    reports: Sequence[CompileReport]
+    """The programs compiled for this attempt."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The steps between two log lines. The device was idle when it began and when it ended."""
+
+    step: int
+    """The last of them."""
+    num_steps: int
+    """Steps that the run makes in all."""
+    loss: float
+    """Of the last of them, nats per target."""
+    step_s: float
+    """Mean seconds of a step."""
+    data_wait_s: float
+    """Seconds of the window in which the host waited for data."""
+    tokens_per_s: float
+    mfu_causal: float
+    left_s: float
+    """Expected seconds to the last step."""
+    rows: Sequence[Row] = ()
+    """One for each step."""
+    overflow: str | None = None
+    """The first step whose loss or gradient isn't finite, in words, which ends the run; None: all are finite."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The validation loss after a step."""
+
+    step: int
+    evaluation: Evaluation
+    row: Row
+
+    @classmethod
+    def now(cls, step: int, evaluation: Evaluation) -> Evaluated:
+        """A loss that was just measured."""
+        losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
+        return cls(step, evaluation, make_row(step, losses))
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended that ended well."""
+
+    status: Literal["completed", "preempted"]
+    step: int
+    """Steps behind the run."""
+    checkpoint: Path | None
+    """The newest; None: there was nothing to save."""
+    evaluation: Row | None
+    """The run's newest validation losses."""
+    unigram_nats_per_token: float
+    """Entropy of the corpus's single tokens, to compare with."""
+    memory: Mapping[str, int | None]
+    """Peak bytes, of the host and a device."""
+
+
+class Observer:
+    """Hears what happens in a run. Each method does nothing until an observer says what it does."""
+
+    def started(self, start: Start) -> None:
+        """All programs are compiled, and the first step is next."""
+
+    def advanced(self, step: int) -> None:
+        """The device has finished a step."""
+
+    def recompiled(self, recompile: Recompile) -> None:
+        """A program was compiled again, since its arguments have changed."""
+
+    def window(self, window: Window) -> None:
+        """The steps of a window are done."""
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        """The validation loss was measured."""
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        """The model has continued a prompt."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint lies on the disk, whole."""
+
+    def stopped(self) -> None:
+        """No step follows; called at every end, and possibly more than once."""
+
+    def finished(self, ending: Ending) -> None:
+        """The attempt has ended well."""
+
+    def close(self) -> None:
+        """Nothing follows, however the attempt has ended."""
+
+
+class Observers(Observer):
+    """Tells each event to several observers, in their order."""
+
+    def __init__(self, *observers: Observer):
+        self._observers = observers
+
+    def started(self, start: Start) -> None:
+        for observer in self._observers:
+            observer.started(start)
+
+    def advanced(self, step: int) -> None:
+        for observer in self._observers:
+            observer.advanced(step)
+
+    def recompiled(self, recompile: Recompile) -> None:
+        for observer in self._observers:
+            observer.recompiled(recompile)
+
+    def window(self, window: Window) -> None:
+        for observer in self._observers:
+            observer.window(window)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        for observer in self._observers:
+            observer.evaluated(evaluated)
+
+    def sampled(self, step: int, prompt: str, text: str) -> None:
+        for observer in self._observers:
+            observer.sampled(step, prompt, text)
+
+    def saved(self, step: int, path: Path) -> None:
+        for observer in self._observers:
+            observer.saved(step, path)
+
+    def stopped(self) -> None:
+        for observer in self._observers:
+            observer.stopped()
+
+    def finished(self, ending: Ending) -> None:
+        for observer in self._observers:
+            observer.finished(ending)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()

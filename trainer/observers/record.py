@@ -1,0 +1,206 @@
+"""`record.json`: what a run was, what it ran on, and what it cost to compile and to step.
+
+`status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
+the number of steps done. An attempt that ended without a word, by SIGKILL for example, is called "killed" in the next
+attempt's `attempts`, with the last step that is known of it. `trainer/compile/history.py` says what `compile` holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.compile.history import CompileHistory, Recompile
+from trainer.files.atomic import set_aside, write_atomically
+from trainer.files.log_file import LogWrites
+from trainer.observers.observer import Ending, Observer, Start, Window
+from trainer.observers.times import StepTimes, TimeAccount
+from trainer.process.resident_memory import peak_resident_bytes
+from trainer.process.versions import installed_versions
+from trainer.terminal.console import Console
+
+SCHEMA_VERSION = 1
+_UPDATE_EVERY_S = 10.0
+_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+# What an attempt leaves behind in the next one's list of attempts.
+_OF_AN_ATTEMPT = (
+    "status",
+    "message",
+    "started",
+    "updated",
+    "command",
+    "resumed_from",
+    "step",
+    "compile",
+    "steps",
+    "time",
+)
+
+
+class RunRecord:
+    """The run record, kept whole on disk: every `update` leaves the old file or the new one.
+
+    A run that is resumed keeps what its earlier attempts recorded, under `attempts`. `steps` stays the last attempt's
+    until this one has measured its own. A record that can't be written is told, and written by a later `update`.
+
+    Args:
+      path: of `record.json`.
+      command: the command line.
+      started: wall-clock time of the start, in seconds since the epoch.
+      account: of this attempt's time.
+      console: told when the record can't be written, and of an earlier attempt that was killed.
+      last_logged_step: the last in the metrics log. The record of a killed attempt may be older.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        command: Sequence[str],
+        started: float,
+        account: TimeAccount,
+        console: Console,
+        last_logged_step: int = 0,
+    ):
+        self._path = path
+        self._account = account
+        self._lock = threading.Lock()  # a stop signal is recorded from a thread of its own
+        self._writes = LogWrites(path, console)
+        previous = _read_previous(path, console)
+        attempts = list(previous.get("attempts", []))
+        if previous:
+            attempt = {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}
+            if attempt.get("status") == "running":
+                attempt |= _killed(attempt, last_logged_step)
+                console.warning(attempt["message"])
+            attempts.append(attempt)
+        self._fields: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "status": "running",
+            "message": None,
+            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            "updated": None,
+            "command": list(command),
+            "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
+            "resumed_from": None,
+            "config_changes": [],
+            "step": previous.get("step", 0),
+            "steps": previous.get("steps"),
+            "attempts": attempts,
+        }
+        self.update()
+
+    def put(self, **fields: Any) -> None:
+        """Sets top-level fields, for the next `update` to write."""
+        with self._lock:
+            self._fields |= fields
+
+    def update(self, **fields: Any) -> None:
+        """Sets top-level fields and writes the file."""
+        with self._lock:
+            self._fields |= fields
+            self._fields["updated"] = datetime.now(UTC).isoformat(timespec="seconds")
+            self._fields["time"] = self._account.to_json()
+            content = json.dumps(self._fields, indent=2) + "\n"
+            self._writes.attempt(lambda: write_atomically(self._path, content))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._fields[name]
+
+
+class RecordUpdates(Observer):
+    """Keeps the record up to date while a run goes on.
+
+    Args:
+      record: the run's.
+      history: of what it compiles.
+      times: of its steps.
+    """
+
+    def __init__(self, record: RunRecord, history: CompileHistory, times: StepTimes):
+        self._record, self._history, self._times = record, history, times
+        self._last_update = time.perf_counter()
+
+    def started(self, start: Start) -> None:
+        self._record.update(compile=self._history.to_json())
+
+    def advanced(self, step: int) -> None:
+        self._record.put(step=step)
+
+    def recompiled(self, recompile: Recompile) -> None:
+        self._record.update(compile=self._history.to_json())
+
+    def window(self, window: Window) -> None:
+        # Each update waits for the disk, so a run of fast steps must not make one for every window.
+        if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
+            self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
+            self._last_update = time.perf_counter()
+
+    def finished(self, ending: Ending) -> None:
+        evaluation: dict[str, Any] | None = None
+        if ending.evaluation is not None:
+            losses = {name: value for name, value in ending.evaluation.items() if name != "time"}
+            evaluation = losses | {"unigram_nats_per_token": ending.unigram_nats_per_token}
+        self._record.update(
+            status=ending.status,
+            compile=self._history.to_json(),
+            memory=ending.memory,
+            evaluation=evaluation,
+            **({} if self._times.first_s is None else {"steps": self._times.to_json()}),
+        )
+
+
+def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """The accelerator and the host, for the record."""
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "count": len(devices),
+        "processes": jax.process_count(),
+        "host_cpus": os.cpu_count(),
+    }
+
+
+def measured_memory(device: jax.Device) -> dict[str, int | None]:
+    """Peak bytes so far: of this process on the host, and on one device where its runtime counts them."""
+    stats = device.memory_stats() or {}
+    return {
+        "host_peak_bytes": peak_resident_bytes(),
+        "device_peak_bytes": stats.get("peak_bytes_in_use"),
+    }
+
+
+def _read_previous(path: Path, console: Console) -> dict[str, Any]:
+    """An earlier attempt's record. One that can't be read is set aside, not overwritten."""
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        attempts = record.get("attempts", [])
+        if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+            raise ValueError("its attempts are no list of objects")
+        if type(record.get("step", 0)) is not int:
+            raise ValueError("its step is no integer")
+        return record
+    except (OSError, ValueError, AttributeError, RecursionError):  # AttributeError: JSON, but no object
+        with contextlib.suppress(OSError):  # what can't be renamed is told when the record can't be written
+            console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
+        return {}
+
+
+def _killed(attempt: Mapping[str, Any], last_logged_step: int) -> dict[str, Any]:
+    """What is to be said of an attempt whose record still says that it runs."""
+    step = attempt.get("step", 0)
+    if "compile" in attempt:  # else the log is still that of the attempt before it
+        step = max(step, last_logged_step)
+    message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
+    return {"status": "killed", "step": step, "message": message}

@@ -1,0 +1,72 @@
+"""The closing summary of a run: what came out, where it lies, and what to do with it."""
+
+from __future__ import annotations
+
+from trainer.config import TrainConfig
+from trainer.observers.loss_plot import draw_losses
+from trainer.observers.next_commands import next_commands
+from trainer.observers.observer import VALIDATION_LOSS, Ending, Observer
+from trainer.observers.record import RunRecord
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_loss, format_seconds
+from trainer.workdir import Workdir
+
+
+class Summary(Observer):
+    """Draws the losses and prints the summary of an attempt that has ended well.
+
+    Args:
+      console: where to.
+      config, workdir: of the run.
+      record: tells where its time went.
+    """
+
+    def __init__(self, console: Console, config: TrainConfig, workdir: Workdir, record: RunRecord):
+        self._console, self._config, self._workdir, self._record = console, config, workdir, record
+
+    def finished(self, ending: Ending) -> None:
+        workdir, evaluation, checkpoint = self._workdir, ending.evaluation, ending.checkpoint
+        facts: dict[str, str | list[str]] = {}
+        if evaluation is not None:
+            loss = format_loss(evaluation[VALIDATION_LOSS], evaluation.get("validation_bits_per_byte"))
+            facts["validation"] = (
+                f"{loss} at step {evaluation['step']}; the corpus's unigram entropy is "
+                f"{ending.unigram_nats_per_token:.4f} nats/token"
+            )
+        facts["time"] = ", ".join(
+            f"{name.removesuffix('_s').replace('_', ' ')} {format_seconds(seconds)}"
+            for name, seconds in self._record["time"].items()
+        )
+        written = [
+            workdir.config,
+            workdir.record,
+            workdir.metrics,
+            workdir.tensorboard,
+            checkpoint or workdir.checkpoints,
+        ]
+        if self._draw_losses(ending.unigram_nats_per_token):
+            written.append(workdir.loss_picture)
+        facts["written"] = [f"{path}{'/' if path.is_dir() else ''}" for path in written]
+        done = f"step {ending.step} of {self._config.num_steps}"
+        if ending.status == "completed":
+            title = f"completed: {done}"
+        elif checkpoint is not None:
+            title = f"stopped and saved at {done}; run the same command again to go on"
+        else:
+            title = f"stopped at {done}, with nothing to save yet; run the same command again"
+        commands = next_commands(self._config, workdir, has_checkpoint=checkpoint is not None)
+        self._console.closing(title, facts, commands)
+
+    def _draw_losses(self, unigram_nats_per_token: float) -> bool:
+        """Whether there is a picture of the losses. It is an extra: a run that ended well doesn't fail for it."""
+        picture = self._workdir.loss_picture
+        try:
+            return draw_losses(
+                self._workdir.metrics,
+                picture,
+                title=self._config.name,
+                unigram_nats_per_token=unigram_nats_per_token,
+            )
+        except Exception as error:
+            self._console.warning(f"{picture} can't be drawn: {type(error).__name__}: {error}")
+            return False

@@ -1,0 +1,105 @@
+"""`tensorboard/`: what `metrics.jsonl` holds, for eyes, and what compiling cost.
+
+That is shown as scalars, `compile/<program>/…` at the step that waited for it, and as tables, in the texts
+`compile/programs` and `compile/recompile`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tensorboardX.proto.event_pb2 import Event
+
+from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
+from trainer.compile.stages import CompileReport
+from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
+from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
+from trainer.terminal.console import Console
+
+_OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
+_NO_VALUES = ("step", "time")
+_COMPILE = "compile/"
+
+
+class TensorBoard(Observer):
+    """Writes an attempt's event file.
+
+    Args:
+      folder: of the event files.
+      console: told when they can't be written.
+    """
+
+    def __init__(self, folder: Path, console: Console):
+        self._folder, self._console = folder, console
+        self._events: EventLog | None = None
+
+    def started(self, start: Start) -> None:
+        compiled = _programs_to_events(start.reports, start.step)
+        earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
+        rows = (_to_event(row) for row in start.rows)
+        self._events = EventLog(self._folder, [*earlier, *compiled, *rows], self._console)
+
+    def recompiled(self, recompile: Recompile) -> None:
+        now = time.time()
+        table = text(f"{_COMPILE}recompile", recompile.to_markdown(), recompile.step, now)
+        self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
+
+    def window(self, window: Window) -> None:
+        self.write(window.rows)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        self.write([evaluated.row])
+
+    def write(self, rows: Iterable[Row]) -> None:
+        """Appends rows; the operating system has them then."""
+        self._write(map(_to_event, rows))
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._events.close()
+
+    def _write(self, events: Iterable[Event]) -> None:
+        assert self._events is not None, "written before the start"
+        self._events.write(events)
+
+
+def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
+    now = time.time()
+    table = text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
+    return [*_reports_to_events(reports, step, now), table] if reports else []
+
+
+def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[Event]:
+    tagged = [
+        {f"{_COMPILE}{report.name}/{name}": value for name, value in report_scalars(report).items()}
+        for report in reports
+    ]
+    return [scalars(values, step, at) for values in tagged]
+
+
+def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
+    """What earlier attempts compiled, up to a step, without the points in whose place there are new ones."""
+    replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
+    kept = []
+    for path in event_files(folder)[-1:]:  # it holds what was kept of those before
+        for event in read_events(path, _COMPILE):
+            values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
+            del event.summary.value[:]
+            event.summary.value.extend(values)
+            if values and event.step <= last_step:
+                kept.append(event)
+    return kept
+
+
+def _to_event(row: Row) -> Event:
+    values = {_tag(name): value for name, value in row.items() if name not in _NO_VALUES and value is not None}
+    return scalars(values, int(row["step"] or 0), row.get("time") or time.time())
+
+
+def _tag(name: str) -> str:
+    """TensorBoard groups its charts by what stands before the slash."""
+    if name.startswith("validation_"):
+        return name.replace("_", "/", 1)
+    return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"

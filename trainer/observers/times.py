@@ -1,0 +1,115 @@
+"""Where a run's time goes, and how fast its steps are."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+Activity = Literal["compile", "data_wait", "step", "evaluation", "checkpoint"]
+
+
+class TimeAccount:
+    """Where the wall-clock time of a run went; whatever isn't measured is `other`, so that the parts sum to the whole.
+
+    Args:
+      started: `time.perf_counter()` at the start.
+
+    >>> account = TimeAccount(time.perf_counter())
+    >>> with account.measure("compile"):
+    ...     pass
+    >>> list(account.to_json())
+    ['compile_s', 'data_wait_s', 'step_s', 'evaluation_s', 'checkpoint_s', 'other_s', 'total_s']
+    """
+
+    def __init__(self, started: float):
+        self._started = started
+        self._seconds: dict[Activity, float] = dict.fromkeys(
+            ("compile", "data_wait", "step", "evaluation", "checkpoint"), 0.0
+        )
+
+    @contextlib.contextmanager
+    def measure(self, activity: Activity) -> Iterator[None]:
+        """Counts the time inside as one activity's; not to be nested, but see `move`."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[activity] += time.perf_counter() - begun
+
+    def move(self, seconds: float, source: Activity, target: Activity) -> None:
+        """Counts as another's what went on inside an activity."""
+        self._seconds[source] -= seconds
+        self._seconds[target] += seconds
+
+    def seconds(self, activity: Activity) -> float:
+        return self._seconds[activity]
+
+    def total(self) -> float:
+        return time.perf_counter() - self._started
+
+    def to_json(self) -> dict[str, float]:
+        total, measured = self.total(), dict(self._seconds)
+        return {
+            **{f"{activity}_s": seconds for activity, seconds in measured.items()},
+            "other_s": total - sum(measured.values()),
+            "total_s": total,
+        }
+
+
+class StepTimes:
+    """Speed of the steps of one attempt, from windows that begin and end with an idle device.
+
+    The first step stands alone: it pays for what happens only once (buffers, autotuning).
+    """
+
+    def __init__(self) -> None:
+        self.first_s: float | None = None
+        self._windows: list[tuple[int, float, int, float, float]] = []
+
+    def add_window(self, num_steps: int, seconds: float, num_tokens: int, mfu: tuple[float, float]) -> None:
+        """Counts a window.
+
+        Args:
+          num_steps: steps in it.
+          seconds: from idle device to idle device.
+          num_tokens: positions processed, padding among them.
+          mfu: causal and noncausal model FLOPs utilisation, as fractions.
+        """
+        if self.first_s is None:
+            self.first_s = seconds / num_steps
+        self._windows.append((num_steps, seconds, num_tokens, *mfu))
+
+    def typical_step_s(self) -> float | None:
+        """Median seconds of a step."""
+        num_steps, step_s = self._by_rank()
+        return (step_s((num_steps - 1) // 2) + step_s(num_steps // 2)) / 2 if num_steps else None
+
+    def to_json(self) -> dict[str, float | int | None]:
+        steady = self._steady()
+        seconds = sum(window[1] for window in steady)
+        num_steps, step_s = self._by_rank()
+        return {
+            "num_steps": sum(window[0] for window in self._windows),
+            "first_s": self.first_s,
+            "median_s": self.typical_step_s(),
+            "p90_s": step_s(min(num_steps - 1, int(0.9 * num_steps))) if num_steps else None,
+            "tokens_per_s": sum(window[2] for window in steady) / seconds if steady else None,
+            "mfu_causal": sum(window[3] * window[1] for window in steady) / seconds if steady else None,
+            "mfu_noncausal": sum(window[4] * window[1] for window in steady) / seconds if steady else None,
+        }
+
+    def _steady(self) -> list[tuple[int, float, int, float, float]]:
+        return self._windows[1:] or self._windows
+
+    def _by_rank(self) -> tuple[int, Callable[[int], float]]:
+        """The number of steps, and the seconds of the step of a rank, 0 for the fastest; each took its window's mean.
+
+        No list of the steps is made: a long run has far more of them than windows.
+        """
+        fastest_first = sorted((seconds / num_steps, num_steps) for num_steps, seconds, *_ in self._steady())
+        ends = list(itertools.accumulate(num_steps for _, num_steps in fastest_first))
+        return ends[-1] if ends else 0, lambda rank: fastest_first[bisect.bisect_right(ends, rank)][0]

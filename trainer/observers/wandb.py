@@ -1,0 +1,94 @@
+"""Weights & Biases: the same values as TensorBoard's, in a W&B run for each attempt (the `wandb` extra).
+
+Attempts at one run share a group, named for its workdir. W&B's own files lie in the workdir, under `wandb/`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from trainer.compile.history import Recompile, report_scalars
+from trainer.config import TrainConfig
+from trainer.config.file import config_to_json
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.observer import Ending, Evaluated, Observer, Row, Start, Window
+
+
+def require_wandb(project: str) -> None:
+    """Raises UserMistake if the `wandb` package isn't installed, which a project needs."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UserMistake(
+            f"wandb.project={project!r} needs the wandb extra: `pip install -e '.[wandb]'`, "
+            "or leave wandb.project at None"
+        )
+
+
+class WeightsAndBiases(Observer):
+    """Logs an attempt to Weights & Biases.
+
+    Args:
+      config: the experiment, with `wandb.project`.
+      workdir: the run's folder.
+
+    Raises:
+      TrainingFailed: at the start, that Weights & Biases can't be reached.
+    """
+
+    def __init__(self, config: TrainConfig, workdir: Path):
+        self._config, self._workdir = config, workdir
+        self._run: Any = None
+        self._recompiles: dict[int, dict[str, float]] = {}
+
+    def started(self, start: Start) -> None:
+        import wandb
+
+        settings = self._config.wandb
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                name=self._config.name,
+                group=self._workdir.name,
+                dir=self._workdir,
+                mode=settings.mode,
+                config=config_to_json(self._config),
+                settings=wandb.Settings(silent=True, console="off"),  # what is printed goes to our console alone
+            )
+        except wandb.Error as error:
+            raise TrainingFailed(
+                f"Weights & Biases can't be reached: {error}; run `wandb login`, set wandb.mode to offline, or "
+                "wandb.project to None"
+            ) from error
+        for report in start.reports:
+            self._run.summary.update({f"compile/{report.name}": report_scalars(report)})
+
+    def recompiled(self, recompile: Recompile) -> None:
+        # Logged with the row of its step: W&B drops values of a step that is behind the newest that it was told.
+        scalars = report_scalars(recompile.report).items()
+        waiting = self._recompiles.setdefault(recompile.step, {})
+        waiting |= {f"compile/{recompile.report.name}/{name}": value for name, value in scalars}
+
+    def window(self, window: Window) -> None:
+        for row in window.rows:
+            self._log(row)
+
+    def evaluated(self, evaluated: Evaluated) -> None:
+        self._log(evaluated.row)
+
+    def saved(self, step: int, path: Path) -> None:
+        self._run.summary.update({"checkpoint": str(path), "checkpoint_step": step})
+
+    def finished(self, ending: Ending) -> None:
+        self._run.summary.update({"status": ending.status})
+        self._run.finish(exit_code=0)
+        self._run = None
+
+    def close(self) -> None:
+        if self._run is not None:  # it hasn't ended well
+            self._run.finish(exit_code=1)
+            self._run = None
+
+    def _log(self, row: Row) -> None:
+        values = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
+        self._run.log(values | self._recompiles.pop(row["step"], {}), step=row["step"])

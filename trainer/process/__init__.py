@@ -1,0 +1,1 @@
+"""The process that a run lives in: its signals, streams, memory and packages."""

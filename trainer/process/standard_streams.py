@@ -1,0 +1,82 @@
+"""Standard output and standard error that may go away without ending the program.
+
+A reader that leaves (`| head -5`), a closed terminal and a full disk behind `> log.txt` make a `print` raise, or, if
+the text still waited in a buffer, make the interpreter end with status 120 after all has gone well. Training goes on
+without them; a command whose output is all that it is for ends instead (`trainer/process/broken_pipe.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+_GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
+
+
+@contextlib.contextmanager
+def outlive_readers() -> Iterator[None]:
+    """Inside, and at the end of the process, text that can't be written to standard output or error is dropped.
+
+    Each write tries again, so a log file is written further once its disk has room.
+    """
+    streams = sys.stdout, sys.stderr
+    # A process that is started without a stream (`>&-`) has None in its place, and the stream's descriptor is free: no
+    # file may get it, for libraries print there.
+    wrapped = [_Stream(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in streams]
+    sys.stdout, sys.stderr = wrapped  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for stream in wrapped:
+            stream.finish()
+        sys.stdout, sys.stderr = streams
+
+
+class _Stream:
+    """A text stream whose writes never raise `OSError`."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._answer(error)
+            return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._answer(error)
+
+    def finish(self) -> None:
+        """Leaves nothing behind that the interpreter would try in vain to write when it ends."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._discard()
+
+    def _answer(self, error: OSError) -> None:
+        if error.errno in _GONE_FOR_GOOD:
+            self._discard()
+
+    def _discard(self) -> None:
+        """Sends what is buffered, and all that follows, nowhere."""
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+            self._stream.flush()

@@ -1,0 +1,119 @@
+"""What stands around an attempt at a run: its console and record, stop signals, and what is said of its end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from trainer.compile.out_of_memory import explained
+from trainer.config import TrainConfig
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.metrics import last_logged_step
+from trainer.observers.record import RunRecord
+from trainer.observers.times import TimeAccount
+from trainer.process.event_loops import drain_event_loops
+from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.run.setup import Setup
+from trainer.terminal.console import Console
+from trainer.workdir import Workdir
+
+
+class Attempt:
+    """What everything in an attempt is told to.
+
+    Args:
+      config: the experiment.
+      workdir: where everything is written.
+      command: the command line, for the record.
+      account: of the attempt's time.
+      over: set once the exit status can't be changed by a stop signal any more.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        workdir: Workdir,
+        command: Sequence[str],
+        account: TimeAccount,
+        over: threading.Event,
+    ):
+        self.account, self.console, self.over = account, Console(), over
+        self.console.description(config.description)
+        for note in workdir.notes:
+            self.console.warning(note)
+        started_at = time.time() - account.total()
+        self.record = RunRecord(
+            workdir.record, command, started_at, account, self.console, last_logged_step(workdir.metrics)
+        )
+        self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c)
+        self.under_way: Callable[[], str] | None = None
+        """What a stop has to wait for before it saves; None: there is nothing to save yet."""
+        self._config, self._workdir = config, workdir
+
+    def opened(self, setup: Setup) -> None:
+        """Tells what is about to run."""
+        self.record.update(**setup.to_json())
+        self.console.opening(self._config.name, setup.facts() | {"workdir": str(self._workdir.path)})
+
+    def fail(self, message: str) -> None:
+        """Records that the attempt has failed."""
+        self.over.set()
+        self.record.update(status="failed", message=message)
+
+    def _on_stop_signal(self, name: str) -> None:
+        if self.over.is_set() or self.record["status"] != "running":
+            self.console.note(f"{name}: the run is ending already")
+        elif self.under_way is not None:
+            self.console.note(f"{name}: finishing {self.under_way()}, then saving; Ctrl-C (again) leaves at once")
+        else:
+            self.record.update(status="preempted", message=f"{name} before the first step of this attempt")
+            self.console.note(f"{name}: stopped before the first step; run the same command again")
+            os._exit(PREEMPTED)  # no handler of Python's would run while XLA compiles, and nothing is lost
+
+    def _on_second_ctrl_c(self) -> None:
+        if self.record["status"] == "running":  # else the run has had its last word
+            self.record.update(status="preempted", message="left at once by Ctrl-C after a stop signal, without saving")
+
+
+@contextlib.contextmanager
+def attempt(
+    config: TrainConfig, workdir: Workdir, *, command: Sequence[str], started: float, ending: threading.Event | None
+) -> Iterator[Attempt]:
+    """Heeds stop signals inside, and records how the attempt ended.
+
+    Args:
+      config: the experiment.
+      workdir: claimed for this process.
+      command: the command line, for the record.
+      started: `time.perf_counter()` when the process began.
+      ending: set once the run's exit status can't be changed by a stop signal any more.
+
+    Raises:
+      TrainingFailed: memory ran out inside, or something called `sys.exit`.
+    """
+    logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
+    drain_event_loops()
+    this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event())
+    # Outermost: the outer answer to a signal isn't this run's, and would be untrue while its end is being recorded.
+    with this.stop:
+        try:
+            with explained(config, command, this.record):
+                yield this
+        except SystemExit as exit:  # its status could be 0
+            message = f"something other than the trainer called sys.exit({exit.code!r})"
+            this.fail(message)
+            raise TrainingFailed(message) from exit
+        except BaseException as error:
+            named = isinstance(error, UserMistake | TrainingFailed)
+            kind = "" if named else type(error).__name__
+            this.fail(": ".join(filter(None, (kind, str(error)))))
+            raise
+
+
+def _is_no_exception_of_orbax(record: logging.LogRecord) -> bool:
+    """Drops the tracebacks that Orbax's threads log: the exception is raised too, and told in one message."""
+    return not (record.exc_info and "orbax" in record.pathname)

@@ -1,0 +1,100 @@
+"""Going on from a checkpoint: at its place in the data, with a config that may have changed since, which is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from trainer.checkpoints.folder import cannot_restore
+from trainer.checkpoints.saving import Checkpoints, Restored
+from trainer.config.changes import ConfigChange, ConfigHistory, refuse_other_run
+from trainer.config.file import load_saved_config
+from trainer.errors import UserMistake
+from trainer.run.setup import Setup
+from trainer.step.optimizer import make_schedule
+from trainer.terminal.console import Console
+from trainer.workdir import Workdir
+
+
+class Resumed(NamedTuple):
+    """What a run goes on from."""
+
+    step: int
+    state: Any
+    config_history: ConfigHistory
+    origin: dict[str, Any]
+    """What the record says of it."""
+
+
+def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed | None:
+    """Reads the newest whole checkpoint, and says what goes on from there, and how; None: there has never been one.
+
+    Raises:
+      UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
+    """
+    restored = checkpoints.restore_newest(setup.functions.abstract_state)
+    if restored is None:
+        return None
+    for damaged in restored.damaged:
+        console.note(f"{damaged}; it is kept, and the run goes on from the one before")
+    history, changes = go_on_from(restored, setup, workdir)
+    done = "; no step is left to make" if restored.step >= setup.config.num_steps else ""
+    console.note(f"resumed at step {restored.step}/{setup.config.num_steps} from {workdir.checkpoints}{done}")
+    for change in changes:
+        console.note(change)
+    passed_over = {str(item.path): item.reason for item in restored.damaged}
+    return Resumed(restored.step, restored.state, history, {"step": restored.step, "passed_over": passed_over})
+
+
+def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
+    """Puts the data at a checkpoint's place, and compares its config with the run's.
+
+    Args:
+      restored: the checkpoint.
+      setup: of the steps to come.
+      workdir: its config.json serves checkpoints that hold no config of their own, and is then the new one.
+
+    Returns:
+      The config with all its changes up to here, and lines that tell what goes on otherwise than before.
+
+    Raises:
+      UserMistake: the config or the data are such as the run can't go on with.
+      TrainingFailed: the checkpoint tells its config in another form.
+    """
+    before = _held_history(restored, workdir)
+    refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
+    of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
+    history = before.resumed(restored.step, setup.config)
+    new = history.changes[len(before.changes) :]
+    told = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
+    try:
+        workdir.write_config(setup.config)
+    except OSError as error:
+        told.append(f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it")
+    return history, told
+
+
+def _held_history(restored: Restored, workdir: Workdir) -> ConfigHistory:
+    if restored.config_history is None:
+        return ConfigHistory(load_saved_config(workdir.config))
+    try:
+        return ConfigHistory.from_json(restored.config_history)
+    except UserMistake as mistake:
+        raise cannot_restore(restored.path, f"its config: {mistake}") from mistake
+
+
+def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
+    """What follows from changes beyond what they say themselves."""
+    told = []
+    kinds = {change.kind for change in new}
+    if "schedule" in kinds and step < after.config.num_steps:
+        rates = [
+            float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
+        ]
+        told.append(
+            f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
+            f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
+        )
+    if kinds & {"evaluation", "sequences"}:
+        told.append("validation losses are measured otherwise from now on, and don't compare with those up to here")
+    return told

@@ -1,0 +1,82 @@
+"""A run before its first step, and what the record and the opening panel say about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from trainer.config import TrainConfig
+from trainer.data import Corpus, TrainIterator
+from trainer.observers.record import describe_devices
+from trainer.sample.during_training import Samples
+from trainer.step.attention_plan import AttentionPlan, describe_attention
+from trainer.step.flops import DevicePeak, FlopCounter
+from trainer.step.functions import Batch, StepFunctions
+from trainer.step.sharding import batch_sharding, bytes_per_device
+from trainer.terminal.units import format_bytes, format_count
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before its first step."""
+
+    config: TrainConfig
+    corpus: Corpus
+    functions: StepFunctions
+    attention: tuple[AttentionPlan, ...]
+    batches: TrainIterator
+    validation_batches: list[Batch]
+    """On the devices."""
+    samples: Samples | None
+    """None: no prompts to continue."""
+    flops: FlopCounter
+    peak: DevicePeak
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        return list(self.functions.mesh.devices.flat)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.batch_size * self.config.sequence_length
+
+    def put(self, batch: Any) -> Batch:
+        """A batch of NumPy arrays, on the devices."""
+        return jax.device_put(batch, batch_sharding(self.functions.mesh))
+
+    def to_json(self) -> dict[str, Any]:
+        """What the run record says about it."""
+        return {
+            "name": self.config.name,
+            "description": self.config.description,
+            "devices": describe_devices(self.devices)
+            | {"peak_flops_per_s": self.peak.flops_per_s, "peak_source": self.peak.source},
+            "mesh": dict(self.functions.mesh.shape),
+            "num_parameters": self.functions.num_parameters,
+            "tokens_per_step": self.tokens_per_step,
+            "attention": [plan.to_json() for plan in self.attention],
+            "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
+        }
+
+    def facts(self) -> dict[str, str | list[str]]:
+        """What the opening panel says about it."""
+        devices, config = self.devices, self.config
+        state_bytes = bytes_per_device(self.functions.abstract_state)
+        gradient_bytes = bytes_per_device(self.functions.abstract_state.params)
+        data = self.corpus.summary()
+        return {
+            "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
+            f"{self.peak.flops_per_s / 1e12:,.2f} TFLOP/s each ({self.peak.source})",
+            "mesh": " × ".join(f"{axis} {size}" for axis, size in self.functions.mesh.shape.items()),
+            "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
+            f"of width {config.model.width}, {config.model.compute_dtype} compute",
+            "attention": describe_attention(self.attention),
+            "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
+            f"{data['tokenizer']} tokenizer, unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
+            "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
+            + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
+            "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "
+            "per device, before activations",
+        }

@@ -1,0 +1,132 @@
+"""A log window: steps that the host dispatches ahead of the device, measured from idle device to idle device."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainer.compile.history import CompileHistory
+from trainer.errors import TrainingFailed
+from trainer.observers.observer import Window, make_row
+from trainer.observers.times import StepTimes, TimeAccount
+from trainer.run.setup import Setup
+from trainer.step.flops import StepFlops
+from trainer.step.functions import StepMetrics
+
+# Steps that the host may be ahead of the device: enough that the device never waits for the host, few enough that a
+# stop signal is obeyed soon and only few batches wait in the device's memory.
+_MAX_STEPS_AHEAD = 2
+
+
+class RunningWindow:
+    """Collects the steps of a window; the device is idle when it begins.
+
+    Args:
+      setup: of the run.
+      account: of its time.
+      first_step: of the window.
+    """
+
+    def __init__(self, setup: Setup, account: TimeAccount, first_step: int):
+        self._setup, self._account, self._first_step = setup, account, first_step
+        self._begun = time.perf_counter()
+        self._waited, self._compiled = account.seconds("data_wait"), account.seconds("compile")
+        self._metrics: list[StepMetrics] = []  # on the device
+        self._history: list[StepMetrics] = []  # the same on the host
+        self._flops, self._num_tokens = StepFlops(0, 0), 0
+
+    def add(self, batch: Any, metrics: StepMetrics) -> int | None:
+        """Counts a step that was dispatched, and waits where the host is too far ahead.
+
+        Args:
+          batch: on the host.
+          metrics: on the device, which may not have made them yet.
+
+        Returns:
+          The newest step that is known to be done; None: nothing was waited for.
+        """
+        self._metrics.append(metrics)
+        self._flops = StepFlops(*map(sum, zip(self._flops, self._setup.flops(batch["segment_ids"]), strict=True)))
+        self._num_tokens += batch["segment_ids"].size
+        if len(self._metrics) <= _MAX_STEPS_AHEAD:
+            return None
+        jax.block_until_ready(self._metrics[-1 - _MAX_STEPS_AHEAD])
+        return self._first_step + len(self._metrics) - 1 - _MAX_STEPS_AHEAD
+
+    def wait(self, state: Any) -> None:
+        """Waits until the device has made the state after the last step, and reads the metrics of all."""
+        jax.block_until_ready(state)
+        self._history = jax.device_get(self._metrics)
+
+    def result(self, times: StepTimes, compiles: CompileHistory) -> Window:
+        """What came of the steps, once they have been waited for.
+
+        Args:
+          times: of the attempt's steps; these are added.
+          compiles: tells which steps waited for a program to be compiled again.
+        """
+        metrics = self._history
+        # A recompile is no part of a step's speed.
+        seconds = time.perf_counter() - self._begun - (self._account.seconds("compile") - self._compiled)
+        data_wait_s = self._account.seconds("data_wait") - self._waited
+        capacity = seconds * self._setup.peak.flops_per_s * len(self._setup.devices)
+        mfu = (self._flops.causal / capacity, self._flops.noncausal / capacity)
+        times.add_window(len(metrics), seconds, self._num_tokens, mfu)
+        step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
+        speed = {
+            "step_s": seconds / len(metrics),
+            "data_wait_s": data_wait_s,
+            "tokens_per_s": self._num_tokens / seconds,
+            "mfu_causal": mfu[0],
+            "mfu_noncausal": mfu[1],
+        }
+        rows = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
+        rows[-1] |= speed
+        return Window(
+            step=step,
+            num_steps=num_steps,
+            loss=float(metrics[-1].loss),
+            step_s=speed["step_s"],
+            data_wait_s=data_wait_s,
+            tokens_per_s=speed["tokens_per_s"],
+            mfu_causal=mfu[0],
+            left_s=(times.typical_step_s() or seconds) * (num_steps - step),
+            rows=[make_row(number, row) for number, row in enumerate(rows, self._first_step)],
+            overflow=_find_overflow(metrics, self._first_step),
+        )
+
+
+def not_finite(overflow: str, checkpoint: Path | None) -> TrainingFailed:
+    """What ends a run whose loss or gradient overflowed.
+
+    Args:
+      overflow: from the window.
+      checkpoint: the newest; None: there is none yet.
+    """
+    return TrainingFailed(
+        f"{overflow}: not finite, so the run stops; the last good checkpoint is {checkpoint or 'not there yet'}. "
+        "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help, from there on "
+        "or, in a new --workdir, from the start"
+    )
+
+
+def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[str, float]:
+    values = {
+        "loss": float(metrics.loss),
+        "z_loss": float(metrics.z_loss),
+        "grad_norm": float(metrics.grad_norm),
+        "learning_rate": float(metrics.learning_rate),
+        "num_targets": int(metrics.num_targets),
+    }
+    recompile_s = compiles.recompile_seconds("train_step", step)
+    return values | ({"recompile_s": recompile_s} if recompile_s else {})
+
+
+def _find_overflow(metrics: list[StepMetrics], first_step: int) -> str | None:
+    for step, each in enumerate(metrics, first_step):
+        if not each.finite:
+            return f"step {step}: loss {float(each.loss)}, gradient norm {float(each.grad_norm)}"
+    return None

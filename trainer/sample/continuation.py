@@ -1,0 +1,183 @@
+"""From an understood command line to texts on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import rich.console
+
+from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
+from trainer.compile.stages import use_compilation_cache
+from trainer.config import MeshConfig
+from trainer.data import Tokenizer
+from trainer.data.files import read_at_most
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.sample.generate import Generator, NewToken, Request
+from trainer.sample.sample_command import SampleCommand
+from trainer.sample.streams import make_streams, show_whole
+from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
+from trainer.sample.trained_run import TrainedRun, open_run
+from trainer.step.sharding import make_mesh
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_bytes, format_count, format_seconds
+
+_DEFAULT_NUM_TOKENS = 256
+# The longest tokens that tokenizers have, runs of spaces, stand for fewer bytes.
+_MAX_BYTES_PER_TOKEN = 256
+# A long prompt's beginning is left out where the texts are shown.
+_NUM_SHOWN_CHARACTERS = 400
+
+
+def run(command: SampleCommand) -> None:
+    """Continues the prompts of a command.
+
+    Raises:
+      UserMistake: a checkpoint is missing, the tokenizer differs from training's, or a text doesn't fit the context.
+      TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
+    """
+    console = Console(rich.console.Console(stderr=True, highlight=False))
+    trained = open_run(command.workdir, tokenizer=command.tokenizer, rope_scaling=command.rope_scaling)
+    for damaged in trained.checkpoint.damaged:
+        console.warning(f"{damaged}; the one before it is taken")
+    prompts, requests = _plan(command, trained)
+
+    use_compilation_cache(trained.config.compilation.cache_dir)
+    device = make_mesh(MeshConfig()).devices.flat[0]
+    generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
+    with _explained(requests, trained, device, generator):
+        trained, restored = trained.restore_params(device)
+        params = generator.lay_out(restored)
+    console.note(
+        f"{trained.config.name} at step {trained.checkpoint.step}: {format_count(trained.model.num_parameters)} "
+        f"parameters, {trained.tokenizer.name} tokenizer, context of {trained.context_length:,} tokens, "
+        f"{device.device_kind}"
+    )
+    begun = time.perf_counter()
+    with _explained(requests, trained, device, generator):
+        num_added, num_ended = _show(generator.generate(params, requests), prompts, requests, trained.tokenizer)
+    console.note(
+        f"tokens added: {num_added:,} in {format_seconds(time.perf_counter() - begun)}, compiling included; "
+        f"texts that ended by themselves: {num_ended} of {len(requests)}"
+    )
+
+
+@contextlib.contextmanager
+def _explained(
+    requests: Sequence[Request], trained: TrainedRun, device: jax.Device, generator: Generator
+) -> Iterator[None]:
+    """Ends sampling with a message where the device, or this machine, is out of memory."""
+    try:
+        with running("sampling"):
+            yield
+    except OutOfMemory as error:
+        longest = max(len(request.tokens) + request.num_new_tokens for request in requests)
+        model, caches = trained.model, format_bytes(generator.cache_bytes(requests))
+        parameters = model.num_parameters * jnp.dtype(model.compute_dtype).itemsize
+        raise TrainingFailed(
+            f"sampling: out of memory on {'this machine' if error.on_host else device.device_kind}: {error.reason}\n"
+            f"  it needs {format_bytes(parameters)} for the parameters in {model.compute_dtype}, after "
+            f"{format_bytes(model.num_parameters * 4)} for them as saved; {caches} for the caches of {len(requests)} "
+            f"text(s) of up to {longest:,} tokens, the one that begins a document included; and a prompt's own\n"
+            f"  {describe_host() if error.on_host else describe_device(device, 1)}\n"
+            "  what helps: fewer prompts or seeds at a time, shorter prompts, or a smaller --num-tokens"
+        ) from error
+
+
+def _show(
+    tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer
+) -> tuple[int, int]:
+    """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    streams = make_streams(len(prompts), _write, width)
+    texts = [""] * len(prompts)
+
+    def show(index: int, text: str) -> None:
+        texts[index] += text
+        streams[index].add(text)
+
+    growing = [GrowingText(tokenizer, request.tokens) for request in requests]
+    for index, prompt in enumerate(prompts):
+        show(index, prompt if len(prompt) <= _NUM_SHOWN_CHARACTERS else f"…{prompt[-_NUM_SHOWN_CHARACTERS:]}")
+    num_added = num_ended = 0
+    for new in tokens:
+        num_added += 1
+        if new.token == requests[new.request].stop_token:
+            num_ended += 1
+        else:
+            show(new.request, growing[new.request].add(new.token))
+        if new.is_last:
+            show(new.request, growing[new.request].end())
+            streams[new.request].end()
+    if width is not None and len(texts) > 1:
+        show_whole(texts, _write)
+    return num_added, num_ended
+
+
+def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[Request]]:
+    """The prompt and the request of each text."""
+    stop_token = find_stop_token(command.stop_token, trained.tokenizer)
+    prompts, requests = [], []
+    for number, prompt in enumerate(_read_prompts(command, trained.context_length), 1):
+        tokens = encode_prompt(prompt, trained.tokenizer, trained.context_length)
+        num_new_tokens = _num_new_tokens(number, tokens, command, trained)
+        for seed in command.seed:
+            prompts.append(prompt)
+            requests.append(Request(tokens, num_new_tokens, seed, stop_token))
+    return prompts, requests
+
+
+def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
+    yield from command.prompt
+    limit = context_length * _MAX_BYTES_PER_TOKEN
+    for path in command.prompt_file:
+        try:
+            content = read_at_most(path, limit)
+            if content is None:
+                raise UserMistake(
+                    f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
+                    f"{context_length:,} tokens can hold; shorten it"
+                )
+            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any kind of line end becomes \n.
+        except OSError as error:
+            raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise UserMistake(f"--prompt-file {path} is not UTF-8: {error.reason} at byte {error.start:,}") from error
+
+
+def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, trained: TrainedRun) -> int:
+    """How many to add to a prompt's tokens. What lies past the context was never trained, so that is refused."""
+    length = len(tokens)
+    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.end_of_document_id else ""
+    context, scaling = trained.context_length, trained.model.rope_scaling
+    limit = f"the {context:,} tokens that the model was trained on"
+    if scaling.kind != "none":
+        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}"
+    if length > context:
+        factor = math.ceil(length * scaling.factor / context)
+        stretch = f", or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor {factor}"
+        raise UserMistake(
+            f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
+            + (stretch if trained.model.rope_base is not None else "")
+        )
+    # The last token is never looked back on, so it needs no cell of the cache.
+    room = context - length + 1
+    if command.num_tokens is None:
+        return min(_DEFAULT_NUM_TOKENS, room)
+    if command.num_tokens > room:
+        raise UserMistake(
+            f"prompt {number} has {length - bool(begun):,} tokens{begun}; --num-tokens {command.num_tokens} more would "
+            f"overfill the cache, which holds {limit}; use at most --num-tokens {room}, or leave it out"
+        )
+    return command.num_tokens
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,1 @@
+"""The training step: optimizer, loss, sharding, and the functions made of them."""

@@ -1,0 +1,200 @@
+"""The training step: a pure function of state and batch, jitted over the mesh.
+
+The model is split into its structure, closed over, and its parameters, a nested dict that travels with the
+optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
+and positions, as `trainer.data` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from layers import GPT, ActivationSharding
+from trainer.config import TrainConfig
+from trainer.step.loss import CrossEntropy, chunked_cross_entropy
+from trainer.step.optimizer import make_optimizer, make_schedule
+from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
+
+Batch = dict[str, Array]
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "targets": jnp.int32,
+    "target_mask": jnp.bool_,
+    "segment_ids": jnp.int32,
+    "positions": jnp.int32,
+}
+
+
+class TrainState(NamedTuple):
+    """Everything that an update reads and writes."""
+
+    step: Int[Array, ""]
+    """Updates made so far."""
+    params: Any
+    """Nested dict of float32 arrays, by the names of the model's attributes."""
+    opt_state: Any
+    """The optimizer's, its moments sharded like the parameters."""
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, on the device until read."""
+
+    loss: Float[Array, ""]
+    """Nats per target, without z-loss."""
+    z_loss: Float[Array, ""]
+    """z-loss per target, weighted."""
+    grad_norm: Float[Array, ""]
+    """Global norm of the gradient before clipping."""
+    learning_rate: Float[Array, ""]
+    """Of this update."""
+    num_targets: Int[Array, ""]
+    """Tokens that the loss is a mean over."""
+    finite: Bool[Array, ""]
+    """False: loss or gradient overflowed, and the state was left as it was."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """A config made into functions over one mesh; nothing has run on a device yet."""
+
+    mesh: Mesh
+    graphdef: Any
+    """The model's structure: `nnx.merge(graphdef, state.params)` is the model."""
+    abstract_state: TrainState
+    """Shapes, dtypes and shardings of the state."""
+    abstract_batch: dict[str, jax.ShapeDtypeStruct]
+    """The same of a training batch."""
+    abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
+    """The same of an evaluation batch: as many sequences as a micro-batch has."""
+    init_state: Callable[[], TrainState]
+    """Jitted: the state before the first step, made in its shards."""
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
+    """Jitted: one update. Donates the state."""
+    eval_step: Callable[[Any, Batch], tuple[Array, Array]]
+    """Jitted: (params, batch) → (sum of nats, number of targets)."""
+
+    @property
+    def state_shardings(self) -> TrainState:
+        """The state's tree with a NamedSharding in each leaf's place."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
+
+
+def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
+    """Build the step functions of a config.
+
+    Args:
+      config: the experiment.
+      mesh: from `make_mesh(config.mesh)`.
+
+    Raises:
+      ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
+    """
+    optimizer = make_optimizer(config.optimizer, config.num_steps)
+    schedule = make_schedule(config.optimizer, config.num_steps)
+
+    def make_model() -> GPT:
+        sharding = ActivationSharding(mesh)
+        return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
+
+    def init_state() -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    def cross_entropy(params, batch: Batch) -> CrossEntropy:
+        model = nnx.merge(graphdef, params)
+        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else ()
+        hidden = model(batch["tokens"], *documents)
+        with jax.named_scope("loss"):
+            return chunked_cross_entropy(
+                hidden,
+                model.head_kernel,
+                batch["targets"],
+                batch["target_mask"],
+                chunk_size=config.loss.chunk_size,
+                z_loss=config.loss.z_loss,
+                mesh=mesh,
+            )
+
+    def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
+        """Gradient of the mean over all micro-batches' targets, and their sums."""
+        num_targets = jnp.maximum(batch["target_mask"].sum(dtype=jnp.int32), 1)
+
+        def share_of_loss(params, micro_batch):
+            sums = cross_entropy(params, micro_batch)
+            return sums.total / num_targets, sums
+
+        def gradient(micro_batch):
+            grads, sums = jax.grad(share_of_loss, has_aux=True)(params, micro_batch)
+            # Kept in the parameters' shards, which makes the sum over devices a reduce-scatter.
+            return lax.with_sharding_constraint(grads, shardings.params), sums
+
+        if config.gradient_accumulation == 1:
+            return gradient(batch)
+        micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, config.gradient_accumulation), batch)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: gradient(batch)))
+        return lax.scan(lambda acc, x: (jax.tree.map(jnp.add, acc, gradient(x)), None), zeros, micro_batches)[0]
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        grads, sums = mean_loss_gradient(state.params, batch)
+        num_targets = jnp.maximum(sums.num_targets, 1)
+        loss, z_loss = sums.nats / num_targets, sums.z / num_targets
+        with jax.named_scope("optimizer"):
+            grad_norm = optax.tree.norm(grads)
+            finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+            # A select fuses into the update; a branch would keep both states alive.
+            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            learning_rate = schedule(state.step)
+        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
+
+    def eval_step(params, batch: Batch) -> tuple[Array, Array]:
+        sums = cross_entropy(params, batch)
+        return sums.nats, sums.num_targets
+
+    graphdef = nnx.split(nnx.eval_shape(make_model), nnx.Param)[0]
+    shapes = jax.eval_shape(init_state)
+    shardings = parameter_shardings(shapes, mesh)
+    of_batch, of_scalar = batch_sharding(mesh), replicated(mesh)
+    return StepFunctions(
+        mesh=mesh,
+        graphdef=graphdef,
+        abstract_state=jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+        ),
+        abstract_batch=_abstract_batch(config, config.batch_size, mesh),
+        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh),
+        init_state=jax.jit(init_state, out_shardings=shardings),
+        train_step=jax.jit(
+            train_step,
+            in_shardings=(shardings, of_batch),
+            out_shardings=(shardings, of_scalar),
+            donate_argnums=0,
+        ),
+        eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
+    )
+
+
+def _into_micro_batches(x: Array, count: int) -> Array:
+    """[B, T] → [count, B / count, T], every count-th row to each, so that no row leaves its device."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+
+def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    shape, sharding = (batch_size, config.sequence_length), batch_sharding(mesh)
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in BATCH_DTYPES.items()}

@@ -1,0 +1,169 @@
+"""The device mesh, and which dim of which parameter lies on which of its axes.
+
+"Axis" means an axis of the mesh, "dim" a dimension of an array. Parameters are partitioned by one literal
+table over their paths; the optimizer's moments end in the same paths, so the same table serves them. XLA's
+partitioner (GSPMD, arXiv:2105.04663) derives every other array's sharding from these.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainer.config import MeshConfig
+from trainer.errors import TrainingFailed, UserMistake
+
+AXES = ("data", "fsdp", "tensor", "context")
+BATCH_AXES = ("data", "fsdp")
+
+# Where the end of a path matches, each dim lies on the axis named for it. Block parameters are stacked over
+# layers: their leading dim is walked by the scan over layers and is never split. Attention kernels are
+# [layers, width, heads, head_dim] and, for the output, [layers, heads, head_dim, width].
+PARTITION_RULES: tuple[tuple[str, P], ...] = (
+    (r"embedding\.embedding", P("tensor", "fsdp")),
+    (r"head\.kernel", P("fsdp", "tensor")),
+    (r"final_norm\.scale", P(None)),
+    (r"blocks\.\d+\.attention\.(query|key|value)\.kernel", P(None, "fsdp", "tensor", None)),
+    (r"blocks\.\d+\.attention\.output\.kernel", P(None, "tensor", None, "fsdp")),
+    (r"blocks\.\d+\.attention\.(query_norm|key_norm)\.scale", P(None, None)),
+    (r"blocks\.\d+\.attention\.sinks", P(None, "tensor")),
+    (r"blocks\.\d+\.(attention_norm|mlp_norm)\.scale", P(None, None)),
+    (r"blocks\.\d+\.mlp\.(up|gate)\.kernel", P(None, "fsdp", "tensor")),
+    (r"blocks\.\d+\.mlp\.down\.kernel", P(None, "tensor", "fsdp")),
+)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of axes data, fsdp, tensor and context.
+
+    Args:
+      config: the size of each axis.
+      devices: exactly the devices to use. None: the first of `jax.devices()`, as many as the mesh needs;
+        where several processes train together, all of them.
+
+    Raises:
+      UserMistake: the product of the sizes doesn't fit the devices.
+      TrainingFailed: the devices can't be started.
+
+    >>> make_mesh(MeshConfig()).axis_names
+    ('data', 'fsdp', 'tensor', 'context')
+    """
+    sizes = asdict(config)
+    needed = math.prod(sizes.values())
+    available = list(_start_devices() if devices is None else devices)
+    may_leave_some = devices is None and jax.process_count() == 1
+    product = " × ".join(f"{name}={size}" for name, size in sizes.items())
+    if needed > len(available) or (needed < len(available) and not may_leave_some):
+        raise UserMistake(
+            f"the mesh {product} needs {needed} device(s), got {len(available)} ({available[0].platform}); "
+            f"set the sizes under mesh so that their product is {len(available)}"
+        )
+    axis_types = (AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types, devices=available[:needed])
+    except (AssertionError, NotImplementedError, ValueError) as error:  # JAX lays meshes out on a TPU's wiring
+        raise UserMistake(
+            f"the mesh {product} needs {needed} devices, and {needed} × {available[0].device_kind} don't form a block "
+            "that it can be laid out on; set the sizes under mesh so that their product is a power of two"
+        ) from error
+
+
+def bytes_per_device(abstract: Any) -> int:
+    """What a tree of `jax.ShapeDtypeStruct`s with shardings takes on each device, in bytes."""
+    leaves = jax.tree.leaves(abstract)
+    return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
+
+
+def _start_devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        raise TrainingFailed(
+            f"JAX can't start its devices: {error}; mend the driver or JAX's plugin for it, "
+            "or choose another platform with JAX_PLATFORMS (JAX_PLATFORMS=cpu always works)"
+        ) from error
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree path as the rules see it: `params.blocks.0.mlp.up.kernel`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+
+
+def partition_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The partition of one array, found by the end of its path.
+
+    Args:
+      name: its path, dotted: a parameter's own, or one that ends in a parameter's (an optimizer moment).
+      shape: its global shape. A scalar is replicated, whatever its name.
+      mesh: supplies the axis sizes.
+
+    Raises:
+      ValueError: no rule matches, the rule is for another rank, or an axis doesn't divide its dim.
+    """
+    if not shape:
+        return P()
+    matching = [(pattern, spec) for pattern, spec in PARTITION_RULES if re.search(rf"(?:^|\.){pattern}$", name)]
+    if not matching:
+        raise ValueError(
+            f"no partition rule matches the parameter {name!r} of shape {shape}; "
+            "add one to PARTITION_RULES in trainer/step/sharding.py"
+        )
+    pattern, spec = matching[0]
+    if len(spec) != len(shape):
+        raise ValueError(
+            f"the partition rule {pattern!r} is for {len(spec)} dims, but {name!r} has shape {shape}; "
+            "correct the rule in trainer/step/sharding.py"
+        )
+    for dim, (length, axis) in enumerate(zip(shape, spec, strict=True)):
+        if axis is not None and length % (size := mesh.shape[axis]):
+            raise ValueError(
+                f"dim {dim} of {name!r} has length {length}, which mesh.{axis}={size} does not divide; "
+                f"make it {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
+            )
+    return spec
+
+
+def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
+    """A NamedSharding for every array of a tree of parameters, or of a whole training state.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s; every leaf that isn't a scalar has a path that ends in a
+        parameter's.
+      mesh: from `make_mesh`.
+
+    Returns:
+      The tree with a sharding in each leaf's place.
+
+    Raises:
+      ValueError: as `partition_spec`.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, mesh)), tree
+    )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays [batch, sequence]: sequences over data and fsdp, their tokens over context."""
+    return NamedSharding(mesh, P(BATCH_AXES, "context"))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same value on every device."""
+    return NamedSharding(mesh, P())
+
+
+def on_one_device(tree: Any, mesh: Mesh) -> Any:
+    """Gathers arrays on every device of the mesh, and takes one's whole copies, no longer bound to the others.
+
+    Args:
+      tree: arrays on the mesh.
+      mesh: from `make_mesh`.
+    """
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), jax.device_put(tree, replicated(mesh)))

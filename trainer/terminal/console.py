@@ -1,0 +1,169 @@
+"""What the user sees: panels and a progress bar on a terminal, the same facts as plain lines anywhere else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import rich.console
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Column, Table
+from rich.text import Text
+
+# Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class Console:
+    """Prints a run.
+
+    Args:
+      output: where to; by default standard output. Anything but a terminal gets plain lines without control codes.
+    """
+
+    def __init__(self, output: rich.console.Console | None = None):
+        self._output = output or rich.console.Console(highlight=False)
+        self._is_terminal = self._output.is_terminal and not self._output.is_dumb_terminal
+        self._description = ""
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def note(self, line: str, *, whole: bool = False) -> None:
+        """One line of its own.
+
+        Args:
+          whole: whether it's to be copied, or as somebody else wrote it. Others are broken between words where a
+            terminal is too narrow for them.
+        """
+        self._output.print(line, markup=False, highlight=False, soft_wrap=whole or not self._is_terminal)
+
+    def warning(self, line: str) -> None:
+        """One line of its own, which says that it warns."""
+        self.note(f"warning: {line}")
+
+    def description(self, line: str) -> None:
+        """What the run is: the first line printed; on a terminal, the first of the opening panel."""
+        self._description = line
+        if line and not self._is_terminal:
+            self.note(line)
+
+    def opening(self, title: str, facts: Mapping[str, str | Sequence[str]]) -> None:
+        """What is about to run.
+
+        Args:
+          facts: label → value, or the lines of one.
+        """
+        self._facts(title, self._description, facts)
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Shows on a terminal that work goes on, and for how long; elsewhere nothing.
+
+        Args:
+          what: the work, as in "compiling".
+        """
+        if not self._is_terminal:
+            yield
+            return
+        text = TextColumn("{task.description} …", markup=False)
+        with self._moving(SpinnerColumn(), text, TimeElapsedColumn(), transient=True) as progress:
+            progress.add_task(what, total=None)
+            yield
+
+    def start_steps(self, done: int, num_steps: int) -> None:
+        """Shows the progress bar, on a terminal."""
+        if self._is_terminal:
+            self._progress = self._moving(
+                SpinnerColumn(),
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),  # takes what the others leave of the line
+                TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
+            )
+            self._task = self._progress.add_task("step", total=num_steps, completed=done, status="first step …")
+
+    def advance(self, done: int) -> None:
+        """Moves the bar to the number of steps that the device has finished."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done)
+
+    def step_line(self, line: str, *, short: str, done: int, status: str) -> None:
+        """A line about steps, on a terminal above the bar.
+
+        Args:
+          line: what to print.
+          short: the same for a terminal that is too narrow for the line.
+          done: to where the bar moves.
+          status: what stands at the bar's end from now on.
+        """
+        self.note(short if self._is_terminal and len(line) > self._output.width else line)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, status=status)
+
+    def quote(self, label: str, text: str) -> None:
+        """A text that somebody else wrote, unbroken; a terminal gets signs for the characters that would steer it."""
+        self.note(f"{label}{visible(text) if self._is_terminal else text}", whole=True)
+
+    def stop_steps(self) -> None:
+        """Takes the progress bar off the terminal's hands; safe to call at any time."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def closing(self, title: str, facts: Mapping[str, str | Sequence[str]], next_commands: Sequence[str] = ()) -> None:
+        """What came out, where it lies, and what to do with it.
+
+        Args:
+          title: how it ended.
+          facts: label → value, or the lines of one.
+          next_commands: below the panel, so that they can be copied whole.
+        """
+        self._facts(title, "", facts)
+        if next_commands:
+            self.note("\n".join(["next:", *(f"  {command}" for command in next_commands)]), whole=True)
+
+    def _moving(self, *columns: ProgressColumn, transient: bool = False) -> Progress:
+        """Starts a line at the bottom of the terminal that is drawn anew ten times a second, by a thread of its own."""
+        progress = Progress(*columns, console=self._output, expand=not transient, transient=transient)
+        progress.start()
+        self._output.show_cursor(True)  # a process that is killed could not bring it back
+        return progress
+
+    def _facts(self, title: str, description: str, facts: Mapping[str, str | Sequence[str]]) -> None:
+        lines = [(label, [value] if isinstance(value, str) else list(value)) for label, value in facts.items()]
+        if not self._is_terminal:
+            self.note(title)
+            for label, values in lines:
+                self.note("\n".join(f"  {label}: {value}" for value in values))
+            return
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="bold")
+        grid.add_column()
+        for label, values in lines:
+            grid.add_row(label, "\n".join(values))
+        content: Table = grid
+        if description:
+            content = Table.grid(padding=(0, 0, 1, 0))
+            content.add_row(description)
+            content.add_row(grid)
+        self._output.print(Panel(content, title=Text(title), title_align="left"), markup=False)
+
+
+def visible(text: str) -> str:
+    """Text with a sign in the place of each character that would steer the terminal, but for line ends and tabs.
+
+    >>> visible("red: \\x1b[31m")
+    'red: ␛[31m'
+    """
+    return text.translate(_PICTURES)
