@@ -63,3 +63,10 @@ def see_last(free, num_steps, num_stages: int) -> None:
     @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
     def _(step):
         plgpu.barrier_wait(free.at[jax.lax.rem(step, num_stages)])
+
+
+def multiply(acc, a, b, spare) -> None:
+    if spare is not None:
+        spare[...] = a
+        a = spare
+    plgpu.wgmma(acc, a, b)

@@ -16,8 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands, log2_scale, see_last, weigh_pairs
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, vector
+from kernels.backends.mosaic_gpu.backward import Operands, log2_scale, multiply, see_last, weigh_pairs
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS as ROWS
+from kernels.backends.mosaic_gpu.memory import accumulator, load_vector, matrix, vector
 from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, offset_weights
 from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
@@ -27,7 +28,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
-from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler as Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -73,7 +74,7 @@ def key_value_pass(
         tuning.block_kv,
         tuning.num_stages,
     )
-    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, block_kv), tuning.heads_at_once, last_rows_first=False)
+    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, block_kv), tuning.heads_at_once, last_blocks_first=False)
     # Warpgroups share dK and dV by keys, and a tile of dQ by rows, or where there are too few rows, by columns.
     dq_by_rows = not tuning.divides_dq_by_columns
     dq_cols = head_dim if dq_by_rows else head_dim // num_warpgroups

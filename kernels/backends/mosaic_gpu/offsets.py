@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 
 NUM_COLUMNS = 16
 """Columns of one product of 16-bit numbers: room for up to four offsets."""
@@ -53,7 +53,7 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
 
 def offset_weights(index: int, dtype) -> jax.Array:
     """Within a kernel: the 64 rows `[64, 16]` that bring in the offset of an index, laid out as an accumulator."""
-    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
+    column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
     weights = jnp.float32(0)
     for i, weight in enumerate(_WEIGHTS):
         weights = weights + jnp.where(column == len(_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward import Operands
 from kernels.backends.mosaic_gpu.forward import forward
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
-from kernels.backends.mosaic_gpu.memory import ROWS
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
@@ -52,7 +52,7 @@ def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: Atte
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
     query, key, value = (
         _padded(x, block, padded_head_dim(x.shape[-1]))
-        for x, block in _matrices(inputs, how.block_q if tuning.interpret else ROWS, how.block_kv)
+        for x, block in _matrices(inputs, how.block_q if tuning.interpret else WGMMA_ROWS, how.block_kv)
     )
     output, lse = forward(
         query,
@@ -76,7 +76,7 @@ def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: Mo
     blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
     if blocks.tiles is not None:
         return blocks
-    own = make_rows(inputs, call, ROWS, tuning.block_kv)
+    own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
     if own.tiles is not None:
         own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
     return share_walks(own, tuning.num_warpgroups)

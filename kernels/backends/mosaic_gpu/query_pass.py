@@ -9,8 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, weigh_pairs
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, spread, vector
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, multiply, see_last, weigh_pairs
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS as ROWS
+from kernels.backends.mosaic_gpu.memory import accumulator, load_vector, matrix, spread, vector
 from kernels.backends.mosaic_gpu.pairs import (
     Tokens,
     allowed_pairs,
@@ -19,7 +20,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
-from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler as Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall

@@ -18,14 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, weigh_pairs
+from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, multiply, see_last, weigh_pairs
 from kernels.backends.mosaic_gpu.memory import (
-    ROWS,
+    WGMMA_ROWS as ROWS,
+)
+from kernels.backends.mosaic_gpu.memory import (
     accumulator,
     load_matrix,
     load_vector,
     matrix,
-    multiply,
     spread,
     vector,
 )
@@ -37,7 +38,7 @@ from kernels.backends.mosaic_gpu.pairs import (
     tile_tokens,
     token_memory,
 )
-from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler as Schedule
 from kernels.backends.mosaic_gpu.walk import read_row
 from kernels.backends.tile_walk import Rows
 from kernels.call import AttentionCall
@@ -64,7 +65,7 @@ def wide_key_value_pass(
     _, kv_len, num_kv_heads, value_dim = operands.value.shape
     dtype = operands.query.dtype
     block_q, num_stages = tuning.block_q, tuning.num_stages
-    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, ROWS), tuning.heads_at_once, last_rows_first=False)
+    schedule = Schedule(batch, num_kv_heads, pl.cdiv(kv_len, ROWS), tuning.heads_at_once, last_blocks_first=False)
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
 
     def kernel(
