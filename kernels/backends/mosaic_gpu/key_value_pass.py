@@ -84,7 +84,7 @@ def key_value_pass(
 
     # A soft cap comes between the product and lse.
     lse_is_offset = call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
-    offsets = [-operands.pull, *([operands.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
+    offsets = [-operands.delta, *([operands.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
 
     given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
     if not lse_is_offset:
