@@ -30,7 +30,8 @@ _LOG2_E = math.log2(math.e)
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
 
-_Smem, _Barriers = TypeVar("_Smem"), TypeVar("_Barriers")
+_Smem = TypeVar("_Smem")
+_Barriers = TypeVar("_Barriers")
 
 
 class Operands(NamedTuple):
