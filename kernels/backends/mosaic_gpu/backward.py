@@ -12,8 +12,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.launch import launch, run_as_consumer, run_as_producer
@@ -75,7 +73,8 @@ class Context(NamedTuple, Generic[_Smem, _Barriers]):
     """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers.
 
     Attributes:
-      block, walk: the block that stays in shared memory, and the tiles that stream past it.
+      block, first: the block that stays in shared memory, and the index of its first query or key.
+      walk: the tiles that stream past it.
       num_steps: tiles of all heads that stream past it.
     """
 
@@ -86,6 +85,7 @@ class Context(NamedTuple, Generic[_Smem, _Barriers]):
     smem: _Smem
     barriers: _Barriers
     block: Block
+    first: jax.Array
     walk: RowWalk
     num_steps: jax.Array
     warpgroup: jax.Array
@@ -103,6 +103,7 @@ def launch_pass(
     producer: Callable[[Context[_Smem, _Barriers]], None],
     consumers: Sequence[Callable[[Context[_Smem, _Barriers]], None]],
     out_type: Any,
+    block_length: int,
     heads_per_block: int,
     shift: int | None = None,
 ) -> Any:
@@ -111,6 +112,7 @@ def launch_pass(
     Args:
       operands, out_type: the first fields of `Gmem`, and the others.
       producer, consumers: the roles; one consumer for all of the warpgroups, or one for each.
+      block_length: queries or keys of a block.
       heads_per_block: heads whose tiles stream past a block.
       shift: by how many tiles a block starts later than the one before it; None where the mask staggers them.
     """
@@ -127,8 +129,8 @@ def launch_pass(
             block.number,
             shift=None if shift is None else block.number * shift,
         )
-        num_steps = heads_per_block * walk.num_tiles
-        context = Context(call, tuning, machine, gmem, smem, barriers, block, walk, num_steps, warpgroup)
+        first, num_steps = block.number * block_length, heads_per_block * walk.num_tiles
+        context = Context(call, tuning, machine, gmem, smem, barriers, block, first, walk, num_steps, warpgroup)
         run_as_producer(warpgroup, tuning, functools.partial(producer, context))
         for i, consumer in enumerate(consumers):
             condition = warpgroup < tuning.num_warpgroups if len(consumers) == 1 else warpgroup == i
@@ -163,36 +165,3 @@ def probabilities(logits, lse, call: AttentionCall, keep_allowed: Callable[[jax.
         slope = 1 - logits * logits
     exponent = keep_allowed(logits) * log2_scale(call)
     return jnp.exp2(exponent if lse is None else exponent - spread(lse, logits.shape, rows=rows)), slope
-
-
-PULL = DELTA
-from kernels.backends.mosaic_gpu.pairs import keep_allowed
-
-
-def weigh_pairs(logits, lse, call: AttentionCall, is_partial, allowed, *, rows: bool):
-    """Weights of a tile, and by what the soft cap shrinks the gradient of its logits (None without one).
-
-    Args:
-      lse: of the rows or columns, in units of log₂; None if the logits had it subtracted already.
-    """
-    cap, slope = call.logits_soft_cap, None
-    if cap is not None:
-        logits = jnp.tanh(logits * (call.scale / cap))
-        slope = 1 - logits * logits
-    exponent = keep_allowed(logits, is_partial, allowed) * log2_scale(call)
-    return jnp.exp2(exponent if lse is None else exponent - spread(lse, logits.shape, rows=rows)), slope
-
-
-def see_last(free, num_steps, num_stages: int) -> None:
-    """Waits for the last completions of a ring's barriers: whoever waits at a barrier must see each of them."""
-
-    @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
-    def _(step):
-        plgpu.barrier_wait(free.at[jax.lax.rem(step, num_stages)])
-
-
-def multiply(acc, a, b, spare) -> None:
-    if spare is not None:
-        spare[...] = a
-        a = spare
-    plgpu.wgmma(acc, a, b)

@@ -17,7 +17,7 @@ from kernels.tuning import MosaicBackwardTuning
 
 
 class QueryTile(NamedTuple):
-    """A step's tile of queries: its head, its number in that head, and its rank among the block's tiles of that head."""
+    """A step's tile of queries: head, number in that head, and rank among the block's tiles of that head."""
 
     head: Any
     number: Any
@@ -56,15 +56,16 @@ def launch_key_value_pass(
         producer=producer,
         consumers=consumers,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)),
+        block_length=tuning.block_kv,
         heads_per_block=call.group_size,
         shift=shift,
     )
 
 
-def load_keys_and_values(context: Context) -> None:
-    """Copies the block's keys and values."""
+def load_keys_and_values(context: Context, first) -> None:
+    """Copies the block's keys and values, from the key of index `first` on."""
     _, tuning, _, gmem, smem, barriers, block, *_ = context
-    keys = pl.ds(block.number * tuning.block_kv, tuning.block_kv)
+    keys = pl.ds(first, tuning.block_kv)
     plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.head], smem.k, barriers.k)
     plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
 
@@ -75,9 +76,9 @@ def query_tile(context: Context, step) -> QueryTile:
     So programs that run at the same time read the same head, and share its tiles in the L2 cache.
     """
     group_size, walk = context.call.group_size, context.walk
-    member = 0 if group_size == 1 else jax.lax.div(step, walk.num_tiles)
-    head, rank = context.block.head * group_size + member, step - member * walk.num_tiles
-    return QueryTile(head, walk.tile(rank), rank)
+    member = jax.lax.div(step, walk.num_tiles)
+    rank = step - member * walk.num_tiles
+    return QueryTile(context.block.head * group_size + member, walk.tile(rank), rank)
 
 
 def store_gradient(context: Context, gradient, smem, ref, first) -> None:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import Context, Operands, log2_scale, probabilities
 from kernels.backends.mosaic_gpu.key_value_block import (
+    QueryTile,
     launch_key_value_pass,
     load_keys_and_values,
     query_tile,
@@ -94,7 +95,7 @@ class _Tile(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """A consumer's 64 keys: index of the first, place in the block, mask, weights of offsets, accumulators of dK, dV."""
+    """A consumer's 64 keys: index of the first, place in the block, mask, weights of offsets, accumulators."""
 
     first: Any
     place: Any
@@ -197,19 +198,20 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
 
 
 def _dq_columns(tuning: MosaicBackwardTuning, head_dim: int) -> int:
-    """Columns of dQ that one consumer computes: consumers share a tile of dQ by rows, or if it has too few, by columns."""
+    """Columns of dQ that one consumer computes. Consumers share a tile of dQ by rows, or if it has too few, by columns."""
     return head_dim // tuning.num_warpgroups if tuning.divides_dq_by_columns else head_dim
 
 
 def _load(context: _Pass) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
-    _, tuning, _, gmem, smem, barriers, block, walk, num_steps, _ = context
-    load_keys_and_values(context)
+    _, tuning, _, gmem, smem, barriers, block, _, walk, num_steps, _ = context
+    load_keys_and_values(context, block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
-        head, number, rank = query_tile(context, step)
         slot = barriers.q.slot(step)
+        one_head = QueryTile(block.head, walk.tile(step), step)
+        head, number, rank = one_head if context.call.group_size == 1 else query_tile(context, step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
@@ -230,7 +232,7 @@ def _load(context: _Pass) -> None:
 
 def _differentiate(context: _Pass) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
-    call, tuning, machine, gmem, smem, barriers, block, _, _, warpgroup = context
+    call, tuning, machine, gmem, smem, barriers, block, _, _, _, warpgroup = context
     place = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     first = block.number * tuning.block_kv + warpgroup * WGMMA_ROWS
     mask = TileMask.load(
@@ -249,7 +251,7 @@ def _differentiate(context: _Pass) -> None:
 
 def _accumulate(context: _Pass, keys: _Keys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
-    call, tuning, _, gmem, smem, barriers, _, _, num_steps, _ = context
+    call, tuning, _, gmem, smem, barriers, _, _, _, num_steps, _ = context
     # One loop for all kinds of tiles and all heads: with one for each, registers spill.
     last = jax.lax.fori_loop(0, num_steps, functools.partial(_next_tile, context, keys), (jnp.int32(0), jnp.int32(0)))
 
@@ -280,7 +282,7 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
     Args:
       last: number and head of the last tile.
     """
-    call, tuning, machine, _, smem, barriers, block, _, _, warpgroup = context
+    call, tuning, machine, _, smem, barriers, block, _, _, _, warpgroup = context
     slot = barriers.q.slot(step)
     # The barrier makes the compiler compute the addresses of keys and values in each step. Kept across steps, they take
     # one register per 16 columns.
@@ -330,7 +332,7 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
 
 def _p_and_ds(context: _Pass, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
-    call, tuning, machine, _, smem, barriers, _, _, _, warpgroup = context
+    call, tuning, machine, _, smem, barriers, _, _, _, _, warpgroup = context
 
     def subtract(index, acc):
         memory = None if smem.weights is None else smem.weights.at[warpgroup]

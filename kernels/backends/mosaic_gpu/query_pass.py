@@ -85,13 +85,14 @@ def query_pass(
         producer=_load,
         consumers=[_differentiate],
         out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
+        block_length=tuning.block_q_dq,
         heads_per_block=1,
     )
 
 
 def _load(context: _Pass) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
-    _, tuning, _, gmem, smem, barriers, block, walk, num_steps, _ = context
+    _, tuning, _, gmem, smem, barriers, block, _, walk, num_steps, _ = context
     kv_head = block.head // context.call.group_size
 
     @pl.loop(0, num_steps)
@@ -112,7 +113,7 @@ def _load(context: _Pass) -> None:
 
 def _differentiate(context: _Pass) -> None:
     """Consumer: dQ of 64 query rows."""
-    call, tuning, machine, gmem, smem, barriers, block, _, _, warpgroup = context
+    call, tuning, machine, gmem, smem, barriers, block, _, _, _, warpgroup = context
     first = block.number * tuning.block_q_dq + warpgroup * WGMMA_ROWS
     rows, full = pl.ds(first, WGMMA_ROWS), barriers.queries.at[warpgroup]
     for source, target in (
