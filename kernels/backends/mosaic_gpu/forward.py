@@ -225,13 +225,14 @@ def _load(context: _Context) -> None:
 
 def _load_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
     """Copies the key/value tiles of one block."""
-    call, tuning, _, _, gmem, smem, barriers, *_ = context
+    tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
 
     @pl.loop(0, walk.num_tiles)
     def copy_tile(rank):
         step = num_before + rank
         slot = barriers.k.slot(step)
-        kv_head, tile = block.head // call.group_size, pl.ds(walk.tile(rank) * tuning.block_kv, tuning.block_kv)
+        kv_head = block.head // context.call.group_size
+        tile = pl.ds(walk.tile(rank) * tuning.block_kv, tuning.block_kv)
         barriers.k.producer_acquire(step, slot)
         plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
         # Before the wait for the values' stage: keys are full only with their tokens.
@@ -266,14 +267,14 @@ def _attend(context: _Context) -> None:
 
 def _attend_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
     """Computes a consumer's rows of one block, and skips the tiles that only other rows attend to."""
-    call, tuning, machine, _, gmem, smem, barriers, _, _, warpgroup = context
+    call, tuning, barriers, warpgroup = context.call, context.tuning, context.barriers, context.warpgroup
     first = block.number * tuning.block_q + warpgroup * WGMMA_ROWS
     q_rows = pl.ds(first, WGMMA_ROWS)
     if not tuning.persistent:
         _load_query(context, block, warpgroup)
-    mask = TileMask.load(call, machine, "key_value", block.batch, q_rows, tuning.block_kv, gmem.tokens, smem.tokens)
+    mask = TileMask.load(context, "key_value", block.batch, q_rows, tuning.block_kv)
     rows = _QueryRows(block, first, walk, num_before, mask)
-    value_dim = gmem.value.shape[-1]
+    value_dim = context.gmem.value.shape[-1]
     _skip_tiles(context, rows, 0, walk.begin)
     has_tiles = walk.begin < walk.ends[2]
     pl.when(has_tiles)(lambda: pl.run_scoped(functools.partial(_attend_tiles, context, rows), accumulator(value_dim)))

@@ -64,8 +64,8 @@ def launch_key_value_pass(
 
 def load_keys_and_values(context: Context, first) -> None:
     """Copies the block's keys and values, from the key of index `first` on."""
-    _, tuning, _, gmem, smem, barriers, block, *_ = context
-    keys = pl.ds(first, tuning.block_kv)
+    gmem, smem, barriers, block = context.gmem, context.smem, context.barriers, context.block
+    keys = pl.ds(first, context.tuning.block_kv)
     plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.head], smem.k, barriers.k)
     plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
 

@@ -19,7 +19,6 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward import Context, Operands, log2_scale, probabilities
 from kernels.backends.mosaic_gpu.key_value_block import (
-    QueryTile,
     launch_key_value_pass,
     load_keys_and_values,
     query_tile,
@@ -198,20 +197,21 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
 
 
 def _dq_columns(tuning: MosaicBackwardTuning, head_dim: int) -> int:
-    """Columns of dQ that one consumer computes. Consumers share a tile of dQ by rows, or if it has too few, by columns."""
+    """Columns of dQ that one consumer computes: all, or if a tile has too few rows to share, a part of them."""
     return head_dim // tuning.num_warpgroups if tuning.divides_dq_by_columns else head_dim
 
 
 def _load(context: _Pass) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
-    _, tuning, _, gmem, smem, barriers, block, _, walk, num_steps, _ = context
+    tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
+    block, walk, num_steps = context.block, context.walk, context.num_steps
     load_keys_and_values(context, block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
-        one_head = QueryTile(block.head, walk.tile(step), step)
-        head, number, rank = one_head if context.call.group_size == 1 else query_tile(context, step)
+        one_head = context.call.group_size == 1
+        head, number, rank = (block.head, walk.tile(step), step) if one_head else query_tile(context, step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
@@ -232,12 +232,11 @@ def _load(context: _Pass) -> None:
 
 def _differentiate(context: _Pass) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
-    call, tuning, machine, gmem, smem, barriers, block, _, _, _, warpgroup = context
+    call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
+    barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
     place = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     first = block.number * tuning.block_kv + warpgroup * WGMMA_ROWS
-    mask = TileMask.load(
-        call, machine, "query", block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv, gmem.tokens, smem.tokens
-    )
+    mask = TileMask.load(context, "query", block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv)
     weights = [offset_weights(index, call.dtype) for index in ((_DELTA,) if smem.lse is not None else (_DELTA, _LSE))]
     keys = _Keys(first, place, mask, weights)
     plgpu.barrier_wait(barriers.k)
@@ -251,7 +250,8 @@ def _differentiate(context: _Pass) -> None:
 
 def _accumulate(context: _Pass, keys: _Keys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
-    call, tuning, _, gmem, smem, barriers, _, _, _, num_steps, _ = context
+    tuning, gmem = context.tuning, context.gmem
+    smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
     # One loop for all kinds of tiles and all heads: with one for each, registers spill.
     last = jax.lax.fori_loop(0, num_steps, functools.partial(_next_tile, context, keys), (jnp.int32(0), jnp.int32(0)))
 
@@ -272,7 +272,7 @@ def _accumulate(context: _Pass, keys: _Keys) -> None:
     dk = plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0)
     # Other consumers' dQ reads this one's keys.
     wait_for_consumers(context)
-    store_gradient(context, dk * call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
+    store_gradient(context, dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -282,7 +282,8 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
     Args:
       last: number and head of the last tile.
     """
-    call, tuning, machine, _, smem, barriers, block, _, _, _, warpgroup = context
+    tuning, machine = context.tuning, context.machine
+    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
     # The barrier makes the compiler compute the addresses of keys and values in each step. Kept across steps, they take
     # one register per 16 columns.
@@ -290,7 +291,7 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
     k, v = (operand.at[pl.ds(place * WGMMA_ROWS, WGMMA_ROWS)] for operand in (smem.k, smem.v))
     barriers.q.consumer_wait(slot)
     number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
-    head = smem.steps[slot, _HEAD] if call.group_size > 1 else block.head
+    head = smem.steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
     tile = _Tile(slot, number, head, is_partial, smem.q.at[slot], smem.do.at[slot])
     tile_type = accumulator(tuning.block_q)
     p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
@@ -332,7 +333,8 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
 
 def _p_and_ds(context: _Pass, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
-    call, tuning, machine, _, smem, barriers, _, _, _, _, warpgroup = context
+    call, tuning, machine = context.call, context.tuning, context.machine
+    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
 
     def subtract(index, acc):
         memory = None if smem.weights is None else smem.weights.at[warpgroup]

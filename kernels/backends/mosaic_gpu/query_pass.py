@@ -92,12 +92,13 @@ def query_pass(
 
 def _load(context: _Pass) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
-    _, tuning, _, gmem, smem, barriers, block, _, walk, num_steps, _ = context
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
     kv_head = block.head // context.call.group_size
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
-        tile = pl.ds(walk.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        tile = pl.ds(context.walk.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
         slot = barriers.k.slot(step)
         barriers.k.producer_acquire(step, slot)
         plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
@@ -113,7 +114,8 @@ def _load(context: _Pass) -> None:
 
 def _differentiate(context: _Pass) -> None:
     """Consumer: dQ of 64 query rows."""
-    call, tuning, machine, gmem, smem, barriers, block, _, _, _, warpgroup = context
+    call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
+    barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
     first = block.number * tuning.block_q_dq + warpgroup * WGMMA_ROWS
     rows, full = pl.ds(first, WGMMA_ROWS), barriers.queries.at[warpgroup]
     for source, target in (
@@ -123,7 +125,7 @@ def _differentiate(context: _Pass) -> None:
         (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
     ):
         plgpu.copy_gmem_to_smem(source, target, full)
-    mask = TileMask.load(call, machine, "key_value", block.batch, rows, tuning.block_kv_dq, gmem.tokens, smem.tokens)
+    mask = TileMask.load(context, "key_value", block.batch, rows, tuning.block_kv_dq)
     plgpu.barrier_wait(full)
     lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
     delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)

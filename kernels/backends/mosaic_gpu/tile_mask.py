@@ -35,10 +35,11 @@ class TileMask(NamedTuple):
     resident: dict[str, jax.Array]
 
     @staticmethod
-    def load(call, machine, streamed: Side, batch, rows, block_kv: int, tokens: Tokens, memory) -> TileMask:
-        """Loads the tokens of a warpgroup's rows, `pl.ds(first, length)` of an element of the batch."""
+    def load(context: Any, streamed: Side, batch, rows, block_kv: int) -> TileMask:
+        """Loads the tokens of a warpgroup's rows, `pl.ds(first, length)` of an element of the batch, in any kernel."""
+        tokens, memory = context.gmem.tokens, context.smem.tokens
         resident = resident_tokens(tokens, streamed, (batch, rows))
-        return TileMask(call, machine, streamed, rows.start, block_kv, tokens, memory, resident)
+        return TileMask(context.call, context.machine, streamed, rows.start, block_kv, tokens, memory, resident)
 
     def apply(self, logits, is_partial, column_first, slot) -> jax.Array:
         """Sets the logits of pairs that may not attend to −inf.

@@ -115,7 +115,8 @@ def wide_key_value_pass(
 
 def _load(context: _Pass) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
-    _, tuning, _, gmem, smem, barriers, block, _, _, num_steps, _ = context
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
     load_keys_and_values(context, context.first)
 
     @pl.loop(0, num_steps)
@@ -140,9 +141,10 @@ def _load(context: _Pass) -> None:
 
 def _compute_dv(context: _Pass) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
-    call, tuning, machine, gmem, smem, barriers, block, first, walk, num_steps, _ = context
+    call, tuning, gmem = context.call, context.tuning, context.gmem
+    smem, barriers, first = context.smem, context.barriers, context.first
     keys = pl.ds(first, WGMMA_ROWS)
-    mask = TileMask.load(call, machine, "query", block.batch, keys, tuning.block_kv, gmem.tokens, smem.tokens)
+    mask = TileMask.load(context, "query", context.block.batch, keys, tuning.block_kv)
     plgpu.barrier_wait(barriers.k)
 
     def compute_p(s, step, tile):
@@ -150,7 +152,7 @@ def _compute_dv(context: _Pass) -> None:
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
         q_first = tile.number * tuning.block_q
         keep_allowed = functools.partial(
-            mask.apply, is_partial=tile.rank < walk.num_partial, column_first=q_first, slot=slot
+            mask.apply, is_partial=tile.rank < context.walk.num_partial, column_first=q_first, slot=slot
         )
         p, slope = probabilities(s, lse, call, keep_allowed, rows=False)
         barriers.q.consumer_release(slot)
@@ -160,7 +162,7 @@ def _compute_dv(context: _Pass) -> None:
         return p.astype(call.dtype)
 
     def accumulate(dv_acc):
-        finish = functools.partial(producer_tail, num_steps, barriers.p)
+        finish = functools.partial(producer_tail, context.num_steps, barriers.p)
         _add_products(context, dv_acc, smem.k, smem.q, barriers.q, smem.do, barriers.do, compute_p, finish)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
         wait_for_consumers(context)
@@ -172,7 +174,7 @@ def _compute_dv(context: _Pass) -> None:
 
 def _compute_dk(context: _Pass) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
-    call, _, _, gmem, smem, barriers, *_ = context
+    call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
 
     def compute_ds(dp, step, tile):
