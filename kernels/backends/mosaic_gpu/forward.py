@@ -337,8 +337,8 @@ def _attend_tiles(context: _Context, rows: _QueryRows, o_acc) -> None:
     second = walk.begin + 1
     partial_end, full_end, end = (jnp.maximum(end, second) for end in walk.ends)
 
-    # PARTIAL tiles come before and after the FULL ones. Two rounds over both kinds compile each loop once, and one
-    # loop for each kind keeps the branch out of the loops, which costs up to 6 % of the speed.
+    # PARTIAL tiles come before and after the FULL ones. Two rounds over both kinds compile each loop once. One loop for
+    # each kind keeps a slow branch out of the loops: see docs/hopper_kernels.md.
     def visit_both_kinds(round_, carry):
         start, middle, stop = (
             jnp.where(round_ == 0, first, then)

@@ -39,17 +39,12 @@ def launch_key_value_pass(
     """Runs a pass and returns dK and dV. See `launch_pass`."""
     key, value = operands[1:3]
     batch, kv_len, num_kv_heads, _ = key.shape
+    num_blocks = pl.cdiv(kv_len, tuning.block_kv)
     return launch_pass(
         call,
         tuning,
         machine,
-        TileScheduler(
-            batch,
-            num_kv_heads,
-            pl.cdiv(kv_len, tuning.block_kv),
-            tuning.heads_at_once,
-            last_blocks_first=False,
-        ),
+        TileScheduler(batch, num_kv_heads, num_blocks, tuning.heads_at_once, last_blocks_first=False),
         operands,
         smem,
         barriers,

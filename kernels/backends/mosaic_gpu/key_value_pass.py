@@ -126,12 +126,8 @@ def key_value_pass(
     """
     head_dim, value_dim = operands.key.shape[-1], operands.value.shape[-1]
     dtype, machine = operands.query.dtype, Hopper.of(interpret)
-    num_consumers, block_q, block_kv, num_stages = (
-        tuning.num_warpgroups,
-        tuning.block_q,
-        tuning.block_kv,
-        tuning.num_stages,
-    )
+    num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
+    block_q, block_kv = tuning.block_q, tuning.block_kv
     # A soft cap comes between the product and lse.
     lse_is_offset = call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
     offsets = offset_columns(
@@ -148,15 +144,7 @@ def key_value_pass(
         call,
         tuning,
         machine,
-        (
-            *operands[:4],
-            None if lse_is_offset else operands.lse,
-            None,
-            offsets,
-            rows,
-            tokens,
-            d_query,
-        ),
+        (*operands[:4], None if lse_is_offset else operands.lse, None, offsets, rows, tokens, d_query),
         _Smem(
             k=matrix(block_kv, head_dim, dtype=dtype),
             v=matrix(block_kv, value_dim, dtype=dtype),
@@ -191,7 +179,7 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     """Whether tiles have more queries than a WGMMA tile has rows.
 
     Then dV's product is issued before dP is awaited, operands' addresses are kept across steps, and dV is written after
-    the last dQ. Each of these is slower for other tiles: see docs/benchmarks.md, "Choices within the kernels".
+    the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
     """
     return tuning.block_q > WGMMA_ROWS
 

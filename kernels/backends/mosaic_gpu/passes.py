@@ -88,10 +88,10 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     inputs, output, lse = residuals
     d_output, d_lse = map(jnp.asarray, cotangents)
     attends = lse != -jnp.inf
-    pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
+    delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
         attends.swapaxes(1, 2), d_lse, 0
     )
-    pull = pull.swapaxes(1, 2)
+    delta = delta.swapaxes(1, 2)
 
     def operands(block_q: int, block_kv: int) -> Operands:
         widths = [max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim)]
@@ -113,7 +113,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
             value,
             d_out,
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
-            jnp.pad(pull, row_padding),
+            jnp.pad(delta, row_padding),
         )
 
     def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
@@ -134,7 +134,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(jnp.float32)[None, :, None]
         weight = jnp.where(attends, jnp.exp(sinks - jnp.where(attends, lse, 0)), 0)
-        d_sinks = -(weight * pull).sum((0, 2)).astype(inputs.sinks.dtype)
+        d_sinks = -(weight * delta).sum((0, 2)).astype(inputs.sinks.dtype)
     return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
 
 

@@ -27,15 +27,7 @@ from kernels.backends.mosaic_gpu.key_value_block import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import (
-    WGMMA_ROWS,
-    accumulator,
-    load_matrix,
-    load_vector,
-    matrix,
-    spread,
-    vector,
-)
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_matrix, load_vector, matrix, spread, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask
@@ -123,10 +115,8 @@ def _load(context: _Pass) -> None:
     def copy_tile(step):
         slot = barriers.q.slot(step)
         head, number, _ = query_tile(context, step)
-        queries, q_full, do_full = (
-            pl.ds(number * tuning.block_q, tuning.block_q),
-            *(ring.full.at[slot] for ring in (barriers.q, barriers.do)),
-        )
+        queries = pl.ds(number * tuning.block_q, tuning.block_q)
+        q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         plgpu.copy_gmem_to_smem(gmem.query.at[block.batch, queries, head], smem.q.at[slot], q_full)
         plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE, slot], q_full)
