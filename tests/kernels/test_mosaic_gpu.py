@@ -22,7 +22,7 @@ from kernels import (
     select_backend,
 )
 from kernels.backends.mosaic_gpu.offsets import offset_columns
-from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
 from kernels.backends.mosaic_gpu.walk import read_shared_row, share_walks
 from kernels.call import make_call
@@ -137,33 +137,33 @@ def test_positions_are_classified_on_the_device(rng):
     assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
 
 
-def visits(schedule: Schedule, program):
-    """How often a program makes each block `[batch, head, row]`."""
-    sizes = schedule.batch, schedule.num_heads, schedule.num_rows
-    return schedule.for_each_block(
-        program, lambda block, made: made.at[block.batch, block.head, block.row].add(1), jnp.zeros(sizes, jnp.int32)
+def visits(scheduler: TileScheduler, program):
+    """How often a program makes each block `[batch, head, number]`."""
+    sizes = scheduler.batch, scheduler.num_heads, scheduler.num_blocks_per_head
+    return scheduler.for_each_block(
+        program, lambda block, made: made.at[block.batch, block.head, block.number].add(1), jnp.zeros(sizes, jnp.int32)
     )
 
 
 @pytest.mark.parametrize(
-    ("heads_at_once", "last_rows_first", "num_multiprocessors"),
+    ("heads_at_once", "last_blocks_first", "num_multiprocessors"),
     [(100, True, None), (100, True, 7), (100, True, 1000), (1, False, None), (3, True, 7), (100, False, 7)],
 )
-def test_programs_make_each_block_once(heads_at_once, last_rows_first, num_multiprocessors, rng):
+def test_programs_make_each_block_once(heads_at_once, last_blocks_first, num_multiprocessors, rng):
     sizes = tuple(map(int, rng.integers(1, 6, 3)))
-    schedule = Schedule(*sizes, heads_at_once, last_rows_first, num_multiprocessors)
-    by_program = jax.vmap(lambda program: visits(schedule, program))(jnp.arange(schedule.num_programs))
+    scheduler = TileScheduler(*sizes, heads_at_once, last_blocks_first, num_multiprocessors)
+    by_program = jax.vmap(lambda program: visits(scheduler, program))(jnp.arange(scheduler.num_programs))
     np.testing.assert_array_equal(by_program.sum(0), np.ones(sizes))
     num_made = by_program.sum((1, 2, 3))
     assert num_made.max() - num_made.min() <= 1
-    assert schedule.num_programs <= (num_multiprocessors or np.prod(sizes))
+    assert scheduler.num_programs <= (num_multiprocessors or np.prod(sizes))
 
 
-@pytest.mark.parametrize("last_rows_first", [True, False])
-def test_some_heads_come_before_the_others_and_their_rows_side_by_side(last_rows_first):
-    schedule = Schedule(2, 4, 5, heads_at_once=3, last_rows_first=last_rows_first)
-    blocks = [tuple(map(int, schedule.block(jnp.int32(index)))) for index in range(schedule.num_blocks)]
-    rows = list(range(5))[:: -1 if last_rows_first else 1]
+@pytest.mark.parametrize("last_blocks_first", [True, False])
+def test_some_heads_come_before_the_others_and_their_blocks_side_by_side(last_blocks_first):
+    scheduler = TileScheduler(2, 4, 5, heads_at_once=3, last_blocks_first=last_blocks_first)
+    blocks = [tuple(map(int, scheduler.block(jnp.int32(index)))) for index in range(scheduler.num_blocks)]
+    rows = list(range(5))[:: -1 if last_blocks_first else 1]
     heads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
     assert blocks == [(*head, row) for at in (0, 3, 6) for row in rows for head in heads[at : at + 3]]
 

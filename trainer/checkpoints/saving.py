@@ -23,6 +23,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ from trainer.checkpoints.folder import (
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
+
+_NUM_REMOVALS = 10
+_BETWEEN_REMOVALS_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Checkpoints:
         self._orbax = ocp.StandardCheckpointer()
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
+        self._abandoned: set[Path] = set()
         listing = list_checkpoints(self._folder)
         if foreign := listing.describe_foreign():
             on_note(foreign)
@@ -143,6 +148,7 @@ class Checkpoints:
         """
         self.wait()
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
+        self._remove_abandoned()
         unfinished = self._folder / f"{step}.tmp"
         try:
             if os.path.lexists(unfinished):
@@ -180,6 +186,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._orbax.close()
+            self._remove_abandoned()
 
     def _restore(self, path: Path, abstract_state: Any) -> Any:
         try:
@@ -224,7 +231,17 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # the save's own error, perhaps
                 end()
         self._orbax = ocp.StandardCheckpointer()
-        shutil.rmtree(unfinished, ignore_errors=True)
+        self._abandoned.add(unfinished)
+        self._remove_abandoned()
+
+    def _remove_abandoned(self) -> None:
+        """Removes what failed saves have left: TensorStore writes on for a while, and makes a removed folder anew."""
+        for path in self._abandoned:
+            for _ in range(_NUM_REMOVALS):
+                shutil.rmtree(path, ignore_errors=True)
+                time.sleep(_BETWEEN_REMOVALS_S)
+                if not os.path.lexists(path):
+                    break
 
     def _failed_save(self, step: int, error: Exception) -> TrainingFailed:
         # Orbax reports a full disk as other errors than OSError, too.

@@ -1,12 +1,13 @@
-"""The forward kernel: a block of query rows stays, key/value tiles stream past it.
+"""The forward kernel: a block of queries stays in shared memory, and key/value tiles stream past it.
 
-A program has `num_warpgroups` warpgroups that compute, 64 query rows of a block each, and one that loads key/value
-tiles ahead of them: in a persistent program, which makes one block after another, those of the next block while the
-last one ends. A warpgroup lets tiles pass by that its own rows don't visit.
+A program has `num_warpgroups` consumer warpgroups, each of which computes 64 query rows of a block, and a producer that
+copies key/value tiles ahead of them. A persistent program computes one block after another; its producer copies the
+next block's first tiles while the consumers finish the last one. A consumer skips the tiles that only other consumers'
+rows attend to.
 
-Two things overlap with the tensor cores' work: a warpgroup issues the next tile's QKᵀ before this tile's PV, so that
-its softmax runs under a matmul; and warpgroups take turns in issuing, or drift apart by themselves, so that one's
-softmax runs under the others' matmuls.
+Two things overlap with the tensor cores' work. A consumer issues the next tile's QKᵀ before this tile's PV, so that
+its softmax runs under a matmul. And consumers issue in turn (ping-pong), or drift apart by themselves, so that one's
+softmax runs under another's matmuls.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,27 +24,89 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, matrix, multiply, spread, vector
-from kernels.backends.mosaic_gpu.pairs import (
-    Tokens,
-    allowed_pairs,
-    copy_tokens,
-    keep_allowed,
-    resident_tokens,
-    tile_tokens,
-    token_memory,
-)
-from kernels.backends.mosaic_gpu.schedule import Block, Schedule
-from kernels.backends.mosaic_gpu.softmax import row_sums, weigh, weigh_first
-from kernels.backends.mosaic_gpu.tickets import Tickets
+from kernels.backends.mosaic_gpu.launch import launch, run_as_consumer, run_as_producer
+from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.memory import ROW_LAYOUT, WGMMA_ROWS, accumulator, matrix, spread, vector
+from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.softmax import OnlineSoftmax
+from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tile_scheduler import Block, BlockClaims, PingPong, TileScheduler
 from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
 from kernels.call import AttentionCall
 from kernels.plan import Rows
 from kernels.tuning import MosaicForwardTuning
 
 _LOG2_E = math.log2(math.e)
-# Few, so that programs have several blocks to make.
-_INTERPRETED_MULTIPROCESSORS = 2
+
+
+class _Gmem(NamedTuple):
+    """Global memory: operands, padded to whole tiles, and results. None for what isn't given."""
+
+    query: Any
+    key: Any
+    value: Any
+    rows: Rows
+    sinks: Any
+    tokens: Tokens
+    num_claimed: Any  # the dynamic tile scheduler's counter
+    output: Any
+    lse: Any
+
+
+class _Smem(NamedTuple):
+    """Shared memory: q, o, lse and p for each consumer, k, v and their tokens for each stage."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any  # None: a consumer's output takes its query's place.
+    lse: Any
+    tokens: Any
+    p: Any  # what the machine needs to multiply with p
+
+
+class _Barriers(NamedTuple):
+    """Barriers: q's for each consumer, k's and v's for each stage."""
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    ping_pong: Any
+    claims: BlockClaims | None
+
+
+class _Context(NamedTuple):
+    """What every role knows: the call and how it runs, and one program's memory and barriers."""
+
+    call: AttentionCall
+    tuning: MosaicForwardTuning
+    machine: Hopper
+    scheduler: TileScheduler
+    gmem: _Gmem
+    smem: _Smem
+    barriers: _Barriers
+    ping_pong: PingPong
+    program: jax.Array
+    warpgroup: jax.Array
+
+
+class _QueryRows(NamedTuple):
+    """The 64 query rows of a block that one consumer computes.
+
+    Attributes:
+      block: the block.
+      first: index of the first row.
+      walk: the tiles that the producer copies, and the sub-range that these rows attend to.
+      num_before: tiles of the program's blocks before this one.
+      mask: the rows' mask.
+    """
+
+    block: Block
+    first: jax.Array
+    walk: SharedWalk
+    num_before: jax.Array
+    mask: TileMask
 
 
 def forward(
@@ -68,369 +132,310 @@ def forward(
       interpret: parameters of Pallas's interpreter, or None.
     """
     batch, q_len, num_heads, head_dim = query.shape
-    value_dim = value.shape[-1]
-    num_warpgroups, block_q, block_kv, num_stages = (
-        tuning.num_warpgroups,
-        tuning.block_q,
-        tuning.block_kv,
-        tuning.num_stages,
-    )
-    num_multiprocessors = None
-    if tuning.persistent:
-        num_multiprocessors = call.target.num_multiprocessors if interpret is None else _INTERPRETED_MULTIPROCESSORS
-        assert num_multiprocessors is not None, f"{call.target} is a GPU"
-    schedule = Schedule(
+    value_dim, dtype, machine = value.shape[-1], query.dtype, Hopper.of(interpret)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
+    scheduler = TileScheduler(
         batch,
         num_heads,
-        pl.cdiv(q_len, block_q),
+        pl.cdiv(q_len, tuning.block_q),
         tuning.heads_at_once * call.group_size,
-        num_multiprocessors=num_multiprocessors,
+        num_multiprocessors=machine.num_multiprocessors(call.target) if tuning.persistent else None,
     )
-    interpreted = interpret is not None
-    # Programs take blocks as they come: what each has to do differs. The interpreter has no atomic operations: there
-    # they take them turn by turn.
-    draws_tickets = tuning.persistent and not interpreted
-    # The next block's query comes while this one's output goes. Else the output may take the query's place.
-    output_apart = tuning.persistent or value_dim != head_dim
-    soft_cap = call.logits_soft_cap
-    # Of the accumulator's numbers: what brings them to units of log₂.
-    to_log2 = _LOG2_E * (call.scale if soft_cap is None else soft_cap)
+    claims = machine.block_claims(num_consumers) if tuning.persistent else None
+    # The next block's query arrives while this block's output leaves.
+    has_output_memory = tuning.persistent or value_dim != head_dim
+    smem = _Smem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=dtype),
+        k=matrix(num_stages, block_kv, head_dim, dtype=dtype),
+        v=matrix(num_stages, block_kv, value_dim, dtype=dtype),
+        o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=dtype) if has_output_memory else None,
+        lse=vector(num_consumers, WGMMA_ROWS),
+        tokens=token_memory(tokens, "key_value", num_stages, block_kv).get("token_smem"),
+        p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=dtype),
+    )
+    barriers = _Barriers(
+        q=Pipeline(
+            plgpu.Barrier(num_barriers=num_consumers),
+            plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,
+        ),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + len(tokens.given("key_value"))),
+        v=Pipeline.memory(num_stages, num_consumers=num_consumers),
+        ping_pong=plgpu.Barrier(num_barriers=num_consumers),
+        claims=claims,
+    )
 
-    given = {name: x for name, x in {"tiles": rows.tiles, "sinks": sinks}.items() if x is not None} | tokens.given()
-    # Keys' tokens are read after the keys: their memory is free only then.
-    has_tokens = bool(tokens.given("key_value"))
-
-    def kernel(
-        query_ref,
-        key_ref,
-        value_ref,
-        bounds_ref,
-        *refs,
-        q_smem,
-        k_smem,
-        v_smem,
-        lse_smem,
-        q_ready,
-        k_ready,
-        v_ready,
-        k_free,
-        v_free,
-        turn,
-        q_free=None,
-        tickets=None,
-        o_smem=None,
-        spare=None,
-        token_smem=None,
-    ):
-        optional = dict(zip(given, refs, strict=False))
-        *counter_ref, output_ref, lse_ref = refs[len(given) :]
-        token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-
-        o_smem = q_smem if o_smem is None else o_smem
+    def kernel(*refs):
+        *gmem, smem, barriers = refs
         program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
+        ping_pong = PingPong(barriers.ping_pong if tuning.take_turns else None, warpgroup, num_consumers)
+        context = _Context(
+            call, tuning, machine, scheduler, _Gmem(*gmem), smem, barriers, ping_pong, program, warpgroup
+        )
+        run_as_producer(warpgroup, tuning, functools.partial(_load, context))
+        run_as_consumer(warpgroup < num_consumers, tuning, functools.partial(_attend, context))
 
-        def for_each_block(body, member, *, draws: bool):
-            """Calls `body(block, row, num_before)`, with the number of tiles of the program's blocks before.
-
-            Args:
-              member: which of a block's rows of tiles the caller visits.
-              draws: whether the caller takes the program's next block, or learns which it is.
-            """
-
-            def visit(block: Block, num_before):
-                tiles_ref = optional.get("tiles")
-                row = read_shared_row(bounds_ref, tiles_ref, block.batch, block.row, member, num_warpgroups)
-                body(block, row, num_before)
-                return num_before + row.num_tiles
-
-            def next_index(turn):
-                number = tickets.draw(counter_ref[0], turn) if draws else tickets.see(turn)
-                return schedule.num_programs + number
-
-            return schedule.for_each_block(program, visit, jnp.int32(0), next_index if draws_tickets else None)
-
-        def load_query(block: Block, warpgroup):
-            q_rows = pl.ds(block.row * block_q + warpgroup * ROWS, ROWS)
-            query = query_ref.at[block.batch, q_rows, block.head]
-            plgpu.copy_gmem_to_smem(query, q_smem.at[warpgroup], q_ready.at[warpgroup])
-
-        @pl.when(warpgroup == num_warpgroups)
-        def _load():
-            plgpu.set_max_registers(tuning.load_registers, action="decrease")
-
-            def load_block(block: Block, row: SharedWalk, num_before):
-                @pl.loop(0, row.num_tiles)
-                def _(rank):
-                    step = num_before + rank
-                    slot = jax.lax.rem(step, num_stages)
-                    kv_head, tile = block.head // call.group_size, pl.ds(row.tile(rank) * block_kv, block_kv)
-
-                    def load(ref, smem, ready, free):
-                        pl.when(step >= num_stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                        plgpu.copy_gmem_to_smem(ref.at[block.batch, tile, kv_head], smem.at[slot], ready.at[slot])
-
-                    load(key_ref, k_smem, k_ready, k_free)
-                    # Before the wait for the values' room: without their tokens the keys aren't ready.
-                    copy_tokens(token_refs, token_smem, "key_value", (block.batch, tile), slot, k_ready.at[slot])
-                    if tuning.persistent:
-                        pl.when(rank == 0)(lambda: load_next_queries(block, is_first=step == 0))
-                    load(value_ref, v_smem, v_ready, v_free)
-
-            def load_next_queries(block: Block, is_first):
-                for w in range(num_warpgroups):
-                    pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, q_free.at[w]))
-                    load_query(block, w)
-
-            num_steps = for_each_block(load_block, 0, draws=True)
-
-            # Whoever waits at a barrier must see each of its completions, the last ones, too.
-            @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
-            def _(step):
-                for free in (k_free, v_free):
-                    plgpu.barrier_wait(free.at[jax.lax.rem(step, num_stages)])
-
-            if tuning.persistent:
-                for w in range(num_warpgroups):
-                    pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, q_free.at[w]))
-
-        @pl.when(warpgroup < num_warpgroups)
-        def _compute():
-            plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            q = q_smem.at[warpgroup]
-
-            def my_turn():
-                if tuning.take_turns:
-                    plgpu.barrier_wait(turn.at[warpgroup])
-
-            def next_turn():
-                if tuning.take_turns:
-                    plgpu.barrier_arrive(turn.at[jax.lax.rem(warpgroup + 1, num_warpgroups)])
-
-            if tuning.take_turns:
-                pl.when(warpgroup == num_warpgroups - 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
-
-            def compute_block(block: Block, row: SharedWalk, num_before):
-                q_first = block.row * block_q + warpgroup * ROWS
-                q_rows = pl.ds(q_first, ROWS)
-                if not tuning.persistent:
-                    load_query(block, warpgroup)
-                resident = resident_tokens(token_refs, "key_value", (block.batch, q_rows))
-
-                def ring(step):
-                    return jax.lax.rem(num_before + step, num_stages)
-
-                def pass_by(begin, end):
-                    """Lets tiles stream past that these rows don't visit."""
-
-                    @pl.loop(begin, end)
-                    def _(step):
-                        slot = ring(step)
-                        plgpu.barrier_wait(k_ready.at[slot])
-                        my_turn()
-                        next_turn()
-                        plgpu.barrier_arrive(k_free.at[slot])
-                        plgpu.barrier_wait(v_ready.at[slot])
-                        plgpu.barrier_arrive(v_free.at[slot])
-
-                def masked(logits, step, is_partial):
-                    if soft_cap is not None:
-                        logits = jnp.tanh(logits * (call.scale / soft_cap))
-                    allowed = functools.partial(
-                        allowed_pairs,
-                        call,
-                        tile_tokens(token_refs, token_smem, "key_value", resident=resident, slot=ring(step)),
-                        q_first,
-                        row.tile(step) * block_kv,
-                        kv_padded=call.kv_len % block_kv != 0,
-                        transposed=False,
-                        interpreted=interpreted,
-                    )
-                    return keep_allowed(logits, is_partial, allowed)
-
-                def first_tile(logits_acc):
-                    slot = ring(row.begin)
-                    plgpu.wgmma(logits_acc, q, k_smem.at[slot].transpose((1, 0)))
-                    next_turn()
-                    logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=0)
-                    is_partial = jnp.logical_or(row.begin < row.ends[0], row.begin >= row.ends[1])
-                    weights, sums = weigh_first(
-                        masked(logits, row.begin, is_partial),
-                        to_log2=to_log2,
-                        dtype=query.dtype,
-                        interpreted=interpreted,
-                    )
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    output = None if interpret is None else jnp.zeros((ROWS, value_dim), jnp.float32)
-                    return weights, sums, output
-
-                # Pallas's interpreter has no store to an accumulator: there the output is a value that a loop carries.
-                def add_product(acc, weights, v):
-                    if interpret is None:
-                        return multiply(acc, weights, v, None)
-
-                    def product(part):
-                        multiply(part, weights, v, spare.at[warpgroup])
-                        return plgpu.wgmma_accumulator_load(part, wait_n=0)
-
-                    return pl.run_scoped(product, acc_type)
-
-                def total_output(acc, product, output):
-                    return plgpu.wgmma_accumulator_load(acc, wait_n=0) if interpret is None else output + product
-
-                def attend(acc):
-                    logits_type = accumulator(block_kv)
-                    plgpu.barrier_wait(q_ready.at[warpgroup])
-
-                    def visit(step, carry, *, is_partial: bool):
-                        weights, sums, output = carry
-                        slot, last_slot = ring(step), ring(step - 1)
-
-                        plgpu.barrier_wait(k_ready.at[slot])
-                        my_turn()
-
-                        def tile(logits_acc):
-                            plgpu.wgmma(logits_acc, q, k_smem.at[slot].transpose((1, 0)))
-                            plgpu.barrier_wait(v_ready.at[last_slot])
-                            product = add_product(acc, weights, v_smem.at[last_slot])
-                            next_turn()
-                            logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                            # A PARTIAL tile reads its keys' tokens, whose room is free with the keys'.
-                            reads_tokens = has_tokens and is_partial
-                            if not reads_tokens:
-                                plgpu.barrier_arrive(k_free.at[slot])
-                            new_weights, new_sums, shrink, shrinks = weigh(
-                                masked(logits, step, is_partial),
-                                sums,
-                                to_log2=to_log2,
-                                dtype=query.dtype,
-                                interpreted=interpreted,
-                            )
-                            if reads_tokens:
-                                plgpu.barrier_arrive(k_free.at[slot])
-                            new_output = total_output(acc, product, output)
-                            plgpu.barrier_arrive(v_free.at[last_slot])
-
-                            def shrunk(output):
-                                return output * spread(shrink, output.shape, rows=True)
-
-                            new_output = jax.lax.cond(shrinks, shrunk, lambda output: output, new_output)
-                            if interpret is None:
-                                acc[...], new_output = new_output, None
-                            return new_weights, new_sums, new_output
-
-                        return pl.run_scoped(tile, logits_type)
-
-                    plgpu.barrier_wait(k_ready.at[ring(row.begin)])
-                    my_turn()
-                    carry = pl.run_scoped(first_tile, logits_type)
-                    second = row.begin + 1
-                    partial_end, full_end, end = (jnp.maximum(end, second) for end in row.ends)
-
-                    # PARTIAL tiles come before and after the FULL ones: in two turns, so that each loop is compiled
-                    # once. One loop for each kind, since a branch within a loop costs up to 6 % of the speed here.
-                    def visit_both_kinds(turn, carry):
-                        start, middle, stop = (
-                            jnp.where(turn == 0, first, then)
-                            for first, then in ((second, full_end), (partial_end, end), (full_end, end))
-                        )
-                        carry = jax.lax.fori_loop(start, middle, functools.partial(visit, is_partial=True), carry)
-                        return jax.lax.fori_loop(middle, stop, functools.partial(visit, is_partial=False), carry)
-
-                    carry = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
-                    if tuning.persistent:
-                        plgpu.barrier_arrive(q_free.at[warpgroup])
-                    weights, sums, output = carry
-                    slot = ring(row.ends[2] - 1)
-                    plgpu.barrier_wait(v_ready.at[slot])
-                    product = add_product(acc, weights, v_smem.at[slot])
-                    result = total_output(acc, product, output)
-                    plgpu.barrier_arrive(v_free.at[slot])
-                    write(result, sums.reference, row_sums(sums.shares, interpreted=interpreted))
-
-                def write(output, reference, total):
-                    # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
-                    attends = total != 0
-                    shrink = jnp.ones_like(total)
-                    if sinks is not None:
-                        sink = optional["sinks"][block.head] * _LOG2_E
-                        higher = jnp.maximum(reference, sink)
-                        shrink = jnp.where(attends, jnp.exp2(reference - higher), 1.0)
-                        reference, total = higher, total * shrink + jnp.exp2(sink - higher)
-                    total = jnp.where(attends, total, 1.0)
-                    lse = jnp.where(attends, reference * (1 / _LOG2_E) + jnp.log(total), -jnp.inf)
-                    output = output * spread(shrink / total, output.shape, rows=True)
-                    send(output.astype(query.dtype), lse)
-
-                def send(output, lse):
-                    # The copy engine has read what the last block left here.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    o_smem.at[warpgroup][...] = output
-                    lse_smem.at[warpgroup][...] = lse
-                    plgpu.commit_smem()
-                    # Nothing keeps a copy from writing past the end of a dimension that isn't the array's last.
-                    exists = None if q_len % block_q == 0 else q_first < q_len
-                    its_output = output_ref.at[block.batch, q_rows, block.head]
-                    plgpu.copy_smem_to_gmem(o_smem.at[warpgroup], its_output, exists)
-                    plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[block.batch, block.head, q_rows], exists)
-
-                pass_by(0, row.begin)
-                acc_type = accumulator(value_dim)
-                has_tiles = row.begin < row.ends[2]
-                pl.when(has_tiles)(lambda: pl.run_scoped(attend, acc_type))
-
-                @pl.when(jnp.logical_not(has_tiles))
-                def _():
-                    if tuning.persistent:
-                        # With a block's first tile come the queries of all its rows.
-                        @pl.when(row.num_tiles > 0)
-                        def _():
-                            plgpu.barrier_wait(q_ready.at[warpgroup])
-                            plgpu.barrier_arrive(q_free.at[warpgroup])
-                    else:
-                        # Of no use, but on its way to where the output goes.
-                        plgpu.barrier_wait(q_ready.at[warpgroup])
-                    send(
-                        plgpu.layout_cast(jnp.zeros((ROWS, value_dim), query.dtype), plgpu.Layout.WGMMA),
-                        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), plgpu.Layout.WGMMA.reduce(1)),
-                    )
-
-                pass_by(row.ends[2], row.num_tiles)
-
-            for_each_block(compute_block, warpgroup, draws=False)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            if tuning.take_turns:
-                pl.when(warpgroup == 0)(my_turn)
-
-    dtype = query.dtype
-    run = plgpu.kernel(
+    return launch(
         kernel,
+        (query, key, value, rows, sinks, tokens, None if claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))),
         out_type=(
             jax.ShapeDtypeStruct((batch, q_len, num_heads, value_dim), dtype),
             jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
         ),
-        scratch_types=dict(
-            q_smem=matrix(num_warpgroups, ROWS, head_dim, dtype=dtype),
-            k_smem=matrix(num_stages, block_kv, head_dim, dtype=dtype),
-            v_smem=matrix(num_stages, block_kv, value_dim, dtype=dtype),
-            lse_smem=vector(num_warpgroups, ROWS),
-            q_ready=plgpu.Barrier(num_barriers=num_warpgroups),
-            k_ready=plgpu.Barrier(num_arrivals=1 + len(tokens.given("key_value")), num_barriers=num_stages),
-            v_ready=plgpu.Barrier(num_barriers=num_stages),
-            k_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-            v_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-            turn=plgpu.Barrier(num_barriers=num_warpgroups),
-            **token_memory(tokens, "key_value", num_stages, block_kv),
-            **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
-            **({"q_free": plgpu.Barrier(num_barriers=num_warpgroups)} if tuning.persistent else {}),
-            **({"tickets": Tickets.memory(num_warpgroups)} if draws_tickets else {}),
-            **({"o_smem": matrix(num_warpgroups, ROWS, value_dim, dtype=dtype)} if output_apart else {}),
-        ),
-        grid=(schedule.num_programs,),
-        grid_names=("program",),
-        num_threads=num_warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=interpret,
+        scratch=(smem, barriers),
+        num_programs=scheduler.num_programs,
+        num_consumers=num_consumers,
+        machine=machine,
     )
-    counter = [jax.new_ref(jnp.zeros((1,), jnp.int32))] if draws_tickets else []
-    return run(query, key, value, rows.bounds, *given.values(), *counter)
+
+
+def _for_each_block(context: _Context, body, member, claim) -> jax.Array:
+    """Calls `body(block, walk, num_before)` for each block of the program; returns how many tiles they all had.
+
+    Args:
+      member: the consumer whose sub-range of tiles `walk` holds.
+      claim: (claims, number of blocks done before the last one) → the program's next claim.
+    """
+    rows, claims = context.gmem.rows, context.barriers.claims
+
+    def visit(block: Block, num_before):
+        walk = read_shared_row(
+            rows.bounds, rows.tiles, block.batch, block.number, member, context.tuning.num_warpgroups
+        )
+        body(block, walk, num_before)
+        return num_before + walk.num_tiles
+
+    next_claim = None if claims is None else functools.partial(claim, claims)
+    return context.scheduler.for_each_block(context.program, visit, jnp.int32(0), next_claim)
+
+
+def _load(context: _Context) -> None:
+    """Producer: copies the tiles of one block after another into the ring, and in persistent programs the queries."""
+    barriers = context.barriers
+    num_steps = _for_each_block(
+        context,
+        functools.partial(_load_block, context),
+        0,
+        lambda claims, num_done: claims.claim(context.gmem.num_claimed, num_done),
+    )
+    producer_tail(num_steps, barriers.k, barriers.v)
+    if context.tuning.persistent:
+        for w in range(context.tuning.num_warpgroups):
+            pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, barriers.q.empty.at[w]))
+
+
+def _load_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
+    """Copies the key/value tiles of one block."""
+    tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
+
+    @pl.loop(0, walk.num_tiles)
+    def copy_tile(rank):
+        step = num_before + rank
+        slot = barriers.k.slot(step)
+        kv_head = block.head // context.call.group_size
+        tile = pl.ds(walk.tile(rank) * tuning.block_kv, tuning.block_kv)
+        barriers.k.producer_acquire(step, slot)
+        plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
+        # Before the wait for the values' stage: keys are full only with their tokens.
+        copy_tokens(gmem.tokens, smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        if tuning.persistent:
+            pl.when(rank == 0)(lambda: _load_next_queries(context, block, is_first=step == 0))
+        barriers.v.producer_acquire(step, slot)
+        plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, tile, kv_head], smem.v.at[slot], barriers.v.full.at[slot])
+
+
+def _load_next_queries(context: _Context, block: Block, is_first) -> None:
+    """Copies all queries of a block, each as soon as its consumer has no use for the last block's."""
+    for w in range(context.tuning.num_warpgroups):
+        pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, context.barriers.q.empty.at[w]))
+        _load_query(context, block, w)
+
+
+def _load_query(context: _Context, block: Block, consumer) -> None:
+    q_rows = pl.ds(block.number * context.tuning.block_q + consumer * WGMMA_ROWS, WGMMA_ROWS)
+    query = context.gmem.query.at[block.batch, q_rows, block.head]
+    plgpu.copy_gmem_to_smem(query, context.smem.q.at[consumer], context.barriers.q.full.at[consumer])
+
+
+def _attend(context: _Context) -> None:
+    """Consumer: computes its 64 rows of one block after another."""
+    context.ping_pong.start()
+    body = functools.partial(_attend_block, context)
+    _for_each_block(context, body, context.warpgroup, lambda claims, num_done: claims.receive(num_done))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    context.ping_pong.finish()
+
+
+def _attend_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
+    """Computes a consumer's rows of one block, and skips the tiles that only other rows attend to."""
+    call, tuning, barriers, warpgroup = context.call, context.tuning, context.barriers, context.warpgroup
+    first = block.number * tuning.block_q + warpgroup * WGMMA_ROWS
+    q_rows = pl.ds(first, WGMMA_ROWS)
+    if not tuning.persistent:
+        _load_query(context, block, warpgroup)
+    mask = TileMask.load(context, "key_value", block.batch, q_rows, tuning.block_kv)
+    rows = _QueryRows(block, first, walk, num_before, mask)
+    value_dim = context.gmem.value.shape[-1]
+    _skip_tiles(context, rows, 0, walk.begin)
+    has_tiles = walk.begin < walk.ends[2]
+    pl.when(has_tiles)(lambda: pl.run_scoped(functools.partial(_attend_tiles, context, rows), accumulator(value_dim)))
+
+    @pl.when(jnp.logical_not(has_tiles))
+    def attend_to_nothing():
+        if tuning.persistent:
+            # The producer copies all queries of a block with the block's first tile.
+            @pl.when(walk.num_tiles > 0)
+            def release_queries():
+                barriers.q.consumer_wait(warpgroup)
+                barriers.q.consumer_release(warpgroup)
+        else:
+            # This query is never used, but its copy must finish before the output reuses the memory.
+            barriers.q.consumer_wait(warpgroup)
+        _store(
+            context,
+            rows,
+            plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, value_dim), call.dtype), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), ROW_LAYOUT),
+        )
+
+    _skip_tiles(context, rows, walk.ends[2], walk.num_tiles)
+
+
+def _skip_tiles(context: _Context, rows: _QueryRows, begin, end) -> None:
+    """Releases tiles that these rows don't attend to, in the others' turns."""
+    k, v = context.barriers.k, context.barriers.v
+
+    @pl.loop(begin, end)
+    def skip_tile(rank):
+        slot = k.slot(rows.num_before + rank)
+        k.consumer_wait(slot)
+        context.ping_pong.acquire()
+        context.ping_pong.release()
+        k.consumer_release(slot)
+        v.consumer_wait(slot)
+        v.consumer_release(slot)
+
+
+def _attend_tiles(context: _Context, rows: _QueryRows, o_acc) -> None:
+    """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
+    q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
+    s_type, walk = accumulator(context.tuning.block_kv), rows.walk
+    memory = None if context.smem.p is None else context.smem.p.at[context.warpgroup]
+    output = context.machine.output(o_acc, memory)
+    q.consumer_wait(context.warpgroup)
+
+    def visit(rank, carry, *, is_partial: bool):
+        slot = k.slot(rows.num_before + rank)
+        last_slot = k.slot(rows.num_before + (rank - 1))
+        k.consumer_wait(slot)
+        context.ping_pong.acquire()
+        next_tile = functools.partial(_next_tile, context, rows, output, rank, slot, last_slot, carry, is_partial)
+        return pl.run_scoped(next_tile, s_type)
+
+    k.consumer_wait(k.slot(rows.num_before + walk.begin))
+    context.ping_pong.acquire()
+    carry = (*pl.run_scoped(functools.partial(_first_tile, context, rows), s_type), output.zero())
+    second = walk.begin + 1
+    partial_end, full_end, end = (jnp.maximum(end, second) for end in walk.ends)
+
+    # PARTIAL tiles come before and after the FULL ones. Two rounds over both kinds compile each loop once. One loop for
+    # each kind keeps a slow branch out of the loops: see docs/hopper_kernels.md.
+    def visit_both_kinds(round_, carry):
+        start, middle, stop = (
+            jnp.where(round_ == 0, first, then)
+            for first, then in ((second, full_end), (partial_end, end), (full_end, end))
+        )
+        carry = jax.lax.fori_loop(start, middle, functools.partial(visit, is_partial=True), carry)
+        return jax.lax.fori_loop(middle, stop, functools.partial(visit, is_partial=False), carry)
+
+    p, state, carried = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
+    if context.tuning.persistent:
+        q.consumer_release(context.warpgroup)
+    slot = k.slot(rows.num_before + (walk.ends[2] - 1))
+    v.consumer_wait(slot)
+    product = output.start_product(p, context.smem.v.at[slot])
+    result = output.add(carried, product)
+    v.consumer_release(slot)
+    _epilogue(context, rows, result, state.row_max, context.machine.join_partial_sums(state.row_sum))
+
+
+def _softmax(context: _Context) -> OnlineSoftmax:
+    cap = context.call.logits_soft_cap
+    return OnlineSoftmax(_LOG2_E * (context.call.scale if cap is None else cap), context.call.dtype, context.machine)
+
+
+def _masked(context: _Context, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
+    """Logits of a tile, under soft cap and mask."""
+    call = context.call
+    if call.logits_soft_cap is not None:
+        s = jnp.tanh(s * (call.scale / call.logits_soft_cap))
+    return rows.mask.apply(s, is_partial, rows.walk.tile(rank) * context.tuning.block_kv, slot)
+
+
+def _first_tile(context: _Context, rows: _QueryRows, s_acc):
+    """S = QKᵀ of the rows' first tile, whose softmax starts row_max and row_sum."""
+    rank, walk, k = rows.walk.begin, rows.walk, context.barriers.k
+    slot = k.slot(rows.num_before + rank)
+    plgpu.wgmma(s_acc, context.smem.q.at[context.warpgroup], context.smem.k.at[slot].transpose((1, 0)))
+    context.ping_pong.release()
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+    is_partial = jnp.logical_or(rank < walk.ends[0], rank >= walk.ends[1])
+    p, state = _softmax(context).first_tile(_masked(context, rows, s, rank, slot, is_partial))
+    k.consumer_release(slot)
+    return p, state
+
+
+def _next_tile(context: _Context, rows: _QueryRows, output, rank, slot, last_slot, carry, is_partial: bool, s_acc):
+    """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
+    p, state, carried = carry
+    smem, k, v = context.smem, context.barriers.k, context.barriers.v
+    plgpu.wgmma(s_acc, smem.q.at[context.warpgroup], smem.k.at[slot].transpose((1, 0)))
+    v.consumer_wait(last_slot)
+    product = output.start_product(p, smem.v.at[last_slot])
+    context.ping_pong.release()
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    # A PARTIAL tile reads its keys' tokens, which share the keys' stage.
+    reads_tokens = is_partial and smem.tokens is not None
+    if not reads_tokens:
+        k.consumer_release(slot)
+    tile = _softmax(context).next_tile(_masked(context, rows, s, rank, slot, is_partial), state)
+    if reads_tokens:
+        k.consumer_release(slot)
+    new_output = output.add(carried, product)
+    v.consumer_release(last_slot)
+    new_output = jax.lax.cond(
+        tile.rescales, lambda o: o * spread(tile.alpha, o.shape, rows=True), lambda o: o, new_output
+    )
+    return tile.p, tile.state, output.store(new_output)
+
+
+def _epilogue(context: _Context, rows: _QueryRows, output, row_max, row_sum) -> None:
+    """Adds the sink to row_sum, divides by it, and writes output and lse."""
+    # A NaN isn't 0: only a row without an allowed pair has a sum of 0.
+    attends = row_sum != 0
+    alpha = jnp.ones_like(row_sum)
+    if context.gmem.sinks is not None:
+        sink = context.gmem.sinks[rows.block.head] * _LOG2_E
+        higher = jnp.maximum(row_max, sink)
+        alpha = jnp.where(attends, jnp.exp2(row_max - higher), 1.0)
+        row_max, row_sum = higher, row_sum * alpha + jnp.exp2(sink - higher)
+    row_sum = jnp.where(attends, row_sum, 1.0)
+    lse = jnp.where(attends, row_max * (1 / _LOG2_E) + jnp.log(row_sum), -jnp.inf)
+    output = output * spread(alpha / row_sum, output.shape, rows=True)
+    _store(context, rows, output.astype(context.call.dtype), lse)
+
+
+def _store(context: _Context, rows: _QueryRows, output, lse) -> None:
+    """Writes output and lse of the rows through shared memory."""
+    gmem, (batch, head, _), warpgroup = context.gmem, rows.block, context.warpgroup
+    o_smem = (context.smem.q if context.smem.o is None else context.smem.o).at[warpgroup]
+    lse_smem = context.smem.lse.at[warpgroup]
+    # The copy engine has read what the last block left here.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    o_smem[...] = output
+    lse_smem[...] = lse
+    plgpu.commit_smem()
+    # Nothing keeps a copy from writing past the end of a dimension that isn't the array's last.
+    q_len, q_rows = gmem.query.shape[1], pl.ds(rows.first, WGMMA_ROWS)
+    exists = None if q_len % context.tuning.block_q == 0 else rows.first < q_len
+    plgpu.copy_smem_to_gmem(o_smem, gmem.output.at[batch, q_rows, head], exists)
+    plgpu.copy_smem_to_gmem(lse_smem, gmem.lse.at[batch, head, q_rows], exists)

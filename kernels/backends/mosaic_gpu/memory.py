@@ -1,4 +1,4 @@
-"""Shared memory of the kernels, as the tensor cores and the copy engine read it, and what the interpreter lacks."""
+"""Shared memory and registers of the kernels, as the tensor cores and the copy engine (TMA) read them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64
-"""Rows of a warpgroup's matmul."""
+WGMMA_ROWS = 64
+"""Rows of a WGMMA tile: a warpgroup's matmul."""
 ROWS_OF_A_THREAD, THREADS_OF_A_ROW, COLUMNS_OF_A_THREAD = 2, 4, 2
-"""Of an accumulator: in registers, one after another, a thread has pairs of neighbouring columns, of two rows in turn;
-four threads share the next eight columns."""
+"""Of an accumulator: a thread's registers hold pairs of neighbouring columns, alternately of two rows. Four threads
+share eight columns of a row."""
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number for each row of an accumulator."""
 
 
 def matrix(*shape: int, dtype):
@@ -29,10 +31,10 @@ def vector(*shape: int):
 def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
     """A warpgroup's float32 accumulator `[64, num_columns]`.
 
-    Where one begins, everything is there that its first product reads: the assembler leaves out its zeros only if the
+    Allocate it where everything is there that its first product reads: the assembler leaves out the zeros only if the
     product follows at once, with no wait in between.
     """
-    return plgpu.WGMMAAccumulatorRef((ROWS, num_columns), jnp.float32)
+    return plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, num_columns), jnp.float32)
 
 
 def load_matrix(ref) -> jax.Array:
@@ -42,22 +44,10 @@ def load_matrix(ref) -> jax.Array:
 
 def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
     """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
-    layout = plgpu.Layout.WGMMA.reduce(1 if rows else 0)
+    layout = ROW_LAYOUT if rows else plgpu.Layout.WGMMA.reduce(0)
     return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
 def spread(vector, shape, *, rows: bool) -> jax.Array:
     """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
-
-
-def multiply(acc, a, b, spare) -> None:
-    """Adds `a @ b` to an accumulator, a in registers.
-
-    Args:
-      spare: None, or in Pallas's interpreter, which takes no operand from registers, memory to pass `a` through.
-    """
-    if spare is not None:
-        spare[...] = a
-        a = spare
-    plgpu.wgmma(acc, a, b)

@@ -1,12 +1,11 @@
-"""Numbers of the queries that the tensor cores subtract: lse from their logits, the softmax's pull from dP.
+"""lse and delta as further columns of the queries, so that the tensor cores subtract them: from S, and from dP.
 
-Where queries are a tile's columns, each thread would have to load both numbers of every column that it holds, and the
-bandwidth of shared memory bounds the pass (head dim 64: 18 % of its wavefronts were these loads; ncu, H200, JAX 0.11.2,
-2026-11-21). So the numbers are further columns of the queries, and the keys have constants there: a product of 16 more
-columns, from which the accumulators start.
+Where queries are a tile's columns, each thread would load both numbers for every column that it holds, and the
+bandwidth of shared memory bounds the pass (docs/hopper_kernels.md). So the numbers are further columns of the queries,
+where the keys have constants. The accumulators start from this product of 16 more columns.
 
-A 16-bit number holds 8 or 11 bits of a float32. An offset is a sum of four, each with a weight of its own, so that
-float16 has range enough for it; the weights are what the keys have in these columns.
+A 16-bit number holds 8 or 11 bits of a float32. So an offset is a sum of four such numbers, each with a weight of its
+own, which gives float16 the range. The weights are what the keys have in these columns.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.memory import ROWS
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 
 NUM_COLUMNS = 16
 """Columns of one product of 16-bit numbers: room for up to four offsets."""
@@ -27,8 +26,7 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
     """The offsets of each query, in columns for the tensor cores.
 
     Args:
-      offsets: float32. What is beyond ±2³¹ in float16, ±10³⁸ in bfloat16, is taken for that; float16 keeps nothing
-        below 2⁻²⁸.
+      offsets: float32. They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
       dtype: of the columns.
     """
     info = jnp.finfo(dtype)
@@ -36,15 +34,15 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
     largest = min(float(info.max) * _WEIGHTS[0], 1e38)
     column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
     index, digit = column // len(_WEIGHTS), column % len(_WEIGHTS)
-    # Every column is made from the offset itself, in one loop. Stacked, the columns have one, too, but it takes longer
-    # to compile.
+    # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
+    # longer to compile.
     rest = jnp.float32(0)
     for i, offset in enumerate(offsets):
         rest = jnp.where(index == i, offset[..., None], rest)
     rest = jnp.clip(rest, -largest, largest)
     columns = jnp.zeros_like(rest)
     for i, weight in enumerate(_WEIGHTS):
-        # XLA takes a conversion to 16 bits and back for none at all, but not this.
+        # XLA removes a conversion to 16 bits and back, but not this.
         part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
         columns = jnp.where(digit == i, part, columns)
         rest = rest - part * weight
@@ -52,8 +50,8 @@ def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N 
 
 
 def offset_weights(index: int, dtype) -> jax.Array:
-    """Within a kernel: the 64 rows `[64, 16]` that bring in the offset of an index, laid out as an accumulator."""
-    column = plgpu.broadcasted_iota(jnp.int32, (ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
+    """Within a kernel: the keys' columns `[64, 16]` for the offset of an index, laid out as an accumulator."""
+    column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
     weights = jnp.float32(0)
     for i, weight in enumerate(_WEIGHTS):
         weights = weights + jnp.where(column == len(_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward import Operands
 from kernels.backends.mosaic_gpu.forward import forward
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
-from kernels.backends.mosaic_gpu.memory import ROWS
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
@@ -52,7 +52,7 @@ def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: Atte
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
     query, key, value = (
         _padded(x, block, padded_head_dim(x.shape[-1]))
-        for x, block in _matrices(inputs, how.block_q if tuning.interpret else ROWS, how.block_kv)
+        for x, block in _matrices(inputs, how.block_q if tuning.interpret else WGMMA_ROWS, how.block_kv)
     )
     output, lse = forward(
         query,
@@ -76,7 +76,7 @@ def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: Mo
     blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
     if blocks.tiles is not None:
         return blocks
-    own = make_rows(inputs, call, ROWS, tuning.block_kv)
+    own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
     if own.tiles is not None:
         own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
     return share_walks(own, tuning.num_warpgroups)
@@ -88,10 +88,10 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     inputs, output, lse = residuals
     d_output, d_lse = map(jnp.asarray, cotangents)
     attends = lse != -jnp.inf
-    pull = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
+    delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
         attends.swapaxes(1, 2), d_lse, 0
     )
-    pull = pull.swapaxes(1, 2)
+    delta = delta.swapaxes(1, 2)
 
     def operands(block_q: int, block_kv: int) -> Operands:
         widths = [max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim)]
@@ -113,7 +113,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
             value,
             d_out,
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
-            jnp.pad(pull, row_padding),
+            jnp.pad(delta, row_padding),
         )
 
     def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
@@ -134,7 +134,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(jnp.float32)[None, :, None]
         weight = jnp.where(attends, jnp.exp(sinks - jnp.where(attends, lse, 0)), 0)
-        d_sinks = -(weight * pull).sum((0, 2)).astype(inputs.sinks.dtype)
+        d_sinks = -(weight * delta).sum((0, 2)).astype(inputs.sinks.dtype)
     return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
 
 

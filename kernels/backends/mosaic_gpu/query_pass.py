@@ -1,28 +1,48 @@
-"""dQ alone: a block of queries stays, key/value tiles stream past it, in a fixed order."""
+"""dQ alone: a block of queries stays in shared memory, and key/value tiles stream past it in a fixed order."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import LSE, PULL, Operands, see_last, weigh_pairs
-from kernels.backends.mosaic_gpu.memory import ROWS, accumulator, load_vector, matrix, multiply, spread, vector
-from kernels.backends.mosaic_gpu.pairs import (
-    Tokens,
-    allowed_pairs,
-    copy_tokens,
-    resident_tokens,
-    tile_tokens,
-    token_memory,
-)
-from kernels.backends.mosaic_gpu.schedule import Schedule
+from kernels.backends.mosaic_gpu.backward import DELTA, LSE, Context, Operands, launch_pass, probabilities
+from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
+from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.call import AttentionCall
 from kernels.plan import Rows
 from kernels.tuning import MosaicBackwardTuning
+
+
+class _Smem(NamedTuple):
+    """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
+
+    q: Any
+    do: Any
+    lse_delta: Any
+    k: Any
+    v: Any
+    tokens: Any
+    ds: Any  # what the machine needs to multiply with dS
+
+
+class _Barriers(NamedTuple):
+    """Barriers: the queries' for each consumer, k's and v's for each stage."""
+
+    queries: Any
+    k: Pipeline
+    v: Pipeline
+
+
+_Pass = Context[_Smem, _Barriers]
 
 
 def query_pass(
@@ -38,131 +58,120 @@ def query_pass(
       interpret: parameters of Pallas's interpreter, or None.
     """
     batch, q_len, num_heads, head_dim = operands.query.shape
-    value_dim = operands.value.shape[-1]
-    dtype = operands.query.dtype
-    num_warpgroups, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    # Wide heads leave no room for as many value tiles; those are read early in a step, and free the sooner.
+    value_dim, dtype, machine = operands.value.shape[-1], operands.query.dtype, Hopper.of(interpret)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
+    # Wide heads leave no room for as many value tiles. Values are read early in a step, and their stage is free sooner.
     num_value_stages = max(1, num_stages - 1) if tuning.one_gradient_each else num_stages
-    block_q = ROWS * num_warpgroups
-    schedule = Schedule(batch, num_heads, pl.cdiv(q_len, block_q), tuning.heads_at_once * call.group_size)
-
-    given = ({} if rows.tiles is None else {"tiles": rows.tiles}) | tokens.given()
-
-    def kernel(
-        query_ref, key_ref, value_ref, d_output_ref, lse_ref, pull_ref, bounds_ref, *refs,
-        q_smem, do_smem, row_smem, k_smem, v_smem, ready, k_ready, v_ready, k_free, v_free, spare=None,
-        token_smem=None,
-    ):  # fmt: skip
-        optional = dict(zip(given, refs, strict=False))
-        (dq_ref,) = refs[len(given) :]
-        token_refs = Tokens(*(optional.get(name) for name in Tokens._fields))
-        b, head, i = schedule.block(jax.lax.axis_index("program"))
-        warpgroup = jax.lax.axis_index("warpgroup")
-        row = Rows(bounds_ref, optional.get("tiles")).read(b, i)
-
-        @pl.when(warpgroup == num_warpgroups)
-        def _load():
-            plgpu.set_max_registers(tuning.load_registers, action="decrease")
-            kv_head = head // call.group_size
-
-            @pl.loop(0, row.num_tiles)
-            def _(step):
-                tile = pl.ds(row.tile(step) * block_kv, block_kv)
-                for ref, smem, ready, free, stages in (
-                    (key_ref, k_smem, k_ready, k_free, num_stages),
-                    (value_ref, v_smem, v_ready, v_free, num_value_stages),
-                ):
-                    slot = jax.lax.rem(step, stages)
-                    pl.when(step >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
-                    plgpu.copy_gmem_to_smem(ref.at[b, tile, kv_head], smem.at[slot], ready.at[slot])
-                    # Before the wait for the values' room: without their tokens the keys aren't ready.
-                    if ref is key_ref:
-                        copy_tokens(token_refs, token_smem, "key_value", (b, tile), slot, k_ready.at[slot])
-
-            see_last(k_free, row.num_tiles, num_stages)
-            see_last(v_free, row.num_tiles, num_value_stages)
-
-        @pl.when(warpgroup < num_warpgroups)
-        def _compute():
-            plgpu.set_max_registers(tuning.compute_registers, action="increase")
-            q_first = i * block_q + warpgroup * ROWS
-            q_rows, my_ready = pl.ds(q_first, ROWS), ready.at[warpgroup]
-            my_spare = None if spare is None else spare.at[warpgroup]
-            plgpu.copy_gmem_to_smem(query_ref.at[b, q_rows, head], q_smem.at[warpgroup], my_ready)
-            plgpu.copy_gmem_to_smem(d_output_ref.at[b, q_rows, head], do_smem.at[warpgroup], my_ready)
-            plgpu.copy_gmem_to_smem(lse_ref.at[b, head, q_rows], row_smem.at[LSE, warpgroup], my_ready)
-            plgpu.copy_gmem_to_smem(pull_ref.at[b, head, q_rows], row_smem.at[PULL, warpgroup], my_ready)
-            resident = resident_tokens(token_refs, "key_value", (b, q_rows))
-            plgpu.barrier_wait(my_ready)
-            lse = load_vector(row_smem.at[LSE, warpgroup], rows=True)
-            pull = load_vector(row_smem.at[PULL, warpgroup], rows=True)
-
-            def accumulate(dq_acc):
-                @pl.loop(0, row.num_tiles)
-                def _(step):
-                    slot, v_slot = jax.lax.rem(step, num_stages), jax.lax.rem(step, num_value_stages)
-                    k, v = k_smem.at[slot], v_smem.at[v_slot]
-                    # What the compiler can't know to be the same in every step, it doesn't keep in registers: the
-                    # addresses of all parts of wide operands fill a thread's.
-                    mine = jax.lax.optimization_barrier(warpgroup)
-                    q, do = q_smem.at[mine], do_smem.at[mine]
-
-                    def start(logits_acc):
-                        plgpu.wgmma(logits_acc, q, k.transpose((1, 0)))
-                        plgpu.barrier_wait(v_ready.at[v_slot])
-                        return pl.run_scoped(functools.partial(weigh, logits_acc), logits_type)
-
-                    def weigh(logits_acc, dp_acc):
-                        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
-                        logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                        kv_first = row.tile(step) * block_kv
-                        its_tokens = tile_tokens(token_refs, token_smem, "key_value", resident=resident, slot=slot)
-                        allowed = functools.partial(
-                            allowed_pairs, call, its_tokens, q_first, kv_first,
-                            kv_padded=call.kv_len % block_kv != 0, transposed=False, interpreted=interpret is not None,
-                        )  # fmt: skip
-                        weights, slope = weigh_pairs(logits, lse, call, step < row.num_partial, allowed, rows=True)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        plgpu.barrier_arrive(v_free.at[v_slot])
-                        d_logits = weights * (dp - spread(pull, dp.shape, rows=True))
-                        return (d_logits if slope is None else d_logits * slope).astype(dtype)
-
-                    logits_type = accumulator(block_kv)
-                    plgpu.barrier_wait(k_ready.at[slot])
-                    d_logits = pl.run_scoped(start, logits_type)
-                    multiply(dq_acc, d_logits, k, my_spare)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(k_free.at[slot])
-
-                q_smem.at[warpgroup][...] = (plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale).astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(q_smem.at[warpgroup], dq_ref.at[b, q_rows, head])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            pl.run_scoped(accumulate, accumulator(head_dim))
-
-    run = plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
-        scratch_types=dict(
-            **token_memory(tokens, "key_value", num_stages, block_kv),
-            **({} if interpret is None else {"spare": matrix(num_warpgroups, ROWS, block_kv, dtype=dtype)}),
-            q_smem=matrix(num_warpgroups, ROWS, head_dim, dtype=dtype),
-            do_smem=matrix(num_warpgroups, ROWS, value_dim, dtype=dtype),
-            row_smem=vector(2, num_warpgroups, ROWS),
-            k_smem=matrix(num_stages, block_kv, head_dim, dtype=dtype),
-            v_smem=matrix(num_value_stages, block_kv, value_dim, dtype=dtype),
-            ready=plgpu.Barrier(num_arrivals=4, num_barriers=num_warpgroups),
-            k_ready=plgpu.Barrier(num_arrivals=1 + len(tokens.given("key_value")), num_barriers=num_stages),
-            v_ready=plgpu.Barrier(num_barriers=num_value_stages),
-            k_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_stages),
-            v_free=plgpu.Barrier(num_arrivals=num_warpgroups, num_barriers=num_value_stages),
+    return launch_pass(
+        call,
+        tuning,
+        machine,
+        TileScheduler(batch, num_heads, pl.cdiv(q_len, tuning.block_q_dq), tuning.heads_at_once * call.group_size),
+        (*operands, None, rows, tokens),
+        _Smem(
+            q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=dtype),
+            do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=dtype),
+            lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+            k=matrix(num_stages, block_kv, head_dim, dtype=dtype),
+            v=matrix(num_value_stages, block_kv, value_dim, dtype=dtype),
+            tokens=token_memory(tokens, "key_value", num_stages, block_kv).get("token_smem"),
+            ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=dtype),
         ),
-        grid=(schedule.num_programs,),
-        grid_names=("program",),
-        num_threads=num_warpgroups + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=interpret,
+        _Barriers(
+            queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
+            k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + len(tokens.given("key_value"))),
+            v=Pipeline.memory(num_value_stages, num_consumers=num_consumers),
+        ),
+        producer=_load,
+        consumers=[_differentiate],
+        out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
+        block_length=tuning.block_q_dq,
+        heads_per_block=1,
     )
-    return run(*operands, rows.bounds, *given.values())
+
+
+def _load(context: _Pass) -> None:
+    """Producer: copies the key/value tiles of the block into the rings."""
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    kv_head = block.head // context.call.group_size
+
+    @pl.loop(0, num_steps)
+    def copy_tile(step):
+        tile = pl.ds(context.walk.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        slot = barriers.k.slot(step)
+        barriers.k.producer_acquire(step, slot)
+        plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
+        # Before the wait for the values' stage: keys are full only with their tokens.
+        copy_tokens(gmem.tokens, smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        slot = barriers.v.slot(step)
+        barriers.v.producer_acquire(step, slot)
+        plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, tile, kv_head], smem.v.at[slot], barriers.v.full.at[slot])
+
+    producer_tail(num_steps, barriers.k)
+    producer_tail(num_steps, barriers.v)
+
+
+def _differentiate(context: _Pass) -> None:
+    """Consumer: dQ of 64 query rows."""
+    call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
+    barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
+    first = block.number * tuning.block_q_dq + warpgroup * WGMMA_ROWS
+    rows, full = pl.ds(first, WGMMA_ROWS), barriers.queries.at[warpgroup]
+    for source, target in (
+        (gmem.query.at[block.batch, rows, block.head], smem.q.at[warpgroup]),
+        (gmem.d_output.at[block.batch, rows, block.head], smem.do.at[warpgroup]),
+        (gmem.lse.at[block.batch, block.head, rows], smem.lse_delta.at[LSE, warpgroup]),
+        (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, full)
+    mask = TileMask.load(context, "key_value", block.batch, rows, tuning.block_kv_dq)
+    plgpu.barrier_wait(full)
+    lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
+    delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
+
+    def accumulate(dq_acc):
+        pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale
+        smem.q.at[warpgroup][...] = dq.astype(call.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem.q.at[warpgroup], gmem.d_query.at[block.batch, rows, block.head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
+
+
+def _add_tile(context: _Pass, mask: TileMask, lse, delta, dq_acc, step) -> None:
+    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
+    smem, barriers, walk = context.smem, context.barriers, context.walk
+    slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
+    k, v = smem.k.at[slot], smem.v.at[v_slot]
+    # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
+    # wide operands fill a thread's registers.
+    warpgroup = jax.lax.optimization_barrier(context.warpgroup)
+    q, do = smem.q.at[warpgroup], smem.do.at[warpgroup]
+
+    def differentiate(s_acc, dp_acc):
+        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        kv_first = walk.tile(step) * context.tuning.block_kv_dq
+        keep_allowed = functools.partial(
+            mask.apply, is_partial=step < walk.num_partial, column_first=kv_first, slot=slot
+        )
+        p, slope = probabilities(s, lse, context.call, keep_allowed, rows=True)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        barriers.v.consumer_release(v_slot)
+        ds = p * (dp - spread(delta, dp.shape, rows=True))
+        return (ds if slope is None else ds * slope).astype(context.call.dtype)
+
+    def multiply(s_acc):
+        plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+        barriers.v.consumer_wait(v_slot)
+        return pl.run_scoped(functools.partial(differentiate, s_acc), tile_type)
+
+    tile_type = accumulator(context.tuning.block_kv_dq)
+    barriers.k.consumer_wait(slot)
+    ds = pl.run_scoped(multiply, tile_type)
+    context.machine.multiply(dq_acc, ds, k, None if smem.ds is None else smem.ds.at[context.warpgroup])
+    plgpu.wgmma_wait(0)
+    barriers.k.consumer_release(slot)

@@ -1,15 +1,14 @@
-"""Softmax over tiles that come one after another, which looks for a maximum only where it must.
+"""Online softmax over the tiles of a row, which rescales only where it must.
 
-Weights are relative to a reference, lest they overflow. Online softmax takes the highest logit so far, and whenever
-that rises, all sums shrink. But no weight is less exact for a reference some powers of two below the highest logit. So
-a tile's weights are first made with the reference as it is, and if they sum up to little, which is nearly always so
-after the first tiles, that was all: no maximum, no word between the threads that share a row, nothing to shrink. Only
-else the tile's maximum becomes the reference, and its weights are made again.
-
-Each of the four threads that share a row sums up its own weights; their sums meet when the row is done.
+Probabilities are relative to a row maximum, lest they overflow. The textbook's online softmax raises row_max with every
+tile that holds a higher logit, and rescales what it has summed up. But probabilities are as exact relative to a number
+some powers of two below the highest logit. So a tile's probabilities are first computed with the row_max as it is. If
+their sums are small, which is nearly always so after the first tiles, that was all: no maximum, no exchange between
+the threads that share a row, no rescaling. Only otherwise the tile's maximum raises row_max, and its probabilities are
+computed again.
 
 Sources: online softmax (arXiv:1805.02867). FlashAttention-4 (github.com/Dao-AILab/flash-attention, flash_attn/cute)
-looks for each tile's maximum, but shrinks sums only where it rose far.
+takes each tile's maximum, but rescales only where it rose far.
 """
 
 from __future__ import annotations
@@ -18,157 +17,84 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, nvvm
-from jaxlib.mlir.dialects import vector as vectors
 from jaxtyping import Array, Bool, Float
 
-from kernels.backends.mosaic_gpu.memory import COLUMNS_OF_A_THREAD, ROWS, ROWS_OF_A_THREAD, spread
+from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.memory import ROW_LAYOUT, WGMMA_ROWS, spread
 
-# Of a thread's weights in a tile: no weight is higher, and float16 ends at 2¹⁶.
+# Of a thread's probabilities in a tile. No probability is higher than their sum, and float16 ends at 2¹⁶.
 _HIGHEST_SUM = 2.0**10
-# Less than any logit, but finite. Where a row has seen no allowed pair, exp2(−inf − it) = 0, and its first allowed one
-# has an infinite weight, so that it is looked for.
-_INITIAL_REFERENCE = -1e30
-
-_COLUMN = plgpu.Layout.WGMMA.reduce(1)
-_ALL_LANES = 0xFFFFFFFF
+# Less than any logit, but finite. While a row has seen no allowed pair, exp2(−inf − this) = 0, and its first allowed
+# pair has an infinite probability, so that row_max is raised.
+_INITIAL_ROW_MAX = -1e30
 
 
-class Sums(NamedTuple):
-    """Of rows so far.
+class SoftmaxState(NamedTuple):
+    """Of rows, over the tiles so far.
 
     Attributes:
-      reference: what weights are relative to, in units of log₂.
-      shares: of the sums of weights, a thread's share: see `row_sums`.
+      row_max: what probabilities are relative to, in units of log₂.
+      row_sum: each thread's part of the sums of probabilities (`Hopper.join_partial_sums` joins them).
     """
 
-    reference: Float[Array, " rows"]
-    shares: Float[Array, " rows"]
+    row_max: Float[Array, " rows"]
+    row_sum: Float[Array, " rows"]
 
 
-class Weights(NamedTuple):
-    """Of a tile.
+class TileSoftmax(NamedTuple):
+    """Of one tile.
 
     Attributes:
-      weights: in the matmul's dtype.
-      sums: of the rows, with this tile's.
-      shrink: by what all that was summed up before the tile shrinks.
-      shrinks: whether it does, in any of the rows of a warp.
+      p: the probabilities, in the matmul's dtype.
+      state: of the rows, with this tile.
+      alpha: the factor that rescales everything summed up before this tile.
+      rescales: whether alpha differs from 1 in any of a warp's rows.
     """
 
-    weights: Float[Array, "rows kv"]
-    sums: Sums
-    shrink: Float[Array, " rows"]
-    shrinks: Bool[Array, ""]
+    p: Float[Array, "rows kv"]
+    state: SoftmaxState
+    alpha: Float[Array, " rows"]
+    rescales: Bool[Array, ""]
 
 
-def weigh_first(
-    logits: Float[Array, "rows kv"], *, to_log2: float, dtype, interpreted: bool
-) -> tuple[Float[Array, "rows kv"], Sums]:
-    """Weights of the logits of the rows' first tile, whose maximum becomes the reference, and their sums.
+class OnlineSoftmax(NamedTuple):
+    """Softmax of logits −inf where a pair may not attend.
 
-    Args:
-      logits, to_log2, dtype, interpreted: as of `weigh`.
+    Attributes:
+      to_log2: the factor that brings logits to units of log₂. In these units exp2 takes one multiply-add.
+      dtype: of the probabilities.
+      machine: what runs the kernel.
     """
-    nothing = Sums(_column(_INITIAL_REFERENCE), _column(0.0))
-    return _look(logits, nothing, to_log2, dtype, interpreted=interpreted)[:2]
 
+    to_log2: float
+    dtype: jnp.dtype
+    machine: Hopper
 
-def weigh(logits: Float[Array, "rows kv"], sums: Sums, *, to_log2: float, dtype, interpreted: bool) -> Weights:
-    """Weights of the logits of another tile, and the sums with them.
+    def first_tile(self, logits: Float[Array, "rows kv"]) -> tuple[Float[Array, "rows kv"], SoftmaxState]:
+        """Probabilities of the rows' first tile, whose maximum becomes row_max."""
+        return self._raise_row_max(logits, SoftmaxState(_column(_INITIAL_ROW_MAX), _column(0.0)))[:2]
 
-    Args:
-      logits: −inf where a pair may not attend.
-      to_log2: the factor that brings them to units of log₂.
-      dtype: of the weights.
-      interpreted: whether Pallas's interpreter runs this, which knows no threads: a row has one share.
-    """
-    weights, shares, is_high = _make(logits, sums.reference, to_log2, interpreted=interpreted)
-    same = (weights.astype(dtype), Sums(sums.reference, sums.shares + shares), _column(1.0))
-    # A warp branches by itself, so that nothing in there may wait for another.
-    weights, new_sums, shrink = jax.lax.cond(
-        is_high, lambda: _look(logits, sums, to_log2, dtype, interpreted=interpreted), lambda: same
-    )
-    return Weights(weights, new_sums, shrink, is_high)
+    def next_tile(self, logits: Float[Array, "rows kv"], state: SoftmaxState) -> TileSoftmax:
+        """Probabilities of another tile."""
+        p, sums, is_high = self._exp2(logits, state.row_max)
+        same = p.astype(self.dtype), SoftmaxState(state.row_max, state.row_sum + sums), _column(1.0)
+        # A warp branches by itself, so nothing in the branch may wait for another warp.
+        p, state, alpha = jax.lax.cond(is_high, lambda: self._raise_row_max(logits, state), lambda: same)
+        return TileSoftmax(p, state, alpha, is_high)
 
+    def _raise_row_max(self, logits, state: SoftmaxState):
+        """Probabilities relative to the higher of the tile's maximum and row_max, the new state, and alpha."""
+        row_max = jnp.maximum(state.row_max, logits.max(axis=1) * self.to_log2)
+        alpha = jnp.exp2(state.row_max - row_max)
+        p, sums, _ = self._exp2(logits, row_max)
+        return p.astype(self.dtype), SoftmaxState(row_max, state.row_sum * alpha + sums), alpha
 
-def _look(logits, sums: Sums, to_log2: float, dtype, *, interpreted: bool):
-    """Weights relative to the tile's maximum or the reference, the sums with them, and by what those before shrink."""
-    reference = jnp.maximum(sums.reference, logits.max(axis=1) * to_log2)
-    shrink = jnp.exp2(sums.reference - reference)
-    weights, shares, _ = _make(logits, reference, to_log2, interpreted=interpreted)
-    return weights.astype(dtype), Sums(reference, sums.shares * shrink + shares), shrink
-
-
-def _make(logits, reference, to_log2: float, *, interpreted: bool):
-    """Weights in float32, each thread's share of their rows' sums, and whether one of a warp's is high."""
-    # In these units exp2 makes a weight with one multiply-add.
-    weights = jnp.exp2(logits * to_log2 - spread(reference, logits.shape, rows=True))
-    return weights, *_add_up(weights, interpreted=interpreted)
-
-
-def row_sums(shares: Float[Array, " rows"], *, interpreted: bool) -> Float[Array, " rows"]:
-    """The rows' sums, of the shares of the threads that share a row."""
-    if interpreted:
-        return shares
-
-    @plgpu.inline_mgpu(arg_types=(_COLUMN,), return_type=plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _COLUMN))
-    def join(_, shares: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
-        registers = list(shares.registers.flat)
-        for distance in (1, 2):  # Four threads in a row share a row.
-            registers = [arith.addf(register, utils.shfl_bfly(register, distance)) for register in registers]
-        return _fragments(registers)
-
-    return join(shares)
-
-
-def _add_up(weights: Float[Array, "rows kv"], *, interpreted: bool) -> tuple[Float[Array, " rows"], Bool[Array, ""]]:
-    """Each thread's share of the rows' sums, and whether one of a warp's is high."""
-    if interpreted:
-        shares = weights.sum(axis=1)
-        return shares, (shares > _HIGHEST_SUM).any()
-    result = (
-        plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, _COLUMN),
-        plgpu.ShapeDtypeStruct((), jnp.bool_, _COLUMN),  # of which a scalar has none
-    )
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
-    def add_up(_, weights: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        rows = weights.registers.reshape(-1, ROWS_OF_A_THREAD).T
-        shares = [
-            _sum([vectors.extract(pair, [], [i]) for pair in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
-        ]
-        highest = mgpu.c(_HIGHEST_SUM, ir.F32Type.get())
-        is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, share, highest) for share in shares))
-        is_high = nvvm.vote_sync(mgpu.c(_ALL_LANES, ir.IntegerType.get_signless(32)), is_high, "any")
-        one = ir.VectorType.get((1,), ir.F32Type.get())
-        return (
-            _fragments([vectors.broadcast(one, share) for share in shares]),
-            mgpu.FragmentedArray.splat(is_high, (), is_signed=False),
-        )
-
-    return add_up(weights)
-
-
-def _sum(numbers: list[ir.Value]) -> ir.Value:
-    # Four sums at a time: an addition takes some cycles, and the next one to the same sum waits for it.
-    sums = numbers[:4]
-    for i, number in enumerate(numbers[4:]):
-        sums[i % 4] = arith.addf(sums[i % 4], number)
-    return arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
-
-
-def _fragments(registers: list[ir.Value]) -> mgpu.FragmentedArray:
-    """A number for each row, of the registers that a thread holds of it."""
-    layout = _COLUMN.to_mgpu()
-    shape = layout.registers_shape((ROWS,))
-    return mgpu.FragmentedArray(_registers=np.array(registers, object).reshape(shape), _layout=layout, _is_signed=None)
+    def _exp2(self, logits, row_max):
+        """Probabilities in float32, each thread's part of their rows' sums, and whether one of a warp's is high."""
+        p = jnp.exp2(logits * self.to_log2 - spread(row_max, logits.shape, rows=True))
+        return p, *self.machine.partial_sums(p, _HIGHEST_SUM)
 
 
 def _column(number: float) -> Float[Array, " rows"]:
-    return plgpu.layout_cast(jnp.full((ROWS,), number, jnp.float32), _COLUMN)
+    return plgpu.layout_cast(jnp.full((WGMMA_ROWS,), number, jnp.float32), ROW_LAYOUT)

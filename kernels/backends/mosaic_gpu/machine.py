@@ -1,0 +1,141 @@
+"""What runs a kernel: a Hopper GPU, or Pallas's interpreter. The algorithms ask it for whatever the two do differently.
+
+The interpreter knows no threads within a warpgroup and no atomic operations. Its matmuls take no operand from
+registers, and its accumulators can't be stored to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.backends.mosaic_gpu.memory import accumulator, matrix
+from kernels.backends.mosaic_gpu.thread_sums import join_partial_sums, partial_sums
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
+from kernels.target import Target
+
+# Few, so that programs have several blocks each.
+_INTERPRETED_MULTIPROCESSORS = 2
+
+
+class HopperOutput(NamedTuple):
+    """An output that grows in an accumulator: a loop over tiles carries nothing of it."""
+
+    accumulator: Any
+
+    def zero(self) -> Any:
+        """What a loop carries of the output at its start."""
+
+    def start_product(self, p, v) -> Any:
+        """Issues `p @ v`, which adds to the output."""
+        plgpu.wgmma(self.accumulator, p, v)
+
+    def add(self, carried: Any, product: Any) -> jax.Array:
+        """Waits for a product, and returns the output with it."""
+        return plgpu.wgmma_accumulator_load(self.accumulator, wait_n=0)
+
+    def store(self, output: jax.Array) -> Any:
+        """Puts an output back, and returns what a loop carries of it."""
+        self.accumulator[...] = output
+
+
+class InterpretedOutput(NamedTuple):
+    """The same where accumulators can't be stored to: a loop over tiles carries the output."""
+
+    shape: tuple[int, int]
+    memory: Any
+
+    def zero(self) -> jax.Array:
+        return jnp.zeros(self.shape, jnp.float32)
+
+    def start_product(self, p, v) -> jax.Array:
+        def product(part):
+            self.memory[...] = p
+            plgpu.wgmma(part, self.memory, v)
+            return plgpu.wgmma_accumulator_load(part, wait_n=0)
+
+        return pl.run_scoped(product, accumulator(self.shape[1]))
+
+    def add(self, carried: Any, product: Any) -> jax.Array:
+        return carried + product
+
+    def store(self, output: jax.Array) -> jax.Array:
+        return output
+
+
+@dataclass(frozen=True)
+class Hopper:
+    """A Hopper GPU.
+
+    Attributes:
+      interpret: parameters of Pallas's interpreter; None on a GPU.
+    """
+
+    interpret: Any = None
+
+    @staticmethod
+    def of(interpret) -> Hopper:
+        """What runs a kernel with these parameters of Pallas's interpreter, or with None."""
+        return Hopper() if interpret is None else Interpreter(interpret)
+
+    def num_multiprocessors(self, target: Target) -> int:
+        """Persistent programs that run at the same time."""
+        assert target.num_multiprocessors is not None, f"{target} is a GPU"
+        return target.num_multiprocessors
+
+    def block_claims(self, num_consumers: int) -> BlockClaims | None:
+        """Memory of a dynamic tile scheduler, or None where there are no atomic operations."""
+        return BlockClaims.memory(num_consumers)
+
+    def operand_memory(self, *shape: int, dtype) -> Any:
+        """Shared memory for operands that `multiply` takes from registers, or None where it needs none."""
+        return None
+
+    def multiply(self, accumulator, a, b, memory) -> None:
+        """Adds `a @ b` to an accumulator, `a` in registers; `memory` is `operand_memory` of a's shape."""
+        plgpu.wgmma(accumulator, a, b)
+
+    def output(self, accumulator, memory) -> HopperOutput | InterpretedOutput:
+        """An output that products add to and that softmax rescales; `memory` is `operand_memory` for p."""
+        return HopperOutput(accumulator)
+
+    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
+        """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
+        return partial_sums(p, limit)
+
+    def join_partial_sums(self, sums) -> jax.Array:
+        """The sums of rows, from the parts of the threads that share a row."""
+        return join_partial_sums(sums)
+
+
+@dataclass(frozen=True)
+class Interpreter(Hopper):
+    """Pallas's interpreter of the same kernels."""
+
+    def num_multiprocessors(self, target: Target) -> int:
+        return _INTERPRETED_MULTIPROCESSORS
+
+    def block_claims(self, num_consumers: int) -> None:
+        return None
+
+    def operand_memory(self, *shape: int, dtype) -> Any:
+        return matrix(*shape, dtype=dtype)
+
+    def multiply(self, accumulator, a, b, memory) -> None:
+        memory[...] = a
+        plgpu.wgmma(accumulator, memory, b)
+
+    def output(self, accumulator, memory) -> InterpretedOutput:
+        return InterpretedOutput(accumulator.shape, memory)
+
+    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
+        sums = p.sum(axis=1)
+        return sums, (sums > limit).any()
+
+    def join_partial_sums(self, sums) -> jax.Array:
+        return sums

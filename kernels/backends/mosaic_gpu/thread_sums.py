@@ -1,0 +1,75 @@
+"""Sums of an accumulator's rows, as the four threads that share a row make them.
+
+Each thread sums up its own numbers. The parts are joined once, when a row is done.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm
+from jaxlib.mlir.dialects import vector as vectors
+from jaxtyping import Array, Bool, Float
+
+from kernels.backends.mosaic_gpu.memory import COLUMNS_OF_A_THREAD, ROW_LAYOUT, ROWS_OF_A_THREAD, WGMMA_ROWS
+
+_ALL_LANES = 0xFFFFFFFF
+
+
+def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[Array, " rows"], Bool[Array, ""]]:
+    """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
+    result = (
+        plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT),
+        plgpu.ShapeDtypeStruct((), jnp.bool_, ROW_LAYOUT),  # A scalar has no layout.
+    )
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
+    def add_up(_, p: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+        rows = p.registers.reshape(-1, ROWS_OF_A_THREAD).T
+        sums = [
+            _sum([vectors.extract(pair, [], [i]) for pair in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
+        ]
+        highest = mgpu.c(limit, ir.F32Type.get())
+        is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, part, highest) for part in sums))
+        is_high = nvvm.vote_sync(mgpu.c(_ALL_LANES, ir.IntegerType.get_signless(32)), is_high, "any")
+        one = ir.VectorType.get((1,), ir.F32Type.get())
+        return (
+            _fragments([vectors.broadcast(one, part) for part in sums]),
+            mgpu.FragmentedArray.splat(is_high, (), is_signed=False),
+        )
+
+    return add_up(p)
+
+
+def join_partial_sums(sums: Float[Array, " rows"]) -> Float[Array, " rows"]:
+    """The sums of rows, from the parts of the threads that share a row."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT)
+    )
+    def join(_, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        registers = list(sums.registers.flat)
+        for distance in (1, 2):
+            registers = [arith.addf(register, utils.shfl_bfly(register, distance)) for register in registers]
+        return _fragments(registers)
+
+    return join(sums)
+
+
+def _sum(numbers: list[ir.Value]) -> ir.Value:
+    # Four sums at a time: an addition takes some cycles, and the next addition to the same sum waits for it.
+    sums = numbers[:4]
+    for i, number in enumerate(numbers[4:]):
+        sums[i % 4] = arith.addf(sums[i % 4], number)
+    return arith.addf(arith.addf(sums[0], sums[1]), arith.addf(sums[2], sums[3]))
+
+
+def _fragments(registers: list[ir.Value]) -> mgpu.FragmentedArray:
+    """A number for each row, from the registers that a thread holds."""
+    layout = ROW_LAYOUT.to_mgpu()
+    shape = layout.registers_shape((WGMMA_ROWS,))
+    return mgpu.FragmentedArray(_registers=np.array(registers, object).reshape(shape), _layout=layout, _is_signed=None)

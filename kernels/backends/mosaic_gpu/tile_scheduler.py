@@ -1,0 +1,199 @@
+"""Tile schedulers: which blocks a program computes, in which order, and when its warpgroups issue their matmuls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, memref
+from jaxtyping import Array, Int
+
+from kernels.backends.mosaic_gpu.pipeline import Pipeline
+
+_T = TypeVar("_T")
+# A producer claims one block ahead of its consumers.
+_CLAIM_SLOTS = 2
+
+
+class Block(NamedTuple):
+    """A block of queries or of keys, within a kernel.
+
+    Attributes:
+      batch, head: element of the batch, and head: of the queries, or of the keys.
+      number: the block's number within its head.
+    """
+
+    batch: jax.Array
+    head: jax.Array
+    number: jax.Array
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Divides blocks among programs. All blocks of some heads come before those of the next heads.
+
+    Neighbouring blocks of a head run at about the same time, and so share their operands in the L2 cache. More blocks
+    share them when fewer heads run together; the load is balanced better when more do.
+
+    Attributes:
+      batch, num_heads, num_blocks_per_head: elements of the batch, heads of each, and blocks of each head.
+      heads_at_once: number of heads that run together, counted over the batch.
+      last_blocks_first: under a causal mask the last queries have the most work, and so have the first keys.
+      num_multiprocessors: None for one program per block. Else at most this many persistent programs, each of which
+        computes one block after another.
+    """
+
+    batch: int
+    num_heads: int
+    num_blocks_per_head: int
+    heads_at_once: int
+    last_blocks_first: bool = True
+    num_multiprocessors: int | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all programs."""
+        return self.batch * self.num_heads * self.num_blocks_per_head
+
+    @property
+    def num_programs(self) -> int:
+        """Programs to launch."""
+        return self.num_blocks if self.num_multiprocessors is None else min(self.num_blocks, self.num_multiprocessors)
+
+    def block(self, index) -> Block:
+        """The index-th block of the schedule."""
+        num_heads = self.batch * self.num_heads
+        at_once = min(self.heads_at_once, num_heads)
+        group, place = (0, index) if at_once == num_heads else _div_rem(index, at_once * self.num_blocks_per_head)
+        # The last group may have fewer heads.
+        size = at_once if num_heads % at_once == 0 else jnp.minimum(at_once, num_heads - group * at_once)
+        rank, member = _div_rem(place, size)
+        batch, head = _div_rem(group * at_once + member, self.num_heads)
+        return Block(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
+
+    def for_each_block(
+        self,
+        program,
+        body: Callable[[Block, _T], _T],
+        start: _T,
+        next_claim: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> _T:
+        """Calls `body(block, carried)` for each block of a program in turn, and returns the last result.
+
+        Args:
+          program: the program's number. Its first block is the schedule's block of this index.
+          next_claim: (number of blocks done before the last one) → how many blocks all programs had claimed before the
+            program's next one. None for a static schedule, in which blocks go round the programs.
+        """
+        if self.num_programs == self.num_blocks:
+            return body(self.block(program), start)
+
+        def visit(state):
+            index, num_done, carried = state
+            carried = body(self.block(index), carried)
+            num_before = index if next_claim is None else next_claim(num_done)
+            return self.num_programs + num_before, num_done + 1, carried
+
+        return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, visit, (program, jnp.int32(0), start))[2]
+
+
+class BlockClaims(NamedTuple):
+    """Claims of a dynamic persistent tile scheduler, on their way from a program's producer to its consumers.
+
+    Each program claims its next block from a counter in global memory when it is done with one, so that programs with
+    short blocks compute more of them.
+    """
+
+    claims: Any
+    pipeline: Pipeline
+
+    @staticmethod
+    def memory(num_consumers: int) -> BlockClaims:
+        """What a kernel allocates for them."""
+        return BlockClaims(
+            plgpu.SMEM((_CLAIM_SLOTS,), jnp.int32), Pipeline.memory(_CLAIM_SLOTS, num_consumers=num_consumers)
+        )
+
+    def claim(self, counter_ref, num_done) -> Int[Array, ""]:
+        """The producer's next claim: how many blocks all programs had claimed before it.
+
+        Args:
+          counter_ref: int32 `[1]`, in global memory, from 0.
+          num_done: how many blocks the program has claimed before.
+        """
+        slot = jax.lax.rem(num_done, _CLAIM_SLOTS)
+        self.pipeline.producer_acquire(num_done, slot)
+        _fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
+        plgpu.barrier_arrive(self.pipeline.full.at[slot])
+        # Only one of the threads that wait here has stored it.
+        self.pipeline.consumer_wait(slot)
+        return self.claims[slot]
+
+    def receive(self, num_done) -> Int[Array, ""]:
+        """The same claim, for a consumer."""
+        slot = jax.lax.rem(num_done, _CLAIM_SLOTS)
+        self.pipeline.consumer_wait(slot)
+        claim = self.claims[slot]
+        self.pipeline.consumer_release(slot)
+        return claim
+
+
+class PingPong(NamedTuple):
+    """Ping-pong scheduling: consumers issue their matmuls in turn, so that one's softmax runs under another's matmuls.
+
+    Attributes:
+      barriers: one for each consumer; None if a consumer issues its matmuls whenever it is ready.
+      warpgroup, num_consumers: the consumer's number, and how many there are.
+    """
+
+    barriers: Any
+    warpgroup: Any
+    num_consumers: int
+
+    def start(self) -> None:
+        """Gives the first consumer its turn. Each consumer calls this once, before anything else."""
+        if self.barriers is not None:
+            pl.when(self.warpgroup == self.num_consumers - 1)(lambda: plgpu.barrier_arrive(self.barriers.at[0]))
+
+    def acquire(self) -> None:
+        """Waits for the consumer's turn."""
+        if self.barriers is not None:
+            plgpu.barrier_wait(self.barriers.at[self.warpgroup])
+
+    def release(self) -> None:
+        """Gives the next consumer its turn."""
+        if self.barriers is not None:
+            plgpu.barrier_arrive(self.barriers.at[jax.lax.rem(self.warpgroup + 1, self.num_consumers)])
+
+    def finish(self) -> None:
+        """Takes the turn that the last consumer gave away. Each consumer calls this once, after everything else."""
+        if self.barriers is not None:
+            pl.when(self.warpgroup == 0)(self.acquire)
+
+
+def _fetch_and_increment(counter_ref, result_ref) -> None:
+    """Stores the counter's value, int32 `[1]`, and adds one to the counter."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def fetch_and_increment(_, counter, result):
+        one, zero = mgpu.c(1, ir.IntegerType.get_signless(32)), mgpu.c(0, ir.IndexType.get())
+        # Every thread arrives at the barrier that follows. So the value is there when all have arrived.
+        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+            before = llvm.atomicrmw(
+                llvm.AtomicBinOp.add, utils.memref_ptr(counter), one, llvm.AtomicOrdering.monotonic, syncscope="device"
+            )
+            memref.store(before, result, [zero])
+
+    fetch_and_increment(counter_ref, result_ref)
+
+
+def _div_rem(a, b):
+    return jax.lax.div(a, b), jax.lax.rem(a, b)
