@@ -1,7 +1,7 @@
 """An attention call, split into what is traced and what is static.
 
-Every backend is a function `attention(inputs, call) -> (output, lse)` of these two, and may refuse a call
-by its static part alone.
+Every backend is a pair of functions of these two (`kernels.attention.core`), and may refuse a call by its static part
+alone.
 
 Dimensions: B batch, T query length, S key/value length, N query heads, K key/value heads (N = K·G),
 H head dim of query and key, V head dim of value.
@@ -74,6 +74,41 @@ class AttentionCall(NamedTuple):
     def group_size(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+
+class Cotangent(NamedTuple):
+    """What a backward starts from.
+
+    Attributes:
+      d_output: the output's gradient, in the call's dtype.
+      lse: of the whole row, −inf where it attends to nothing; in the softmax's dtype, as `delta` is.
+      delta: rowsum(dO∘O), less the gradient that arrives through lse itself.
+    """
+
+    d_output: Float[Array, "B T N V"]
+    lse: Float[Array, "B T N"]
+    delta: Float[Array, "B T N"]
+
+    @staticmethod
+    def of(
+        output: Float[Array, "B T N V"],
+        lse: Float[Array, "B T N"],
+        d_output: Float[Array, "B T N V"],
+        d_lse: Float[Array, "B T N"] | None = None,
+    ) -> Cotangent:
+        """The cotangent of an output and its lse; the gradients may be NumPy's."""
+        d_output = jnp.asarray(d_output)
+        delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
+        if d_lse is not None:
+            delta -= jnp.where(lse != -jnp.inf, jnp.asarray(d_lse), 0)
+        return Cotangent(d_output, lse, delta)
+
+    def by_head(self) -> tuple[Float[Array, "B N T"], Float[Array, "B N T"]]:
+        """lse and delta, with each head's numbers side by side."""
+        return self.lse.swapaxes(1, 2), self.delta.swapaxes(1, 2)
+
+
+Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K V"]]
 
 
 def make_call(

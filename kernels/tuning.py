@@ -227,7 +227,8 @@ class MosaicGpuTuning:
         tiles = self.backward_tiles
         if tiles is not None and self.backward == "fused" and tiles.one_gradient_each:
             raise ValueError("backward='fused' can't take backward_tiles with one_gradient_each; use backward='split'")
-        if tiles is not None and self.backward != "split" and not tiles.one_gradient_each:
+        may_fuse = self.backward != "split" and not self.interpret
+        if tiles is not None and may_fuse and not tiles.one_gradient_each:
             # Its warpgroups share a tile of dQ by 64 rows, or two of them by columns.
             shared = (tiles.num_warpgroups, tiles.block_q)
             if shared not in ((1, 64), (2, 64), (2, 128)):

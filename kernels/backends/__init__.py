@@ -24,10 +24,13 @@ class Backend:
 
     Attributes:
       name: what `implementation=` calls it.
-      module: has `attention(inputs, call, tuning)` and `unsupported_reason(call, tuning)`, whose tuning is None or
-        the backend's own.
+      module: has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's own, and either
+        `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two halves that `kernels.attention.core`
+        describes, or `attention(inputs, call)`.
       platforms: where it runs.
       automatic: whether `implementation=None` may choose it.
+      differentiates_itself: whether it has `attention`, which JAX differentiates.
+      takes_masks_of_heads: whether one call of its halves serves heads with different masks.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
@@ -35,6 +38,8 @@ class Backend:
     module: str
     platforms: tuple[str, ...]
     automatic: bool = True
+    differentiates_itself: bool = False
+    takes_masks_of_heads: bool = False
     says_what_varies: bool = False
 
     def load(self) -> ModuleType:
@@ -54,7 +59,7 @@ class Backend:
 BACKENDS = (
     Backend("splash", "kernels.backends.splash", platforms=("tpu",)),
     Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
-    Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",)),
+    Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",), differentiates_itself=True),
     Backend("triton", "kernels.backends.triton", platforms=("gpu",)),
     Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu"), says_what_varies=True),
     Backend(
@@ -62,8 +67,17 @@ BACKENDS = (
         "kernels.backends.reference",
         platforms=("cpu", "gpu", "tpu"),
         automatic=False,
+        differentiates_itself=True,
         says_what_varies=True,
     ),
-    Backend("splash_upstream_lazy", "kernels.backends.splash.upstream_lazy", platforms=("tpu",), automatic=False),
-    Backend("splash_dense", "kernels.backends.splash.dense", platforms=("tpu",), automatic=False),
+    Backend(
+        "splash_upstream_lazy",
+        "kernels.backends.splash.upstream_lazy",
+        platforms=("tpu",),
+        automatic=False,
+        takes_masks_of_heads=True,
+    ),
+    Backend(
+        "splash_dense", "kernels.backends.splash.dense", platforms=("tpu",), automatic=False, takes_masks_of_heads=True
+    ),
 )

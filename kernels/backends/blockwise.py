@@ -19,11 +19,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.head_groups import attend_by_distinct_mask
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Row, Rows, make_rows
 from kernels.tuning import BlockwiseTuning
 from kernels.varying import vary
@@ -46,13 +44,9 @@ def unsupported_reason(call: AttentionCall, tuning: BlockwiseTuning | None = Non
     return None
 
 
-def attention(
-    inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning | None = None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call. See `kernels.dot_product_attention`."""
-    if tuning is None:
-        tuning = CPU_TUNING if call.target.platform == "cpu" else ACCELERATOR_TUNING
-    return attend_by_distinct_mask(functools.partial(_attend, tuning), inputs, call)
+def resolve(tuning: BlockwiseTuning | None, call: AttentionCall) -> BlockwiseTuning:
+    """The tiles of a call that names none."""
+    return tuning or (CPU_TUNING if call.target.platform == "cpu" else ACCELERATOR_TUNING)
 
 
 class _Tiling:
@@ -173,13 +167,10 @@ def _over_tiles(row: Row, visit: Callable, carry):
     return jax.lax.fori_loop(row.num_partial, row.num_tiles, functools.partial(visit, full=True), carry)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def _attend(tuning: BlockwiseTuning, inputs: AttentionInputs, call: AttentionCall):
-    (output, lse), _ = _attend_forward(tuning, inputs, call)
-    return output, lse
-
-
-def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: AttentionCall):
+def forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse. See `kernels.attention.core`."""
     tiling = _Tiling(inputs, call, tuning)
     query, key, value = tiling.pad_q(inputs.query), tiling.pad_kv(inputs.key), tiling.pad_kv(inputs.value)
     rows = tiling.rows(transposed=False)
@@ -221,26 +212,21 @@ def _attend_forward(tuning: BlockwiseTuning, inputs: AttentionInputs, call: Atte
         return tiling.query_tokens(output), tiling.query_tokens(lse[..., None])[..., 0]
 
     output, lse = map(tiling.join_q, jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32)))
-    # The names let a remat policy keep these two, all that the backward needs besides the inputs.
-    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
-    return (output, lse), (inputs, output, lse)
+    return output, lse
 
 
-def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, cotangents):
-    inputs, output, lse = residuals
-    d_output, d_lse = map(jnp.asarray, cotangents)  # NumPy's, maybe, of whoever calls the function that jax.vjp returns
+def backward(inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuning, cotangent: Cotangent) -> Gradients:
+    """The gradients of query, key and value. See `kernels.attention.core`."""
     tiling = _Tiling(inputs, call, tuning)
 
-    attends = lse != -jnp.inf
-    # The softmax's pull on a row: Σ output·d_output, less what arrives through lse itself.
-    pull = (output.astype(call.softmax_dtype) * d_output.astype(call.softmax_dtype)).sum(-1) - jnp.where(
-        attends, d_lse, 0
-    )
     # exp(logits − inf) = 0 in rows that attend to nothing and in those that fill up the last tile.
-    lse = jnp.where(attends, lse, jnp.inf)
-
+    lse = jnp.where(cotangent.lse != -jnp.inf, cotangent.lse, jnp.inf)
     query, key, value = tiling.pad_q(inputs.query), tiling.pad_kv(inputs.key), tiling.pad_kv(inputs.value)
-    d_output, pull_rows, lse_rows = tiling.pad_q(d_output), tiling.pad_q(pull), tiling.pad_q(lse, fill=jnp.inf)
+    d_output, delta, lse = (
+        tiling.pad_q(cotangent.d_output),
+        tiling.pad_q(cotangent.delta),
+        tiling.pad_q(lse, fill=jnp.inf),
+    )
 
     rows, zero = tiling.rows(transposed=True), jnp.int32(0)
 
@@ -255,10 +241,8 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
             q, d_out = tiling.query_tile(query, b, i), tiling.query_tile(d_output, b, i)
             capped = tiling.logits(q, k)
             logits = capped if full else tiling.masked(capped, b, i, j)
-            weights = jnp.exp(logits - tiling.query_tile(lse_rows[..., None], b, i))
-            d_logits = weights * (
-                tiling.matmul("kmv,kcv->kmc", d_out, v) - tiling.query_tile(pull_rows[..., None], b, i)
-            )
+            weights = jnp.exp(logits - tiling.query_tile(lse[..., None], b, i))
+            d_logits = weights * (tiling.matmul("kmv,kcv->kmc", d_out, v) - tiling.query_tile(delta[..., None], b, i))
             if call.logits_soft_cap is not None:
                 d_logits *= 1 - (capped / call.logits_soft_cap) ** 2
             d_logits = (d_logits * call.scale).astype(call.dtype)
@@ -279,12 +263,4 @@ def _attend_backward(tuning: BlockwiseTuning, call: AttentionCall, residuals, co
         jnp.arange(call.batch * tiling.num_kv, dtype=jnp.int32),
     )
     d_key, d_value = map(tiling.join_kv, d_key_value)
-    d_query = d_query[:, : call.q_len].astype(call.dtype)
-    d_sinks = None
-    if inputs.sinks is not None:
-        weight = jnp.exp(inputs.sinks.astype(call.softmax_dtype) - lse)
-        d_sinks = -(weight * pull).sum((0, 1)).astype(inputs.sinks.dtype)
-    return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
+    return d_query[:, : call.q_len].astype(call.dtype), d_key, d_value

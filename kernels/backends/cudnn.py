@@ -45,7 +45,7 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
     return None
 
 
-def attention(inputs: AttentionInputs, call: AttentionCall, tuning: None = None):
+def attention(inputs: AttentionInputs, call: AttentionCall):
     """Attention of one call; the lse is None, since cuDNN's has no gradient. See `kernels.dot_product_attention`."""
     assert call.mask.window is not None, "refused by unsupported_reason"
     left, right = call.mask.window

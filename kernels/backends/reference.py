@@ -17,9 +17,7 @@ def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
     return None
 
 
-def attention(
-    inputs: AttentionInputs, call: AttentionCall, tuning: None = None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attention(inputs: AttentionInputs, call: AttentionCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention by its definition. See `kernels.dot_product_attention`."""
     dtype = call.softmax_dtype
     query = inputs.query.astype(dtype) * call.scale

@@ -1,5 +1,7 @@
 """Choosing a backend, and refusing what doesn't fit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from kernels import (
     CausalMask,
     ChunkedCausalMask,
+    LocalMask,
     MultiHeadMask,
     NumpyMask,
     SplashTuning,
@@ -15,8 +18,8 @@ from kernels import (
     dot_product_attention,
     select_backend,
 )
-from kernels.backends import BACKENDS
-from kernels.call import make_call
+from kernels.backends import BACKENDS, blockwise
+from kernels.call import Cotangent, make_call
 
 Q = jnp.zeros((1, 8, 4, 16))
 KV = jnp.zeros((1, 8, 2, 16))
@@ -91,18 +94,47 @@ def test_a_named_backend_on_the_wrong_platform_raises():
         dot_product_attention(Q, KV, KV, implementation="cudnn", device=jax.devices("cpu")[0])
 
 
-def test_every_backend_of_the_table_has_the_two_functions():
+def test_every_backend_of_the_table_has_its_functions():
     for backend in BACKENDS:
-        module = backend.load()
-        assert callable(module.attention)
-        assert callable(module.unsupported_reason)
+        names = ("attention",) if backend.differentiates_itself else ("resolve", "forward", "backward")
+        for name in ("unsupported_reason", *names):
+            assert callable(getattr(backend.load(), name)), (backend.name, name)
+
+
+@pytest.mark.parametrize("mask", [CausalMask(), CausalMask() & LocalMask(40, 0)], ids=repr)
+def test_a_backward_starts_from_the_whole_rows_lse(mask, rng):
+    """Keys in two parts, as on two devices: forwards are merged, and each part's backward gives its own gradients."""
+    query, key, value, d_output = (jnp.asarray(rng.standard_normal((1, 96, 2, 16)), jnp.float32) for _ in range(4))
+    position = jnp.arange(96, dtype=jnp.int32)[None]
+
+    def part(keys):
+        return make_call(
+            query, key[:, keys], value[:, keys], mask, query_segment_ids=None, key_value_segment_ids=None,
+            query_positions=position, key_value_positions=position[:, keys], scale=None, logits_soft_cap=None,
+            sinks=None, return_lse=False, device=jax.devices("cpu")[0],
+        )  # fmt: skip
+
+    parts = [part(slice(0, 50)), part(slice(50, 96))]
+    tuning = blockwise.resolve(None, parts[0][1])
+    outputs, lses = zip(*(blockwise.forward(inputs, call, tuning) for inputs, call in parts), strict=True)
+    lse = jnp.logaddexp(*lses)
+    output = sum(out * jnp.exp(own - lse)[..., None] for out, own in zip(outputs, lses, strict=True))
+    cotangent = Cotangent.of(output, lse, d_output)
+    gradients = [blockwise.backward(inputs, call, tuning, cotangent) for inputs, call in parts]
+    attend = functools.partial(dot_product_attention, mask=mask, implementation="reference")
+    expected, vjp = jax.vjp(attend, query, key, value)
+    (d_query, d_key, d_value), (d_query_2, d_key_2, d_value_2) = gradients
+    actual = d_query + d_query_2, jnp.concatenate([d_key, d_key_2], 1), jnp.concatenate([d_value, d_value_2], 1)
+    np.testing.assert_allclose(output, expected, atol=1e-5)
+    for a, e in zip(actual, vjp(d_output), strict=True):
+        np.testing.assert_allclose(a, e, atol=1e-5)
 
 
 def test_passed_over_backends_are_logged_once(caplog, rng):
     x = jnp.asarray(rng.standard_normal((1, int(rng.integers(8, 64)), 2, 8)), jnp.float32)
-    from kernels import attention
+    from kernels.attention import dispatch
 
-    attention._log_once.cache_clear()
+    dispatch._log_once.cache_clear()
     with caplog.at_level("INFO", logger="kernels.attention"):
         for _ in range(2):
             dot_product_attention(x, x, x, CausalMask(), device=jax.devices("cpu")[0])

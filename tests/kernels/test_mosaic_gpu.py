@@ -23,7 +23,7 @@ from kernels import (
 )
 from kernels.backends.mosaic_gpu.offsets import offset_columns
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
-from kernels.backends.mosaic_gpu.tuning_table import forward_tiles
+from kernels.backends.mosaic_gpu.tuning_table import forward_tiles, resolve
 from kernels.backends.mosaic_gpu.walk import read_shared_row, share_walks
 from kernels.call import make_call
 from kernels.masks import TileKind
@@ -300,3 +300,16 @@ def test_tiles_leave_room_for_positions_as_they_do_for_segment_ids():
     # Queries, keys and values, beside two numbers of each key.
     rows = 64 * tiles.num_warpgroups + 2 * tiles.num_stages * tiles.block_kv
     assert rows * 128 * 2 + 2 * tiles.num_stages * tiles.block_kv * 4 < 227 * 1024
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("tuning", [None, MosaicGpuTuning(interpret=True), MosaicGpuTuning("split")], ids=repr)
+def test_resolving_leaves_nothing_open(tuning, packed, head_dim, rng):
+    """Also where the faster backward is fused, which Pallas's interpreter can't run: it takes the other's tiles."""
+    ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 512)))) if packed else None
+    _, call = call_of(CausalMask(), head_dim=head_dim, query_segment_ids=ids, key_value_segment_ids=ids)
+    resolved = resolve(tuning, call)
+    assert None not in (resolved.backward, resolved.forward_tiles, resolved.backward_tiles)
+    assert resolved == resolve(resolved, call)
+    assert resolved.backward == "split" or not (tuning and (tuning.interpret or tuning.backward == "split"))

@@ -24,12 +24,15 @@ from kernels import (
     dot_product_attention,
     select_backend,
 )
+from kernels.attention.core import attend
+from kernels.backends import BACKENDS
 from kernels.backends.splash import dense, passes, tuning, upstream_lazy
 from kernels.backends.splash.tile_grid import _grid, next_visited
-from kernels.call import AttentionCall
+from kernels.call import AttentionCall, AttentionInputs
 
 TPU = Target("tpu", "TPU v5")
 INTERPRETED = SplashTuning.square(128, interpret=True)
+SPLASH = BACKENDS[0]
 NO_TOKENS = passes.Tokens(None, None, None)
 
 MASKS = [
@@ -109,23 +112,24 @@ def test_the_lazy_baseline_is_upstreams_own(mask):
     jax.tree.map(np.testing.assert_array_equal, made.info, theirs.fwd_mask_info)
 
 
-@pytest.mark.parametrize("module", [upstream_lazy, dense], ids=["upstream_lazy", "dense"])
+@pytest.mark.parametrize("name", ["splash_upstream_lazy", "splash_dense"])
 @pytest.mark.parametrize(
     "mask",
     [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(40, 200)])],
     ids=["window", "prefix", "two_masks"],
 )
-def test_the_baselines_compute_the_same(module, mask, rng):
+def test_the_baselines_compute_the_same(name, mask, rng):
+    (backend,) = (backend for backend in BACKENDS if backend.name == name)
     call = call_of(mask, 384, kv_len=333, dtype=jnp.float32)
     query, key, value = (
         jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.float32)
         for length, heads in ((384, 2), (333, 1), (333, 1))
     )
 
-    def run(attend):
-        return jax.value_and_grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
+    def run(function):
+        return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
 
-    actual = run(lambda *x: module.attention(passes.AttentionInputs(*x), call, INTERPRETED)[0])
+    actual = run(lambda *x: attend(backend, AttentionInputs(*x), call, INTERPRETED)[0])
     expected = run(functools.partial(dot_product_attention, mask=mask, implementation="reference"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected)
 
@@ -182,10 +186,10 @@ def trace(mask, length, heads=2, dtype=jnp.bfloat16, backward="split"):
     x = jax.ShapeDtypeStruct((1, length, heads, 128), dtype)
 
     def loss(query, key, value):
-        inputs = passes.AttentionInputs(query, key, value)
+        inputs = AttentionInputs(query, key, value)
         call = call_of(mask, length, heads=heads, dtype=dtype, num_kv_heads=heads, head_dim=128, value_dim=128)
         sizes = SplashTuning.square(512, backward=backward)
-        return passes.attend(passes.planned_mask, sizes, inputs, call)[0].astype(jnp.float32).sum()
+        return attend(SPLASH, inputs, call, sizes)[0].astype(jnp.float32).sum()
 
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
 
@@ -279,10 +283,10 @@ def test_refusals(call, reason):
 
 
 def test_long_sequences_get_larger_tiles_and_windows_stay_small():
-    assert tuning.default_tuning(call_of(CausalMask(), 1 << 17)).block_q == 512
-    assert tuning.default_tuning(call_of(CausalMask(), 1 << 19)).block_q == 1024
-    assert tuning.default_tuning(call_of(LocalMask(4095, 0), 1 << 20)).block_q == 512
-    assert tuning.default_tuning(call_of(CausalMask(), target=Target("tpu", "TPU v6 lite"))).block_q == 1024
+    assert tuning.resolve(None, call_of(CausalMask(), 1 << 17)).block_q == 512
+    assert tuning.resolve(None, call_of(CausalMask(), 1 << 19)).block_q == 1024
+    assert tuning.resolve(None, call_of(LocalMask(4095, 0), 1 << 20)).block_q == 512
+    assert tuning.resolve(None, call_of(CausalMask(), target=Target("tpu", "TPU v6 lite"))).block_q == 1024
 
 
 @pytest.mark.parametrize(

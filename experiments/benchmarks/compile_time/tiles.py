@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.benchmarks.compile_time.masks import Source
 from kernels.backends.splash import dense, passes, upstream_lazy
-from kernels.backends.splash.tuning import default_tuning
+from kernels.backends.splash.tuning import resolve
 from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
 
@@ -36,7 +36,7 @@ def count_visited_tiles(
       By pass: "forward", "d_key_value" and, unless the backward is fused, "d_query".
     """
     call = _call(mask, shapes, device)
-    tuning = default_tuning(call)
+    tuning = resolve(None, call)
     walks = {"forward": passes.forward_pass(call, tuning), "d_key_value": passes.d_key_value_pass(call, tuning)}
     if tuning.backward == "split":
         walks["d_query"] = passes.d_query_pass(call, tuning)

@@ -7,34 +7,27 @@ capture arrays.
 
 from __future__ import annotations
 
-import dataclasses
-
 from jaxtyping import Array, Float
 
-from kernels.backends.head_groups import attend_by_distinct_mask
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.backends.mosaic_gpu.tuning_table import resolve
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.tuning import MosaicGpuTuning
 
-__all__ = ["attention", "unsupported_reason"]
+__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
-def attention(
-    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning | None = None
+def forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call. See `kernels.dot_product_attention`."""
-    from kernels.backends.mosaic_gpu.passes import attend
-    from kernels.backends.mosaic_gpu.tuning_table import backward_tiles, forward_tiles
+    """Output and lse. See `kernels.attention.core`."""
+    from kernels.backends.mosaic_gpu.passes import run_forward
 
-    tuning = tuning or MosaicGpuTuning()
+    return run_forward(inputs, call, tuning)
 
-    def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        chosen = dataclasses.replace(
-            tuning,
-            forward_tiles=tuning.forward_tiles or forward_tiles(call),
-            backward_tiles=tuning.backward_tiles
-            or backward_tiles(call, "split" if tuning.interpret else tuning.backward),
-        )
-        return attend(chosen, inputs, call)
 
-    return attend_by_distinct_mask(attend_one_mask, inputs, call)
+def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
+    """The gradients of query, key and value. See `kernels.attention.core`."""
+    from kernels.backends.mosaic_gpu.passes import run_backward
+
+    return run_backward(inputs, call, tuning, cotangent)

@@ -9,7 +9,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.backward import Context, launch_pass
+from kernels.backends.mosaic_gpu.backward_passes import Context, launch_pass
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.call import AttentionCall

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Context, Operands, log2_scale, probabilities
+from kernels.backends.mosaic_gpu.backward_passes import Context, Operands, log2_scale, probabilities
 from kernels.backends.mosaic_gpu.key_value_block import (
     launch_key_value_pass,
     load_keys_and_values,

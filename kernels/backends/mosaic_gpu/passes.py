@@ -1,26 +1,23 @@
-"""The kernels as one differentiable function: padding, what each pass is handed, and the custom gradient."""
+"""The two halves: padding, and what each pass is handed."""
 
 from __future__ import annotations
 
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import Operands
-from kernels.backends.mosaic_gpu.forward import forward
+from kernels.backends.mosaic_gpu.backward_passes import Operands
+from kernels.backends.mosaic_gpu.forward_pass import forward
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
-from kernels.backends.mosaic_gpu.tuning_table import fastest_backward
 from kernels.backends.mosaic_gpu.walk import share_walks
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Rows, make_rows
 from kernels.tuning import MosaicForwardTuning, MosaicGpuTuning
 
@@ -29,24 +26,15 @@ _LOG2_E = math.log2(math.e)
 _HUGE_LSE = 1e30
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
-def attend(
-    tuning: MosaicGpuTuning, inputs: AttentionInputs, call: AttentionCall
+def run_forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call whose mask all heads share.
+    """Output and lse.
 
     Args:
-      tuning: how the passes run, with the tiles of both directions.
-      inputs, call: the call.
-
-    Returns:
-      Output and lse.
+      inputs, call: the call, whose mask all heads share.
+      tuning: how the passes run, with nothing left open.
     """
-    (output, lse), _ = _attend_forward(tuning, inputs, call)
-    return output, lse
-
-
-def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: AttentionCall):
     how = tuning.forward_tiles
     assert how is not None
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
@@ -65,10 +53,7 @@ def _attend_forward(tuning: MosaicGpuTuning, inputs: AttentionInputs, call: Atte
         tuning=how,
         interpret=_interpreter(tuning),
     )
-    output, lse = output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len]
-    # The names let a remat policy keep these two, all that the backward needs besides the inputs.
-    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
-    return (output, lse.swapaxes(1, 2)), (inputs, output, lse)
+    return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
 
 def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicForwardTuning) -> Rows:
@@ -82,16 +67,13 @@ def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: Mo
     return share_walks(own, tuning.num_warpgroups)
 
 
-def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, cotangents):
+def run_backward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent
+) -> Gradients:
+    """The gradients of query, key and value. The arguments are `run_forward`'s."""
     how = tuning.backward_tiles
     assert how is not None
-    inputs, output, lse = residuals
-    d_output, d_lse = map(jnp.asarray, cotangents)
-    attends = lse != -jnp.inf
-    delta = (output.astype(jnp.float32) * d_output.astype(jnp.float32)).sum(-1) - jnp.where(
-        attends.swapaxes(1, 2), d_lse, 0
-    )
-    delta = delta.swapaxes(1, 2)
+    d_output, (lse, delta) = cotangent.d_output, cotangent.by_head()
 
     def operands(block_q: int, block_kv: int) -> Operands:
         widths = [max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim)]
@@ -106,7 +88,7 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
             )
         )
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
-        in_log2 = jnp.where(attends, lse * _LOG2_E, _HUGE_LSE)
+        in_log2 = jnp.where(lse != -jnp.inf, lse * _LOG2_E, _HUGE_LSE)
         return Operands(
             query,
             key,
@@ -121,24 +103,18 @@ def _attend_backward(tuning: MosaicGpuTuning, call: AttentionCall, residuals, co
         tokens = Tokens.of(inputs, block_q, block_kv)
         return kernel(operands(block_q, block_kv), tokens, rows, call, how, _interpreter(tuning))
 
-    fused = (tuning.backward or fastest_backward(call)) == "fused" and not tuning.interpret
-    key_values = wide_key_value_pass if how.one_gradient_each else functools.partial(key_value_pass, fused=fused)
+    key_values = (
+        wide_key_value_pass
+        if how.one_gradient_each
+        else functools.partial(key_value_pass, fused=tuning.backward == "fused")
+    )
     d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
     if d_query is None:
         d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
     else:
         d_query = (d_query * call.scale).astype(call.dtype)
-    d_query = d_query[:, : call.q_len, :, : call.head_dim]
     d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]
-    d_sinks = None
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.astype(jnp.float32)[None, :, None]
-        weight = jnp.where(attends, jnp.exp(sinks - jnp.where(attends, lse, 0)), 0)
-        d_sinks = -(weight * delta).sum((0, 2)).astype(inputs.sinks.dtype)
-    return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
-
-
-attend.defvjp(_attend_forward, _attend_backward)
+    return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value
 
 
 def _matrices(inputs: AttentionInputs, block_q: int, block_kv: int):

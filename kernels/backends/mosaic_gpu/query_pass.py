@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward import DELTA, LSE, Context, Operands, launch_pass, probabilities
+from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, Context, Operands, launch_pass, probabilities
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
 from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Literal, TypeVar
@@ -9,9 +10,21 @@ from typing import Literal, TypeVar
 from kernels.backends.mosaic_gpu import tuned
 from kernels.backends.mosaic_gpu.kinds import Key, mask_family
 from kernels.call import AttentionCall
-from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
+from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 
 _T = TypeVar("_T")
+
+
+def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
+    """Settles what a tuning leaves open. Pallas's interpreter, which has no atomics, can't run a fused backward."""
+    tuning = tuning or MosaicGpuTuning()
+    backward = "split" if tuning.interpret else tuning.backward or fastest_backward(call)
+    return dataclasses.replace(
+        tuning,
+        backward=backward,
+        forward_tiles=tuning.forward_tiles or forward_tiles(call),
+        backward_tiles=tuning.backward_tiles or backward_tiles(call, backward),
+    )
 
 
 def forward_tiles(call: AttentionCall) -> MosaicForwardTuning:

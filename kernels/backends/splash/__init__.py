@@ -8,23 +8,24 @@ between documents, too, which upstream's kernel doesn't.
 
 from __future__ import annotations
 
-import functools
-
 from jaxtyping import Array, Float
 
-from kernels.backends.head_groups import attend_by_distinct_mask
-from kernels.backends.splash.passes import attend, planned_mask
+from kernels.backends.splash.passes import planned_mask, run_backward, run_forward
 from kernels.backends.splash.support import unsupported_reason
-from kernels.backends.splash.tuning import default_tuning
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.backends.splash.tuning import resolve
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.tuning import SplashTuning
 
-__all__ = ["attention", "unsupported_reason"]
+__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
-def attention(
-    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning | None = None
+def forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call. See `kernels.dot_product_attention`."""
-    tuning = tuning or default_tuning(call)
-    return attend_by_distinct_mask(functools.partial(attend, planned_mask, tuning), inputs, call)
+    """Output and lse. See `kernels.attention.core`."""
+    return run_forward(planned_mask, inputs, call, tuning)
+
+
+def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
+    """The gradients of query, key and value. See `kernels.attention.core`."""
+    return run_backward(planned_mask, inputs, call, tuning, cotangent)

@@ -1,4 +1,4 @@
-"""The splash kernel's passes with their gradients: JAX's TPU kernel under our attention contract.
+"""The splash kernel's passes: JAX's TPU kernel under our attention contract.
 
 JAX's own entry point (`make_splash_mha`) makes its `MaskInfo` from a mask that it evaluates on every tile, hides the
 softmax's denominator from differentiation, and leaves rows that attend to nothing undefined. So this module calls its
@@ -26,13 +26,12 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid, whole_grid
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
 from kernels.tuning import SplashTuning
 
@@ -183,27 +182,21 @@ def _corners(tokens: Int[Array, " L"], block: int) -> tuple[Int[Array, " tiles"]
     return by_tile.min(axis=1), by_tile.max(axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
-def attend(
-    source: MaskSource, tuning: SplashTuning, inputs: AttentionInputs, call: AttentionCall
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call.
-
-    Args:
-      source: makes the passes' masks; `planned_mask` takes the mask of one head, which all heads share.
-      tuning: the passes' tiles.
-      inputs, call: the call.
-    """
-    (output, lse), _ = _attend_forward(source, tuning, inputs, call)
-    return output, lse
-
-
 def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
     """For float32, whose operands JAX rounds to fewer bits on TPUs unless told otherwise while a kernel is traced."""
     return jax.default_matmul_precision("highest") if call.dtype == jnp.float32 else contextlib.nullcontext()
 
 
-def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionInputs, call: AttentionCall):
+def run_forward(
+    source: MaskSource, inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse.
+
+    Args:
+      source: makes the passes' masks; `planned_mask` takes the mask of one head, which all heads share.
+      inputs, call: the call.
+      tuning: the passes' tiles.
+    """
     walk = forward_pass(call, tuning)
     sizes = upstream.BlockSizes(walk.block_q, walk.block_kv, walk.block_kv_compute)
 
@@ -235,32 +228,28 @@ def _attend_forward(source: MaskSource, tuning: SplashTuning, inputs: AttentionI
     # A NaN is neither.
     attends = ~(lse <= 0.5 * _MASKED)
     lse = jnp.where(attends, lse, -jnp.inf)
-    shrink = jnp.ones_like(lse)
+    alpha = jnp.ones_like(lse)
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
         sinks = inputs.sinks.astype(lse.dtype)
         row_max = jnp.maximum(lse, sinks)
-        total = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
-        shrink = jnp.exp(lse - row_max) / total
-        lse = jnp.where(attends, row_max + jnp.log(total), -jnp.inf)
-    output = jnp.where(attends[..., None], output * shrink[..., None], 0).astype(call.dtype)
-    # The names let a remat policy keep these two, all that the backward needs besides the inputs.
-    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
-    return (output, lse), (inputs, output, lse)
+        row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
+        alpha = jnp.exp(lse - row_max) / row_sum
+        lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
+    return jnp.where(attends[..., None], output * alpha[..., None], 0).astype(call.dtype), lse
 
 
-def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCall, residuals, cotangents):
-    inputs, output, lse = residuals
-    d_output, d_lse = map(jnp.asarray, cotangents)
-    attends = lse != -jnp.inf
-    # The softmax's pull on a row: Σ output·d_output, less what arrives through lse itself.
-    pull = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1) - jnp.where(attends, d_lse, 0)
+def run_backward(
+    source: MaskSource, inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent
+) -> Gradients:
+    """The gradients of query, key and value. The arguments are `run_forward`'s."""
+    d_output, lse, delta = cotangent
     # exp(logits − a huge lse) = 0 in rows that attend to nothing and in those that fill up the last tile.
     huge = -_MASKED
-    kernel_lse = jnp.where(attends, lse, huge)
+    kernel_lse = jnp.where(lse != -jnp.inf, lse, huge)
 
     def run(walk: Pass, backward: Callable):
-        def one(tokens, query, key, value, d_output, lse, pull):
+        def one(tokens, query, key, value, d_output, lse, delta):
             mask = source(call, walk, tokens)
             return backward(
                 query,
@@ -270,7 +259,7 @@ def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCa
                 None,
                 lse,
                 d_output,
-                pull,
+                delta,
                 bq=walk.block_q,
                 bkv=walk.block_kv,
                 is_mqa=False,
@@ -284,7 +273,7 @@ def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCa
                 interpret=tuning.interpret,
             )
 
-        filled = ((d_output, 0), (kernel_lse, huge), (pull, 0))
+        filled = ((d_output, 0), (kernel_lse, huge), (delta, 0))
         rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
         operands = _kernel_operands(inputs, call, walk)
         with _full_precision(call):
@@ -303,14 +292,7 @@ def _attend_backward(source: MaskSource, tuning: SplashTuning, call: AttentionCa
         d_query = run(d_query_pass(call, tuning), upstream._splash_attention_bwd_dq)
     d_query = (d_query[:, :, : call.q_len].swapaxes(1, 2).astype(lse.dtype) * call.scale).astype(call.dtype)
     d_key, d_value = (x[:, :, : call.kv_len].swapaxes(1, 2) for x in (d_key, d_value))
-    d_sinks = None
-    if inputs.sinks is not None:
-        weight = jnp.exp(inputs.sinks.astype(lse.dtype) - kernel_lse)
-        d_sinks = -(weight * pull).sum((0, 1)).astype(inputs.sinks.dtype)
-    return (AttentionInputs(d_query, d_key, d_value, d_sinks),)
-
-
-attend.defvjp(_attend_forward, _attend_backward)
+    return d_query, d_key, d_value
 
 
 def _kernel_operands(inputs: AttentionInputs, call: AttentionCall, walk: Pass) -> tuple[Array, Array, Array]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from kernels.backends.splash.tuning import default_tuning, grid_excess
+from kernels.backends.splash.tuning import grid_excess, resolve
 from kernels.call import AttentionCall
 from kernels.tuning import SplashTuning
 
@@ -17,4 +17,4 @@ def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) 
         return "has no key_value_positions: it counts them from 0 itself"
     if call.has_query_positions and call.mask.needs_lookup:
         return f"can't look {call.mask!r} up at positions that are known on the device only"
-    return grid_excess(call, tuning or default_tuning(call))
+    return grid_excess(call, resolve(tuning, call))

@@ -21,8 +21,10 @@ _LONGER = SplashTuning.square(1024)
 _GRID_BYTES = (1 << 20) - (64 << 10)
 
 
-def default_tuning(call: AttentionCall) -> SplashTuning:
+def resolve(tuning: SplashTuning | None, call: AttentionCall) -> SplashTuning:
     """The tiles of a call that names none: larger ones where the sequence is so long that the grid wouldn't fit."""
+    if tuning is not None:
+        return tuning
     tuning = DEFAULTS.get(call.target.device_kind, _OTHERS)
     return tuning if grid_excess(call, tuning) is None else _LONGER
 

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from kernels.backends.head_groups import attend_by_distinct_mask
 from kernels.backends.triton.support import unsupported_reason
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.backends.triton.tuning_table import resolve
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.tuning import TritonTuning
 
-__all__ = ["attention", "unsupported_reason"]
+__all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
-def attention(
-    inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning | None = None
+def forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call. See `kernels.dot_product_attention`."""
-    from kernels.backends.triton.passes import attend
-    from kernels.backends.triton.tuning_table import fill_in
+    """Output and lse. See `kernels.attention.core`."""
+    from kernels.backends.triton.passes import run_forward
+    from kernels.backends.triton.tiles import Matrices
 
-    tuning = tuning or TritonTuning()
+    return run_forward(Matrices.of(inputs), inputs, call, tuning)
 
-    def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        return attend(fill_in(tuning, call), inputs, call)
 
-    return attend_by_distinct_mask(attend_one_mask, inputs, call)
+def backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent) -> Gradients:
+    """The gradients of query, key and value. See `kernels.attention.core`."""
+    from kernels.backends.triton.passes import run_backward
+    from kernels.backends.triton.tiles import Matrices
+
+    return run_backward(Matrices.of(inputs), inputs, call, tuning, cotangent)

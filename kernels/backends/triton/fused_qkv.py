@@ -9,13 +9,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.triton.passes import run_backward, run_forward
 from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tiles import Matrices, Strided
-from kernels.backends.triton.tuning_table import fill_in
-from kernels.call import AttentionCall, AttentionInputs, make_call
+from kernels.backends.triton.tuning_table import resolve
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, make_call
 from kernels.masks import Mask
 from kernels.tuning import TritonTuning
 from kernels.varying import CHECK_VMA_REASON
@@ -75,7 +76,7 @@ def attend_fused_qkv(
     reason = CHECK_VMA_REASON if call.varying_axes else unsupported_reason(call, tuning)
     if reason is not None:
         raise ValueError(f"the triton backend can't serve this call: {reason}")
-    return _attend(fill_in(tuning, call), qkv, inputs.query_segment_ids, call)
+    return _attend(resolve(tuning, call), qkv, inputs.query_segment_ids, call)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -85,16 +86,17 @@ def _attend(tuning: TritonTuning, qkv: Array, segment_ids: Array | None, call: A
 
 
 def _attend_forward(tuning: TritonTuning, qkv: Array, segment_ids: Array | None, call: AttentionCall):
-    output, lse = run_forward(tuning, _matrices(qkv, call), _tokens(qkv, segment_ids), call)
+    output, lse = run_forward(_matrices(qkv, call), _tokens(qkv, segment_ids), call, tuning)
+    # The names let a remat policy keep these two, all that the backward needs besides the projection.
+    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
     return output, (qkv, segment_ids, output, lse)
 
 
 def _attend_backward(tuning: TritonTuning, call: AttentionCall, residuals, d_output):
     qkv, segment_ids, output, lse = residuals
-    d_lse = jnp.zeros_like(lse).swapaxes(1, 2)
-    inputs = _tokens(qkv, segment_ids)
-    gradients = run_backward(tuning, _matrices(qkv, call), inputs, call, output, lse, jnp.asarray(d_output), d_lse)
-    return jnp.concatenate([gradients.query, gradients.key, gradients.value], axis=2), None
+    cotangent = Cotangent.of(output, lse, d_output)
+    gradients = run_backward(_matrices(qkv, call), _tokens(qkv, segment_ids), call, tuning, cotangent)
+    return jnp.concatenate(gradients, axis=2), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

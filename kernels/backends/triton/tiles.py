@@ -53,6 +53,11 @@ class Matrices(NamedTuple):
     key: Strided
     value: Strided
 
+    @staticmethod
+    def of(inputs: AttentionInputs) -> Matrices:
+        """The matrices of a call, each an array of its own."""
+        return Matrices(Strided.of(inputs.query), Strided.of(inputs.key), Strided.of(inputs.value))
+
 
 def layout_of(shape: tuple[int, ...], first_head: int = 0) -> Layout:
     """The layout of an array `[B, L, M, W]`, from one of its heads on."""

@@ -10,13 +10,14 @@ from kernels.tuning import TritonTiles, TritonTuning
 _HOPPER = 9.0
 
 
-def fill_in(tuning: TritonTuning, call: AttentionCall) -> TritonTuning:
+def resolve(tuning: TritonTuning | None, call: AttentionCall) -> TritonTuning:
     """Settles what a tuning leaves open.
 
     Split is the default for every head dim: what the fused backward saves in matmuls, two of seven, it loses in adding
     dQ up in memory, and at 32, where both take as long, in clearing and rounding dQ. `python -m
     experiments.benchmarks.attention --suite triton` times both forms.
     """
+    tuning = tuning or TritonTuning()
     forward, key_value, query = (_hopper_tiles if call.target.compute_capability == _HOPPER else _other_tiles)(call)
     return dataclasses.replace(
         tuning,

@@ -346,7 +346,7 @@ def test_what_only_devices_or_data_can_tell_is_a_mistake_too(trainer_command, tm
 @pytest.mark.parametrize("keep_documents_apart", [True, False])
 def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypatch, keep_documents_apart):
     """The plan is made from the config, ahead of tracing; here the tracing is watched, and must agree."""
-    import kernels.attention
+    from kernels.attention import dispatch
 
     config = load_config(trainer_command.config)
     config = dataclasses.replace(
@@ -355,13 +355,13 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
         data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
     )
     seen = []
-    choose = kernels.attention.select_backend
+    choose = dispatch.select_backend
 
     def watch(call, implementation=None):
         seen.append(call)
         return choose(call, implementation)
 
-    monkeypatch.setattr(kernels.attention, "select_backend", watch)
+    monkeypatch.setattr(dispatch, "select_backend", watch)
     mesh = make_mesh(config.mesh)
     functions = make_step_functions(config, mesh)
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)

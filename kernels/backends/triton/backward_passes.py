@@ -46,18 +46,18 @@ from kernels.tuning import TritonTiles
 class Operands(NamedTuple):
     """What both passes read.
 
-    `pull` is the softmax's pull on a row, Σ output·d_output, less what arrives through lse itself.
+    `delta` is rowsum(dO∘O), less the gradient that arrives through lse itself.
     """
 
     matrices: Matrices
     d_output: Strided
     lse: Float[Array, "B N T"]
-    pull: Float[Array, "B N T"]
+    delta: Float[Array, "B N T"]
 
     @property
     def arrays(self) -> list[jax.Array]:
         """In the order of the kernels' arguments."""
-        return [*(x.array for x in self.matrices), self.d_output.array, self.lse, self.pull]
+        return [*(x.array for x in self.matrices), self.d_output.array, self.lse, self.delta]
 
     @property
     def constants(self) -> dict[str, Layout]:
@@ -141,7 +141,7 @@ def query_pass(
 
 @triton.jit
 def _key_value_kernel(
-    query, key, value, d_output, lse, pull, bounds, intervals, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, delta, bounds, intervals, key_positions, query_ids, key_ids,
     d_key, d_value, d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_key_at: tl.constexpr, d_value_at: tl.constexpr, d_query_at: tl.constexpr,
@@ -176,7 +176,7 @@ def _key_value_kernel(
         if has_ids:
             allowed &= load_tokens(query_ids + batch * q_len, at, q_len, block_q, 0)[None, :] == own_ids
         dk, dv = _add_query_tile(
-            dk, dv, k, v, query, d_output, d_query, lse, pull, batch, kv_head * group_size + member, at, allowed, True,
+            dk, dv, k, v, query, d_output, d_query, lse, delta, batch, kv_head * group_size + member, at, allowed, True,
             query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
             group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
         )  # fmt: skip
@@ -185,7 +185,7 @@ def _key_value_kernel(
         member, rank = _head_and_rank(step, num_full, group_size)
         at = (full_start + rank) * block_q
         dk, dv = _add_query_tile(
-            dk, dv, k, v, query, d_output, d_query, lse, pull, batch, kv_head * group_size + member, at, True, False,
+            dk, dv, k, v, query, d_output, d_query, lse, delta, batch, kv_head * group_size + member, at, True, False,
             query_at, d_output_at, d_query_at, fused, to_cap, to_log2,
             group_size, q_len, head_dim, value_dim, block_q, block_h, block_v,
         )  # fmt: skip
@@ -208,7 +208,7 @@ def _head_and_rank(step, num_tiles, group_size: tl.constexpr):
 
 @triton.jit
 def _add_query_tile(
-    dk, dv, k, v, query, d_output, d_query, lse, pull, batch, head, at, allowed, masked: tl.constexpr,
+    dk, dv, k, v, query, d_output, d_query, lse, delta, batch, head, at, allowed, masked: tl.constexpr,
     query_at: tl.constexpr, d_output_at: tl.constexpr, d_query_at: tl.constexpr,
     fused: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr, group_size: tl.constexpr,
     q_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
@@ -225,8 +225,8 @@ def _add_query_tile(
     d_outputs = head_start(d_output, d_output_at, batch, head)
     do = load_rows(d_outputs, at, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
     dv = tl.dot(weights.to(do.dtype), do, dv)
-    row_pull = load_tokens(pull + rows, at, q_len, block_q, 0.0)[None, :]
-    d_logits = weights * (tl.dot(v, tl.trans(do)) - row_pull)
+    row_delta = load_tokens(delta + rows, at, q_len, block_q, 0.0)[None, :]
+    d_logits = weights * (tl.dot(v, tl.trans(do)) - row_delta)
     if to_cap is not None:
         d_logits *= 1 - logits * logits
     d_logits = d_logits.to(q.dtype)
@@ -250,7 +250,7 @@ def _load_lse(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
 
 @triton.jit
 def _query_kernel(
-    query, key, value, d_output, lse, pull, bounds, intervals, key_positions, query_ids, key_ids,
+    query, key, value, d_output, lse, delta, bounds, intervals, key_positions, query_ids, key_ids,
     d_query,
     query_at: tl.constexpr, key_at: tl.constexpr, value_at: tl.constexpr, d_output_at: tl.constexpr,
     d_query_at: tl.constexpr, scale: tl.constexpr,
@@ -269,7 +269,7 @@ def _query_kernel(
     do = load_rows(d_outputs, begin, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
     rows = (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len
     row_lse = _load_lse(lse + rows, begin, q_len, block_q)[:, None]
-    row_pull = load_tokens(pull + rows, begin, q_len, block_q, 0.0)[:, None]
+    row_delta = load_tokens(delta + rows, begin, q_len, block_q, 0.0)[:, None]
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
     if has_ids:
@@ -284,11 +284,11 @@ def _query_kernel(
         allowed = (row_first[:, None] <= position) & (position <= row_last[:, None])
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
-        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, allowed, True, to_cap, to_log2)
+        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_delta, allowed, True, to_cap, to_log2)
     for tile in range(full_start, full_stop):
         k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
         v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
-        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_pull, True, False, to_cap, to_log2)
+        dq = _add_key_tile(dq, q, do, k, v, row_lse, row_delta, True, False, to_cap, to_log2)
 
     d_queries = head_start(d_query, d_query_at, batch, head)
     store_rows(d_queries, begin, dq * scale, q_len, d_query_at[2], head_dim, block_q, block_h)
@@ -296,14 +296,14 @@ def _query_kernel(
 
 @triton.jit
 def _add_key_tile(
-    dq, q, do, k, v, row_lse, row_pull, allowed, masked: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr
+    dq, q, do, k, v, row_lse, row_delta, allowed, masked: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr
 ):
     """What one tile of keys adds to dQ."""
     logits = capped(tl.dot(q, tl.trans(k)), to_cap)
     weights = tl.exp2(logits * to_log2 - row_lse)
     if masked:
         weights = tl.where(allowed, weights, 0.0)
-    d_logits = weights * (tl.dot(do, tl.trans(v)) - row_pull)
+    d_logits = weights * (tl.dot(do, tl.trans(v)) - row_delta)
     if to_cap is not None:
         d_logits *= 1 - logits * logits
     return tl.dot(d_logits.to(k.dtype), k, dq)

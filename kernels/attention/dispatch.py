@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, overload
 import jax
 from jaxtyping import Array, Float, Int
 
+from kernels.attention.core import attend
 from kernels.backends import BACKENDS, Backend
 from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
@@ -150,7 +151,7 @@ def dot_product_attention(
     for name, reason in selection.passed_over:
         _log_once(selection.name, name, reason)
     tuning = None if isinstance(implementation, str) else implementation
-    output, lse = _backend(selection.name).load().attention(inputs, call, tuning)
+    output, lse = attend(_backend(selection.name), inputs, call, tuning)
     return (output, lse) if return_lse else output
 
 

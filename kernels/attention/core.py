@@ -1,0 +1,92 @@
+"""What all backends repeat, once: the custom gradient, delta, the sinks' gradient, the names for remat policies.
+
+A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
+cotangent)` returns the gradients of query, key and value from the whole row's lse, so that attention over several
+devices can call it one shard at a time.
+
+A row that attends to nothing has output 0, lse −inf and no gradient.
+
+Source: FlashAttention (arXiv:2205.14135, arXiv:2307.08691); sinks: arXiv:2309.17453.
+
+Dimensions: B batch, T and S query and key/value length, N query heads, K key/value heads, H and V head dims.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from kernels.attention.head_groups import attend_by_distinct_mask
+from kernels.backends import Backend
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.tuning import Tuning
+
+
+class _Forward(Protocol):
+    def __call__(self, inputs: AttentionInputs, call: AttentionCall, tuning: Any) -> tuple[Array, Array]: ...
+
+
+class _Backward(Protocol):
+    def __call__(
+        self, inputs: AttentionInputs, call: AttentionCall, tuning: Any, cotangent: Cotangent
+    ) -> Gradients: ...
+
+
+def attend(
+    backend: Backend, inputs: AttentionInputs, call: AttentionCall, tuning: Tuning | None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse of a call, differentiable.
+
+    Args:
+      backend: one that serves the call.
+      inputs, call: the call.
+      tuning: the backend's own, or None for its defaults.
+    """
+    module: ModuleType = backend.load()
+    if backend.differentiates_itself:
+        return module.attention(inputs, call)
+
+    def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
+        return _attend(module.forward, module.backward, module.resolve(tuning, call), inputs, call)
+
+    if backend.takes_masks_of_heads:
+        return attend_one_mask(inputs, call)
+    return attend_by_distinct_mask(attend_one_mask, inputs, call)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 4))
+def _attend(forward: _Forward, backward: _Backward, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+    return forward(inputs, call, tuning)
+
+
+def _attend_forward(forward: _Forward, backward: _Backward, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+    output, lse = forward(inputs, call, tuning)
+    # The names let a remat policy keep these two, all that the backward needs besides the inputs.
+    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
+    return (output, lse), (inputs, output, lse)
+
+
+def _attend_backward(
+    forward: _Forward, backward: _Backward, tuning: Any, call: AttentionCall, residuals, cotangents
+) -> tuple[AttentionInputs]:
+    inputs, output, lse = residuals
+    cotangent = Cotangent.of(output, lse, *cotangents)
+    d_sinks = None if inputs.sinks is None else sinks_gradient(inputs.sinks, cotangent)
+    return (AttentionInputs(*backward(inputs, call, tuning, cotangent), d_sinks),)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def sinks_gradient(sinks: Float[Array, " N"], cotangent: Cotangent) -> Float[Array, " N"]:
+    """A sink's probability is exp(sink − lse) in each row, and it adds no value: its gradient is −Σ p·delta."""
+    attends = cotangent.lse != -jnp.inf
+    logits = sinks.astype(cotangent.lse.dtype)
+    p = jnp.where(attends, jnp.exp(logits - jnp.where(attends, cotangent.lse, 0)), 0)
+    return -(p * cotangent.delta).sum((0, 1)).astype(sinks.dtype)
