@@ -2,7 +2,7 @@
 
 The forward walks the plan's rows: for each query tile an online softmax over its PARTIAL tiles, then over its
 FULL ones, where no mask is evaluated. The backward walks the transposed plan: for each
-key/value tile it recomputes the weights once and gathers dK and dV there, while dQ is added up in place.
+key/value tile it recomputes the probabilities p once and gathers dK and dV there, while dQ is added up in place.
 All query heads of one key/value head form the rows of a single matmul.
 
 Source: FlashAttention (arXiv:2205.14135, arXiv:2307.08691).
@@ -180,35 +180,35 @@ def forward(
         row, q = rows.read(b, i), tiling.query_tile(query, b, i)
 
         def visit(rank, carry, *, full):
-            acc, peak, total = carry
+            acc, row_max, row_sum = carry
             j = row.tile(rank)
             logits = tiling.logits(q, tiling.key_value_tile(key, b, j))
             if not full:
                 logits = tiling.masked(logits, b, i, j)
-            new_peak = jnp.maximum(peak, logits.max(-1))
-            weights = jnp.exp(logits - new_peak[..., None])
-            shrink = jnp.exp(peak - new_peak)
-            total = total * shrink + weights.sum(-1)
+            new_max = jnp.maximum(row_max, logits.max(-1))
+            p = jnp.exp(logits - new_max[..., None])
+            alpha = jnp.exp(row_max - new_max)
+            row_sum = row_sum * alpha + p.sum(-1)
             v = tiling.key_value_tile(value, b, j)
-            acc = acc * shrink[..., None] + tiling.matmul("kmc,kcv->kmv", weights.astype(call.dtype), v)
-            return acc, new_peak, total
+            acc = acc * alpha[..., None] + tiling.matmul("kmc,kcv->kmv", p.astype(call.dtype), v)
+            return acc, new_max, row_sum
 
         carry = (
             jnp.zeros((*q.shape[:2], call.value_dim), call.softmax_dtype),
             jnp.full(q.shape[:2], _INITIAL_MAX, call.softmax_dtype),
             jnp.zeros(q.shape[:2], call.softmax_dtype),
         )
-        acc, peak, total = _over_tiles(row, visit, vary(carry, call.varying_axes))
+        acc, row_max, row_sum = _over_tiles(row, visit, vary(carry, call.varying_axes))
         # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
-        attends = total != 0
+        attends = row_sum != 0
         if inputs.sinks is not None:
             sinks = tiling.by_row(inputs.sinks)
-            new_peak = jnp.maximum(peak, sinks)
-            shrink = jnp.exp(peak - new_peak)
-            acc, peak, total = acc * shrink[..., None], new_peak, total * shrink + jnp.exp(sinks - new_peak)
-        total = jnp.where(attends, total, 1)
-        lse = jnp.where(attends, peak + jnp.log(total), -jnp.inf)
-        output = jnp.where(attends[..., None], acc / total[..., None], 0).astype(call.dtype)
+            new_max = jnp.maximum(row_max, sinks)
+            alpha = jnp.exp(row_max - new_max)
+            acc, row_max, row_sum = acc * alpha[..., None], new_max, row_sum * alpha + jnp.exp(sinks - new_max)
+        row_sum = jnp.where(attends, row_sum, 1)
+        lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
+        output = jnp.where(attends[..., None], acc / row_sum[..., None], 0).astype(call.dtype)
         return tiling.query_tokens(output), tiling.query_tokens(lse[..., None])[..., 0]
 
     output, lse = map(tiling.join_q, jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32)))
@@ -241,12 +241,12 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuni
             q, d_out = tiling.query_tile(query, b, i), tiling.query_tile(d_output, b, i)
             capped = tiling.logits(q, k)
             logits = capped if full else tiling.masked(capped, b, i, j)
-            weights = jnp.exp(logits - tiling.query_tile(lse[..., None], b, i))
-            d_logits = weights * (tiling.matmul("kmv,kcv->kmc", d_out, v) - tiling.query_tile(delta[..., None], b, i))
+            p = jnp.exp(logits - tiling.query_tile(lse[..., None], b, i))
+            d_logits = p * (tiling.matmul("kmv,kcv->kmc", d_out, v) - tiling.query_tile(delta[..., None], b, i))
             if call.logits_soft_cap is not None:
                 d_logits *= 1 - (capped / call.logits_soft_cap) ** 2
             d_logits = (d_logits * call.scale).astype(call.dtype)
-            d_value += tiling.matmul("kmc,kmv->kcv", weights.astype(call.dtype), d_out)
+            d_value += tiling.matmul("kmc,kmv->kcv", p.astype(call.dtype), d_out)
             d_key += tiling.matmul("kmc,kmh->kch", d_logits, q)
             d_q = tiling.query_tokens(tiling.matmul("kmc,kch->kmh", d_logits, k))
             first = i * tiling.block_q

@@ -32,23 +32,23 @@ def attention(inputs: AttentionInputs, call: AttentionCall) -> tuple[Float[Array
     # Not asked of the maximum, which may pass a NaN over (XLA on CPUs).
     attends = (logits != -jnp.inf).any(-1)
 
-    peak = logits.max(-1)
+    row_max = logits.max(-1)
     if inputs.sinks is not None:
-        peak = jnp.maximum(peak, inputs.sinks.astype(dtype)[:, None])
-    peak = jax.lax.stop_gradient(jnp.where(peak > -jnp.inf, peak, 0))
-    weights = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - peak[..., None]), 0)
-    total = weights.sum(-1)
+        row_max = jnp.maximum(row_max, inputs.sinks.astype(dtype)[:, None])
+    row_max = jax.lax.stop_gradient(jnp.where(row_max > -jnp.inf, row_max, 0))
+    p = jnp.where(allowed, jnp.exp(jnp.where(allowed, logits, 0) - row_max[..., None]), 0)
+    row_sum = p.sum(-1)
     if inputs.sinks is not None:
-        total = total + jnp.where(attends, jnp.exp(inputs.sinks.astype(dtype)[:, None] - peak), 0)
-    total = jnp.where(attends, total, 1)
-    # Of a row with a NaN, too, only the allowed pairs have weights that are NaN.
-    weights = jnp.where(allowed, weights / total[..., None], 0)
+        row_sum = row_sum + jnp.where(attends, jnp.exp(inputs.sinks.astype(dtype)[:, None] - row_max), 0)
+    row_sum = jnp.where(attends, row_sum, 1)
+    # Of a row with a NaN, too, only the allowed pairs have a p that is NaN.
+    p = jnp.where(allowed, p / row_sum[..., None], 0)
     # A weight of 0 doesn't stop a NaN, so values that aren't finite are kept out, and rows that may see one are marked.
     not_finite = (~jnp.isfinite(value)).astype(dtype)
     sees_one = jnp.einsum("BNTS,BSNV->BTNV", allowed.astype(dtype), not_finite) > 0
-    output = jnp.einsum("BNTS,BSNV->BTNV", weights, _finite_part(value), precision=highest)
+    output = jnp.einsum("BNTS,BSNV->BTNV", p, _finite_part(value), precision=highest)
     output = output * jnp.where(sees_one, jnp.nan, 1)
-    lse = jnp.where(attends, peak + jnp.log(total), -jnp.inf)
+    lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
     return output.astype(call.dtype), lse.transpose(0, 2, 1)
 
 

@@ -145,8 +145,8 @@ class Mask:
 
         Returns:
           (first, last), inclusive, of `q_pos`'s shape and namespace, or None if the mask's structure doesn't tell that
-          each query allows one interval. An empty interval has `last < first`; `first` may lie below 0. `first` and
-          `last` don't fall as the position rises, but for queries whose interval is empty.
+          each query allows one interval. An empty interval has `last < first`; `first` may lie below 0. `first` never
+          falls as the position rises, and `last` falls only where all later intervals are empty.
         """
         return None if self.band is None else self.band.interval(q_pos)
 

@@ -39,20 +39,19 @@ def make_rows(
       transposed: rows of query tiles for each key/value tile, in place of key/value tiles for each query tile.
       only_intervals: no lists; tiles of an interval that are EMPTY are then visited as PARTIAL ones.
     """
-    if call.has_positions and call.mask.has_row_intervals:
-        return _rows_by_position(inputs, call, block_q, block_kv, transposed)
-    planned = None
-    if not call.has_positions:
+    if call.has_positions:
+        if call.mask.has_row_intervals:
+            return _rows_by_position(inputs, call, block_q, block_kv, transposed)
+        kinds = _kinds_by_position(inputs, call, block_q, block_kv)
+        kinds = kinds.swapaxes(1, 2) if transposed else kinds
+    else:
         plan = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv)
         plan = plan.transpose() if transposed else plan
-        planned = plan.rows
-        if planned.tiles is None:
-            return _narrowed(planned, inputs, call, block_q, block_kv, transposed)
+        if plan.rows.tiles is None:
+            return _narrowed(plan.rows, inputs, call, block_q, block_kv, transposed)
         if not call.has_segment_ids and not only_intervals:
-            return jax.tree.map(jnp.asarray, planned)
-    kinds = _kinds_by_position(inputs, call, block_q, block_kv) if planned is None else jnp.asarray(plan.kinds())[None]
-    if planned is None and transposed:
-        kinds = kinds.swapaxes(1, 2)
+            return jax.tree.map(jnp.asarray, plan.rows)
+        kinds = jnp.asarray(plan.kinds())[None]
     if call.has_segment_ids:
         documents = _kinds_of_documents(inputs, block_q, block_kv)
         kinds = kleene_and(kinds, documents.swapaxes(1, 2) if transposed else documents)

@@ -1,7 +1,7 @@
 """The backward kernels.
 
 `key_value_pass`: a block of keys and values stays, query tiles stream past it. It works on the transposed tile, keys as
-rows, so that weights and the logits' gradients are left operands of dV's and dK's matmuls as they are. The fused form
+rows, so that p and the logits' gradients are left operands of dV's and dK's matmuls as they are. The fused form
 makes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. Five matmuls a tile.
 
 `query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. Together with a
@@ -219,14 +219,14 @@ def _add_query_tile(
     rows = (tl.cast(batch, tl.int64) * (tl.num_programs(1) * group_size) + head) * q_len
     q = load_rows(head_start(query, query_at, batch, head), at, q_len, query_at[2], head_dim, block_q, block_h, inside)
     logits = capped(tl.dot(k, tl.trans(q)), to_cap)
-    weights = tl.exp2(logits * to_log2 - _load_lse(lse + rows, at, q_len, block_q)[None, :])
+    p = tl.exp2(logits * to_log2 - _load_lse(lse + rows, at, q_len, block_q)[None, :])
     if masked:
-        weights = tl.where(allowed, weights, 0.0)
+        p = tl.where(allowed, p, 0.0)
     d_outputs = head_start(d_output, d_output_at, batch, head)
     do = load_rows(d_outputs, at, q_len, d_output_at[2], value_dim, block_q, block_v, inside)
-    dv = tl.dot(weights.to(do.dtype), do, dv)
+    dv = tl.dot(p.to(do.dtype), do, dv)
     row_delta = load_tokens(delta + rows, at, q_len, block_q, 0.0)[None, :]
-    d_logits = weights * (tl.dot(v, tl.trans(do)) - row_delta)
+    d_logits = p * (tl.dot(v, tl.trans(do)) - row_delta)
     if to_cap is not None:
         d_logits *= 1 - logits * logits
     d_logits = d_logits.to(q.dtype)
@@ -243,7 +243,7 @@ def _add_query_tile(
 @triton.jit
 def _load_lse(start, first, q_len: tl.constexpr, block_q: tl.constexpr):
     """A tile's lse, in units of log₂: huge past the last row, where it leaves no weight. It is −∞ in rows that attend
-    to nothing, whose infinite weights the mask replaces.
+    to nothing, whose infinite p the mask replaces.
     """
     return load_tokens(start, first, q_len, block_q, 1e30) * 1.4426950408889634
 
@@ -300,10 +300,10 @@ def _add_key_tile(
 ):
     """What one tile of keys adds to dQ."""
     logits = capped(tl.dot(q, tl.trans(k)), to_cap)
-    weights = tl.exp2(logits * to_log2 - row_lse)
+    p = tl.exp2(logits * to_log2 - row_lse)
     if masked:
-        weights = tl.where(allowed, weights, 0.0)
-    d_logits = weights * (tl.dot(do, tl.trans(v)) - row_delta)
+        p = tl.where(allowed, p, 0.0)
+    d_logits = p * (tl.dot(do, tl.trans(v)) - row_delta)
     if to_cap is not None:
         d_logits *= 1 - logits * logits
     return tl.dot(d_logits.to(k.dtype), k, dq)

@@ -88,9 +88,9 @@ def _forward_kernel(
     num_partial, num_before, row_start, full_start, full_stop = read_row(bounds + batch * bounds_stride, row)
 
     acc = tl.zeros((block_q, block_v), tl.float32)
-    total = tl.zeros((block_q,), tl.float32)
+    row_sum = tl.zeros((block_q,), tl.float32)
     # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed pair.
-    peak = tl.full((block_q,), -1e30, tl.float32)
+    row_max = tl.full((block_q,), -1e30, tl.float32)
 
     row_first, row_last = load_intervals(intervals + batch * interval_stride, begin, q_len, block_q)
     if has_ids:
@@ -104,33 +104,33 @@ def _forward_kernel(
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
         logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
     for tile in range(full_start, full_stop):
         k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
         v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
-        acc, peak, total = _add_tile(acc, peak, total, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
+        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
 
     # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
-    attends = total != 0
+    attends = row_sum != 0
     if has_sinks:
         sink = tl.load(sinks + head) * 1.4426950408889634
-        new_peak = tl.maximum(peak, sink)
-        shrink = tl.where(attends, tl.exp2(peak - new_peak), 1.0)
-        acc, total = acc * shrink[:, None], total * shrink + tl.exp2(sink - new_peak)
-        peak = new_peak
-    total = tl.where(attends, total, 1.0)
+        new_max = tl.maximum(row_max, sink)
+        alpha = tl.where(attends, tl.exp2(row_max - new_max), 1.0)
+        acc, row_sum = acc * alpha[:, None], row_sum * alpha + tl.exp2(sink - new_max)
+        row_max = new_max
+    row_sum = tl.where(attends, row_sum, 1.0)
     outputs = head_start(output, output_at, batch, head)
-    store_rows(outputs, begin, acc / total[:, None], q_len, output_at[2], value_dim, block_q, block_v)
+    store_rows(outputs, begin, acc / row_sum[:, None], q_len, output_at[2], value_dim, block_q, block_v)
     index = begin + tl.arange(0, block_q)
-    row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    row_lse = tl.where(attends, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)
 
 
 @triton.jit
-def _add_tile(acc, peak, total, logits, v, to_log2: tl.constexpr):
+def _add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
     """One step of the online softmax, kept in units of log₂."""
-    new_peak = tl.maximum(peak, tl.max(logits, 1) * to_log2)
-    weights = tl.exp2(logits * to_log2 - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
+    p = tl.exp2(logits * to_log2 - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new_max, row_sum * alpha + tl.sum(p, 1)

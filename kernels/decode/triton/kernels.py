@@ -79,9 +79,9 @@ def attend_part_kernel(
     value_offset = cell_in_tile[:, None] * (num_kv_heads * value_dim) + v_col
 
     acc = tl.zeros((tile_rows, block_v), tl.float32)
-    total = tl.zeros((tile_rows,), tl.float32)
+    row_sum = tl.zeros((tile_rows,), tl.float32)
     # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed cell.
-    peak = tl.full((tile_rows,), -1e30, tl.float32)
+    row_max = tl.full((tile_rows,), -1e30, tl.float32)
 
     # A block's number is read one turn ahead: loads that wait for another load in the same turn can't be pipelined.
     blocks += batch * num_blocks
@@ -92,7 +92,7 @@ def attend_part_kernel(
         k = _load(key + cell * (num_kv_heads * head_dim) + key_offset, h < head_dim, block_h == head_dim)
         v = _load(value + cell * (num_kv_heads * value_dim) + value_offset, v_col < value_dim, block_v == value_dim)
         logits = capped(tl.dot(q, tl.trans(k)), to_cap)
-        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
     interval = (batch * num_new + token) * interval_heads + (head if interval_heads > 1 else 0)
     row_first = tl.load(first + interval, mask=is_row, other=2147483647)
@@ -120,15 +120,15 @@ def attend_part_kernel(
         seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
         seen_by_row &= tl.trans(seen)
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, peak, total = _add_tile(acc, peak, total, logits, v, to_log2)
+        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
-    attends = total != 0  # True for NaN: it must come out.
-    total = tl.where(attends, total, 1.0)
-    row_lse = tl.where(attends, (peak + tl.log2(total)) * 0.6931471805599453, float("-inf"))
+    attends = row_sum != 0  # True for NaN: it must come out.
+    row_sum = tl.where(attends, row_sum, 1.0)
+    row_lse = tl.where(attends, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + part_row, row_lse, mask=is_row)
     tl.store(
         output + tl.cast(part_row, tl.int64)[:, None] * value_dim + v_col,
-        tl.where(attends[:, None], acc / total[:, None], 0.0),
+        tl.where(attends[:, None], acc / row_sum[:, None], 0.0),
         mask=is_row[:, None] & (v_col < value_dim),
     )
 
@@ -143,31 +143,31 @@ def put_together_kernel(
     row = tl.program_id(0)
     column = tl.arange(0, block_v)
     acc = tl.zeros((block_v,), tl.float32)
-    total = 0.0
+    row_sum = 0.0
     # As above: less than any lse, but finite.
-    peak = -1e30
+    row_max = -1e30
     for start in range(0, num_parts, chunk):
         part = start + tl.arange(0, chunk)
         part_row = part * num_rows + row
         lses = tl.load(part_lse + part_row, mask=part < num_parts, other=float("-inf"))
         place = tl.cast(part_row, tl.int64)[:, None] * value_dim + column
         values = tl.load(part_output + place, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
-        new_peak = tl.maximum(peak, tl.max(lses, 0))
-        weights, shrink = tl.exp(lses - new_peak), tl.exp(peak - new_peak)
+        new_max = tl.maximum(row_max, tl.max(lses, 0))
+        p, alpha = tl.exp(lses - new_max), tl.exp(row_max - new_max)
         # A part without blocks wrote no output: what is there may be NaN.
-        weighted = tl.where(lses[:, None] != float("-inf"), values * weights[:, None], 0.0)
-        acc, peak, total = acc * shrink + tl.sum(weighted, 0), new_peak, total * shrink + tl.sum(weights, 0)
+        weighted = tl.where(lses[:, None] != float("-inf"), values * p[:, None], 0.0)
+        acc, row_max, row_sum = acc * alpha + tl.sum(weighted, 0), new_max, row_sum * alpha + tl.sum(p, 0)
 
-    attends = total != 0  # True for NaN: it must come out.
+    attends = row_sum != 0  # True for NaN: it must come out.
     if has_sinks:
         sink = tl.load(sinks + row % num_heads)
-        new_peak = tl.maximum(peak, sink)
-        shrink = tl.exp(peak - new_peak)
-        acc, peak, total = acc * shrink, new_peak, total * shrink + tl.exp(sink - new_peak)
-    total = tl.where(attends, total, 1.0)
-    result = tl.where(attends, acc / total, 0.0)
+        new_max = tl.maximum(row_max, sink)
+        alpha = tl.exp(row_max - new_max)
+        acc, row_max, row_sum = acc * alpha, new_max, row_sum * alpha + tl.exp(sink - new_max)
+    row_sum = tl.where(attends, row_sum, 1.0)
+    result = tl.where(attends, acc / row_sum, 0.0)
     tl.store(output + tl.cast(row, tl.int64) * value_dim + column, result, mask=column < value_dim)
-    tl.store(lse + row, tl.where(attends, peak + tl.log(total), float("-inf")))
+    tl.store(lse + row, tl.where(attends, row_max + tl.log(row_sum), float("-inf")))
 
 
 @triton.jit
@@ -177,10 +177,10 @@ def _load(pointers, inside, whole: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(acc, peak, total, logits, v, to_log2: tl.constexpr):
+def _add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
     """One step of the online softmax, kept in units of log₂."""
-    new_peak = tl.maximum(peak, tl.max(logits, 1) * to_log2)
-    weights = tl.exp2(logits * to_log2 - new_peak[:, None])
-    shrink = tl.exp2(peak - new_peak)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None])
-    return acc, new_peak, total * shrink + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
+    p = tl.exp2(logits * to_log2 - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new_max, row_sum * alpha + tl.sum(p, 1)
