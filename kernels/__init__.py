@@ -16,7 +16,7 @@ from kernels.masks import (
     TileKind,
     parse_mask,
 )
-from kernels.plan.host import BlockPlan, count_allowed_pairs, make_block_plan
+from kernels.plan import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.target import Target
 from kernels.tuning import (
     BlockwiseTuning,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import LAST_POSITION, TileKind, kleene_and, tile_kind
-from kernels.plan.documents import PlaceIntervals, document_intervals
+from kernels.plan.documents import Intervals, document_intervals
 from kernels.plan.host import make_block_plan
 from kernels.plan.rows import Rows, list_rows
 from kernels.plan.search import search
@@ -58,32 +58,16 @@ def make_rows(
     return _hull(kinds) if only_intervals else list_rows(kinds)
 
 
-class _Tiles(NamedTuple):
-    """Intervals of tiles, from intervals of places: as `PlaceIntervals`, in tiles."""
-
-    start: Int[Array, "B R"]
-    stop: Int[Array, "B R"]
-    full_start: Int[Array, "B R"]
-    full_stop: Int[Array, "B R"]
-
-    @staticmethod
-    def of(places: PlaceIntervals, block: int) -> _Tiles:
-        """The tiles that hold some of the places, and those that hold none but full ones."""
-        return _Tiles(
-            places.start // block, -(-places.stop // block), -(-places.full_start // block), places.full_stop // block
-        )
-
-
 def _tiles_of_documents(
     inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
-) -> _Tiles:
+) -> Intervals:
     """The tiles of each row that the documents leave."""
     query, key_value = inputs.query_segment_ids, inputs.key_value_segment_ids
     assert query is not None
     assert key_value is not None
     if transposed:
-        return _Tiles.of(document_intervals(key_value, block_kv, query, call.varying_axes), block_q)
-    return _Tiles.of(document_intervals(query, block_q, key_value, call.varying_axes), block_kv)
+        return document_intervals(key_value, block_kv, query, call.varying_axes).in_tiles(block_q)
+    return document_intervals(query, block_q, key_value, call.varying_axes).in_tiles(block_kv)
 
 
 def _narrowed(
@@ -129,7 +113,7 @@ def _rows_by_position(
     if call.has_segment_ids:
         tiles = _tiles_of_documents(inputs, call, block_q, block_kv, transposed)
     else:
-        tiles = _Tiles(*ends, *ends)
+        tiles = Intervals(*ends, *ends)
     if transposed:
         own, other, too_low, too_high = keys, reach, (within.highest, keys.highest), (within.lowest, keys.lowest)
     else:

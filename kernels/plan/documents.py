@@ -20,8 +20,8 @@ _NOWHERE = np.int32(-(2**31) + 1)
 _FEWEST_SLOTS = 1 << 16
 
 
-class PlaceIntervals(NamedTuple):
-    """For each tile of one sequence, places in the other one. An empty interval has `stop ≤ start`.
+class Intervals(NamedTuple):
+    """For each tile of one sequence, places in the other one, or tiles. An empty interval has `stop ≤ start`.
 
     Attributes:
       start, stop: some of the tile's tokens may meet tokens at `start:stop`, and none may meet any elsewhere.
@@ -33,10 +33,16 @@ class PlaceIntervals(NamedTuple):
     full_start: Int[Array, "B R"]
     full_stop: Int[Array, "B R"]
 
+    def in_tiles(self, block: int) -> Intervals:
+        """The tiles of `block` places that hold some of the places, and those that hold none but full ones."""
+        return Intervals(
+            self.start // block, -(-self.stop // block), -(-self.full_start // block), self.full_stop // block
+        )
+
 
 def document_intervals(
     own: Int[Array, "B L"], block: int, others: Int[Array, "B M"], varying_axes: tuple[str, ...] = ()
-) -> PlaceIntervals:
+) -> Intervals:
     """The places of the tokens with the same segment ids.
 
     Args:
@@ -53,7 +59,7 @@ def document_intervals(
     # Repeating the last token adds no document.
     filled = jnp.pad(own, [(0, 0), (0, -length % block)], mode="edge")
     # The barrier keeps XLA from making one kernel of the reductions of several plans' tiles: JAX 0.11.2's gives some of
-    # them the whole sequence's result (one H200).
+    # them the whole sequence's result (seen on one H200, 2026-11-23, as Triton's pass for dQ that visited all tiles).
     found = jax.lax.optimization_barrier(look_up(filled)).reshape(batch, -1, block, 3).max(2)
     start = jnp.minimum(-found[..., 0], others.shape[1])
     stop = jnp.maximum(found[..., 2] + 1, 0)
@@ -65,7 +71,7 @@ def document_intervals(
     at_first = jnp.take_along_axis(others, jnp.minimum(first, others.shape[1] - 1), axis=1)
     # Another document may have the slot, and if it is this one's too, then there are two runs in it.
     is_one_run = (first == last_start) & (at_first == document) & (filled == document[..., None]).all(-1)
-    return PlaceIntervals(start, stop, jnp.where(is_one_run, first, 0), jnp.where(is_one_run, last + 1, 0))
+    return Intervals(start, stop, jnp.where(is_one_run, first, 0), jnp.where(is_one_run, last + 1, 0))
 
 
 def _table_of_documents(ids: Int[Array, "B M"], varying_axes) -> tuple[Int[Array, "B slots 3"], int]:

@@ -8,24 +8,13 @@ between documents, too, which upstream's kernel doesn't.
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float
+import functools
 
 from kernels.backends.splash.passes import planned_mask, run_backward, run_forward
 from kernels.backends.splash.support import unsupported_reason
 from kernels.backends.splash.tuning import resolve
-from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import SplashTuning
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
-
-def forward(
-    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse. See `kernels.attention.core`."""
-    return run_forward(planned_mask, inputs, call, tuning)
-
-
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
-    """The gradients of query, key and value. See `kernels.attention.core`."""
-    return run_backward(planned_mask, inputs, call, tuning, cotangent)
+forward = functools.partial(run_forward, planned_mask)
+backward = functools.partial(run_backward, planned_mask)

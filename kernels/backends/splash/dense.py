@@ -7,32 +7,13 @@ from collections.abc import Hashable
 
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as upstream
-from jaxtyping import Array, Float
 
-from kernels.backends.splash.passes import Pass, PassMask, Tokens, run_backward, run_forward
+from kernels.backends.splash.passes import run_backward, run_forward
 from kernels.backends.splash.tuning import resolve
 from kernels.backends.splash.upstream_lazy import unsupported_reason, upstream_mask
-from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import Mask
-from kernels.tuning import SplashTuning
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
-
-
-def forward(
-    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse. See `kernels.attention.core`."""
-    return run_forward(_source, inputs, call, tuning)
-
-
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
-    """The gradients of query, key and value. See `kernels.attention.core`."""
-    return run_backward(_source, inputs, call, tuning, cotangent)
-
-
-def _source(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
-    return upstream_mask(dense_mask, call, walk, tokens)
 
 
 def dense_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
@@ -48,3 +29,8 @@ def _dense_mask(mask: Mask, state: Hashable | None, q_len: int, kv_len: int, tru
     kv_pos = np.arange(kv_len)
     inside = mask.evaluate(np.arange(q_len)[:, None], kv_pos[None])
     return upstream.NumpyMask(np.broadcast_to(inside & (kv_pos < true_kv_len), (q_len, kv_len)))
+
+
+_source = functools.partial(upstream_mask, dense_mask)
+forward = functools.partial(run_forward, _source)
+backward = functools.partial(run_backward, _source)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.masks import Mask, TileKind
-from kernels.plan.host import BlockPlan, make_block_plan
+from kernels.plan import BlockPlan, make_block_plan
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,17 +9,18 @@ Source: `jax.experimental.pallas.ops.tpu.splash_attention`, as axlearn and MaxTe
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as upstream_info
-from jaxtyping import Array, Float
 
 from kernels.backends.splash.passes import Pass, PassMask, Tokens, run_backward, run_forward
 from kernels.backends.splash.support import unsupported_reason as splash_unsupported_reason
 from kernels.backends.splash.tuning import resolve
-from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.call import AttentionCall
 from kernels.masks import Mask
 from kernels.tuning import SplashTuning
 
@@ -31,22 +32,6 @@ def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) 
     if call.has_query_positions:
         return "JAX's lazy masks have no positions"
     return splash_unsupported_reason(call, tuning)
-
-
-def forward(
-    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse. See `kernels.attention.core`."""
-    return run_forward(_source, inputs, call, tuning)
-
-
-def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
-    """The gradients of query, key and value. See `kernels.attention.core`."""
-    return run_backward(_source, inputs, call, tuning, cotangent)
-
-
-def _source(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
-    return upstream_mask(lazy_mask, call, walk, tokens)
 
 
 def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
@@ -110,3 +95,8 @@ class _Sliced(upstream.Mask):
         if not isinstance(other, _Sliced):
             return NotImplemented
         return (self._mask, self._shape, self._true_kv_len) == (other._mask, other._shape, other._true_kv_len)
+
+
+_source = functools.partial(upstream_mask, lazy_mask)
+forward = functools.partial(run_forward, _source)
+backward = functools.partial(run_backward, _source)
