@@ -105,6 +105,8 @@ def _rows_by_position(
     """
     queries = _extents(inputs.query_positions, block_q)
     reach, within = _reach(call, queries)
+    if not transposed and not call.has_key_value_positions:
+        return _rows_of_counted_keys(inputs, call, block_q, block_kv, reach, within)
     keys = _extents(inputs.key_value_positions, block_kv)
     columns = queries if transposed else keys
     shape = (keys if transposed else queries).lowest.shape
@@ -137,6 +139,18 @@ def _rows_by_position(
         sticks_out = jnp.arange(shape[1]) == last_tile
         full_stop = jnp.where(sticks_out, 0, full_stop) if transposed else jnp.minimum(full_stop, last_tile)
     return Rows.of_intervals(start, full_start, full_stop, stop)
+
+
+def _rows_of_counted_keys(
+    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, reach: _Extents, within: _Extents
+) -> Rows:
+    """Query tiles' intervals where keys count from 0: a key's position is its place."""
+    last_key = call.kv_len - 1
+    start, stop = jnp.maximum(reach.lowest, 0) // block_kv, jnp.minimum(reach.highest, last_key) // block_kv + 1
+    full_start = -(-jnp.clip(within.lowest, 0, call.kv_len) // block_kv)
+    full_stop = (jnp.minimum(within.highest, last_key) + 1) // block_kv
+    rows = Rows.of_intervals(start, full_start, full_stop, stop)
+    return _narrowed(rows, inputs, call, block_q, block_kv, False)
 
 
 def _reach(call: AttentionCall, queries: _Extents) -> tuple[_Extents, _Extents]:
