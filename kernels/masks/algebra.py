@@ -96,6 +96,8 @@ class Mask:
     @property
     def translation_invariant(self) -> bool:
         """Whether adding one constant to query and key/value positions changes nothing."""
+        if self.parts:
+            return all(part.translation_invariant for part in self.parts)
         return self.band is not None and self.band.translation_invariant
 
     @property
@@ -295,10 +297,6 @@ class AndMask(Mask):
     def band(self) -> Band | None:
         return self.a.band & self.b.band if self.a.band is not None and self.b.band is not None else None
 
-    @property
-    def translation_invariant(self) -> bool:
-        return self.a.translation_invariant and self.b.translation_invariant
-
     def row_interval(self, q_pos):
         if self.band is not None:
             return self.band.interval(q_pos)
@@ -348,10 +346,6 @@ class OrMask(Mask):
     def _rows_are_nested(self) -> bool:
         return all(part.band is not None and part.band.unbounded_below for part in self.parts)
 
-    @property
-    def translation_invariant(self) -> bool:
-        return self.a.translation_invariant and self.b.translation_invariant
-
     def row_interval(self, q_pos):
         a, b = self.a.row_interval(q_pos), self.b.row_interval(q_pos)
         # Two intervals that both start at the first key make one; others may have a gap between them.
@@ -391,10 +385,6 @@ class NotMask(Mask):
     @property
     def exact(self) -> bool:
         return self.a.exact
-
-    @property
-    def translation_invariant(self) -> bool:
-        return self.a.translation_invariant
 
     def __repr__(self):
         return f"~({self.a!r})" if isinstance(self.a, AndMask | OrMask) else f"~{self.a!r}"
@@ -459,10 +449,6 @@ class MultiHeadMask(Mask):
     @property
     def exact(self) -> bool:
         return all(mask.exact for mask in self.masks)
-
-    @property
-    def translation_invariant(self) -> bool:
-        return all(mask.translation_invariant for mask in self.masks)
 
     def __repr__(self):
         return f"MultiHeadMask([{', '.join(map(repr, self.masks))}])"
