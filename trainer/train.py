@@ -22,7 +22,7 @@ from trainer.checkpoints.saving import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
 from trainer.compile.programs import CompiledSteps, compile_steps
-from trainer.compile.recompilation import Change
+from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport, use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
@@ -258,7 +258,7 @@ class TrainingLoop:
             or any(step % period == 0 for period in periods)
         )
 
-    def _recompiled(self, report: CompileReport, changes: Sequence[Change]) -> None:
+    def _recompiled(self, report: CompileReport, changes: Sequence[ArgumentChange]) -> None:
         """Tells of a program that was compiled again, before it first runs."""
         in_training = report.name == "train_step"  # a step under way isn't counted yet
         recompile = self.history.add_recompile(self.progress.step + in_training, report, changes)

@@ -72,7 +72,7 @@ MASK_PICTURES = {
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PlotArguments:
     """Draws the pictures of the documentation from the rows that were measured."""
 
     results: Path = REPOSITORY / "experiments/benchmarks/results"
@@ -176,7 +176,7 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest(series)})
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: PlotArguments) -> None:
     """Draws every picture and prints where it lies."""
     arguments.output.mkdir(parents=True, exist_ok=True)
     speeds = attention_speeds(read_rows(arguments.results / "attention_hopper_h200.jsonl"))
@@ -190,4 +190,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(PlotArguments))

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from trainer.compile.recompilation import Change, RecompilingFunction, summarize
+from trainer.compile.recompilation import ArgumentChange, RecompilingFunction, summarize
 from trainer.compile.stages import CompileReport, format_origin, format_stages, watch_compilations
 from trainer.terminal.units import format_bytes, format_seconds
 
@@ -36,7 +36,7 @@ class Recompile:
     at: str
     """When it was done: UTC, ISO 8601."""
     report: CompileReport
-    changes: tuple[Change, ...]
+    changes: tuple[ArgumentChange, ...]
     """Since the call before."""
 
     @property
@@ -93,7 +93,7 @@ class CompileHistory:
         """The programs compiled ahead of the first step."""
         self._reports = tuple(reports)
 
-    def add_recompile(self, step: int, report: CompileReport, changes: Sequence[Change]) -> Recompile:
+    def add_recompile(self, step: int, report: CompileReport, changes: Sequence[ArgumentChange]) -> Recompile:
         """A program compiled another time, just now."""
         recompile = Recompile(step, datetime.now(UTC).isoformat(timespec="seconds"), report, tuple(changes))
         self._recompiles.append(recompile)

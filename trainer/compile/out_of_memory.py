@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.compile.fit import device_memory, parse_refusal
-from trainer.compile.search import single_changes
+from trainer.compile.fit_search import single_remedies
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.process.resident_memory import peak_resident_bytes
@@ -189,7 +189,7 @@ def _describe_program(memory: Mapping[str, int]) -> str:
 
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
     fields = _FIELDS.get(program, ())
-    kinds = [changes for changes in single_changes(config, jax.device_count()) if changes[0].field in fields]
+    kinds = [changes for changes in single_remedies(config, jax.device_count()) if changes[0].field in fields]
     remedies = [f"{changes[0]}{f' … {changes[-1].value}' if len(changes) > 1 else ''}" for changes in kinds]
     if program == "sampling":
         remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]

@@ -20,12 +20,12 @@ _ABSENT = "absent"
 
 
 @dataclass(frozen=True)
-class Change:
+class ArgumentChange:
     """One difference between the arguments of two calls.
 
-    >>> print(Change("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
+    >>> print(ArgumentChange("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
     batch['tokens']: shape (1, 32768) → (2, 32768)
-    >>> print(Change("chunk_size", "static value", "2048", "1024"))
+    >>> print(ArgumentChange("chunk_size", "static value", "2048", "1024"))
     chunk_size: static value 2048 → 1024
     """
 
@@ -43,7 +43,7 @@ class Change:
         return asdict(self)
 
 
-OnRecompile = Callable[[CompileReport, Sequence[Change]], None]
+OnRecompile = Callable[[CompileReport, Sequence[ArgumentChange]], None]
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ class RecompilingFunction:
         return parameter + jax.tree_util.keystr(tuple(place))
 
 
-def summarize(changes: Sequence[Change], limit: int = 3) -> str:
-    """Changes in one line, those of one kind together.
+def summarize(changes: Sequence[ArgumentChange], limit: int = 3) -> str:
+    """Changes in one line. Arguments that changed alike share one mention.
 
     >>> shape = ("shape", "(1, 32)", "(2, 32)")
-    >>> summarize([Change("batch['positions']", *shape), Change("batch['tokens']", *shape), Change("n", *shape)])
+    >>> summarize([ArgumentChange(name, *shape) for name in ("batch['positions']", "batch['tokens']", "n")])
     "batch['positions'] and 2 more: shape (1, 32) → (2, 32)"
     """
     arguments: dict[tuple[str, str, str], list[str]] = {}
@@ -213,33 +213,33 @@ def _bound_sharding(leaf: Any) -> jax.sharding.Sharding | None:
     return getattr(leaf, "sharding", None)
 
 
-def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ArgumentChange]:
     changes = []
     for name in dict.fromkeys([*before, *after]):
         # 1 == 1.0 == True, but each is traced to a program of its own.
         old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
         if old != new:
             told = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
-            changes.append(Change(name, "static value", *told))
+            changes.append(ArgumentChange(name, "static value", *told))
     return changes
 
 
-def _find_changes(before: _Signature, after: _Signature) -> list[Change]:
+def _find_changes(before: _Signature, after: _Signature) -> list[ArgumentChange]:
     """Why a program for `before` doesn't serve `after`; nothing if it does."""
     changes = _static_changes(before.static, after.static)
     for name in dict.fromkeys([*before.leaves, *after.leaves]):
         old, new = before.leaves.get(name), after.leaves.get(name)
         if old is None or new is None:
-            changes.append(Change(name, "structure", str(old or _ABSENT), str(new or _ABSENT)))
+            changes.append(ArgumentChange(name, "structure", str(old or _ABSENT), str(new or _ABSENT)))
             continue
         if old.shape != new.shape:
-            changes.append(Change(name, "shape", str(old.shape), str(new.shape)))
+            changes.append(ArgumentChange(name, "shape", str(old.shape), str(new.shape)))
         if old.dtype != new.dtype:
-            changes.append(Change(name, "dtype", old.dtype, new.dtype))
+            changes.append(ArgumentChange(name, "dtype", old.dtype, new.dtype))
         if not _same_sharding(old, new):
-            changes.append(Change(name, "sharding", *_describe_shardings(old.sharding, new.sharding)))
+            changes.append(ArgumentChange(name, "sharding", *_describe_shardings(old.sharding, new.sharding)))
     if not changes and before.tree != after.tree:  # `None` for an empty list, a tuple for a list
-        changes.append(Change("arguments", "structure", _shorten(str(before.tree)), _shorten(str(after.tree))))
+        changes.append(ArgumentChange("arguments", "structure", _shorten(str(before.tree)), _shorten(str(after.tree))))
     return changes
 
 

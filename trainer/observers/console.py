@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport, format_stages
-from trainer.observers.observer import Evaluated, Observer, Start, Window
+from trainer.observers.observer import Evaluated, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_loss, format_seconds
 
@@ -32,7 +32,7 @@ class ConsoleLines(Observer):
     def recompiled(self, recompile: Recompile) -> None:
         self._console.warning(str(recompile))
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         if window.overflow is not None:
             return  # the message that ends the run says so
         place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"

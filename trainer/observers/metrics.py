@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.files.atomic import set_aside
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import Evaluated, LogWindow, Observer, Row, Start
 from trainer.terminal.console import Console
 
 # A row has a few hundred.
@@ -42,7 +42,7 @@ class MetricsFile(Observer):
     def started(self, start: Start) -> None:
         self._log = AppendedLog(self._path, b"".join(map(_to_line, start.rows)), self._console)
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         self.write(window.rows)
 
     def evaluated(self, evaluated: Evaluated) -> None:

@@ -45,7 +45,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Window:
+class LogWindow:
     """The steps between two log lines. The device was idle when it began and when it ended."""
 
     step: int
@@ -112,7 +112,7 @@ class Observer:
     def recompiled(self, recompile: Recompile) -> None:
         """A program was compiled again, since its arguments have changed."""
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         """The steps of a window are done."""
 
     def evaluated(self, evaluated: Evaluated) -> None:
@@ -152,7 +152,7 @@ class Observers(Observer):
         for observer in self._observers:
             observer.recompiled(recompile)
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         for observer in self._observers:
             observer.window(window)
 

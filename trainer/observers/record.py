@@ -23,7 +23,7 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
-from trainer.observers.observer import Ending, Observer, Start, Window
+from trainer.observers.observer import Ending, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.process.versions import installed_versions
@@ -139,7 +139,7 @@ class RecordUpdates(Observer):
     def recompiled(self, recompile: Recompile) -> None:
         self._record.update(compile=self._history.to_json())
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         # Each update waits for the disk, so a run of fast steps must not make one for every window.
         if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
             self._record.update(compile=self._history.to_json(), steps=self._times.to_json())

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import Evaluated, LogWindow, Observer, Row, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
@@ -46,7 +46,7 @@ class TensorBoard(Observer):
         table = text(f"{_COMPILE}recompile", recompile.to_markdown(), recompile.step, now)
         self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         self.write(window.rows)
 
     def evaluated(self, evaluated: Evaluated) -> None:

@@ -13,7 +13,7 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import Ending, Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import Ending, Evaluated, LogWindow, Observer, Row, Start
 
 
 def require_wandb(project: str) -> None:
@@ -69,7 +69,7 @@ class WeightsAndBiases(Observer):
         waiting = self._recompiles.setdefault(recompile.step, {})
         waiting |= {f"compile/{recompile.report.name}/{name}": value for name, value in scalars}
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         for row in window.rows:
             self._log(row)
 

@@ -10,7 +10,7 @@ import jax
 
 from trainer.compile.history import CompileHistory
 from trainer.errors import TrainingFailed
-from trainer.observers.observer import Window, make_row
+from trainer.observers.observer import LogWindow, make_row
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.run.setup import Setup
 from trainer.step.flops import StepFlops
@@ -61,7 +61,7 @@ class RunningWindow:
         jax.block_until_ready(state)
         self._history = jax.device_get(self._metrics)
 
-    def result(self, times: StepTimes, compiles: CompileHistory) -> Window:
+    def result(self, times: StepTimes, compiles: CompileHistory) -> LogWindow:
         """What came of the steps, once they have been waited for.
 
         Args:
@@ -85,7 +85,7 @@ class RunningWindow:
         }
         rows = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
         rows[-1] |= speed
-        return Window(
+        return LogWindow(
             step=step,
             num_steps=num_steps,
             loss=float(metrics[-1].loss),

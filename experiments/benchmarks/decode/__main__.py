@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
-from experiments.benchmarks.decode.contenders import FORMS, compile_contender
-from experiments.benchmarks.decode.workloads import Workload
+from experiments.benchmarks.decode.forms import FORMS, compile_form
+from experiments.benchmarks.decode.workloads import DecodeWorkload
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DecodeArguments:
     """Times decoding over each form of cache."""
 
     sequences: tuple[int, ...] = (1, 2, 3, 8, 32)
@@ -69,10 +69,10 @@ class Arguments:
             raise ValueError(f"unknown forms {sorted(unknown)}; expected some of {', '.join(FORMS)}")
 
     @property
-    def workloads(self) -> list[Workload]:
+    def workloads(self) -> list[DecodeWorkload]:
         """The cells to time."""
         return [
-            Workload(
+            DecodeWorkload(
                 num_sequences=num_sequences,
                 prompt=prompt,
                 num_generated=self.generated,
@@ -88,40 +88,38 @@ class Arguments:
         ]
 
 
-def measure(work: Workload, arguments: Arguments) -> list[dict[str, Any]]:
+def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, Any]]:
     """The rows of one cell, one per form."""
     with ThreadPoolExecutor() as pool:
-        contenders = list(
-            pool.map(lambda name: compile_contender(name, work, arguments.implementation), arguments.forms)
-        )
-    for contender in contenders:
-        contender.time()  # A first run also loads the program.
+        forms = list(pool.map(lambda name: compile_form(name, work, arguments.implementation), arguments.forms))
+    for form in forms:
+        form.time()  # A first run also loads the program.
     for _ in range(arguments.num_rounds):
-        for contender in contenders:
-            contender.seconds.append(contender.time())
-    seconds = {contender.name: contender.seconds for contender in contenders}
+        for form in forms:
+            form.seconds.append(form.time())
+    seconds = {form.name: form.seconds for form in forms}
     rows = []
-    for contender in contenders:
-        median = statistics.median(contender.seconds)
+    for form in forms:
+        median = statistics.median(form.seconds)
         row = {
             **work.describe(),
-            "form": contender.name,
+            "form": form.name,
             "seconds_per_step": median,
-            "fastest_s": min(contender.seconds),
-            "slowest_s": max(contender.seconds),
+            "fastest_s": min(form.seconds),
+            "slowest_s": max(form.seconds),
             "tokens_per_s": work.num_sequences / median,
             "bytes_per_step": work.bytes_per_step,
             "bytes_per_s": work.bytes_per_step / median,
         }
         if arguments.baseline in seconds:
-            pairs = zip(seconds[arguments.baseline], contender.seconds, strict=True)
+            pairs = zip(seconds[arguments.baseline], form.seconds, strict=True)
             ratio = statistics.median(theirs / ours for theirs, ours in pairs)
             row |= {"baseline": arguments.baseline, "speed_ratio": ratio}
         rows.append(row)
     return rows
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: DecodeArguments) -> None:
     """Measures, prints the table and appends the rows."""
     bandwidths = copy_bandwidths(arguments.copy_gigabytes, arguments.num_rounds)
     bandwidth = max(bandwidths.values())
@@ -158,4 +156,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(DecodeArguments))

@@ -14,7 +14,7 @@ from kernels import CausalMask, LocalMask, Mask
 
 
 @dataclass(frozen=True)
-class Workload:
+class DecodeWorkload:
     """One cell of the benchmark.
 
     Attributes:

@@ -29,7 +29,7 @@ from trainer.process.broken_pipe import reader_may_leave
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ThroughputArguments:
     """Measures training steps on an accelerator, one sequence of random tokens to a step."""
 
     workloads: tuple[str, ...] = ("124m_32k",)
@@ -69,7 +69,7 @@ class Arguments:
         return {name: peers[tag] for name in self.workloads if (tag := WORKLOADS[name].peer) in peers}
 
 
-def measure_apart(name: str, arguments: Arguments) -> dict[str, Any] | int:
+def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
     """The row of a workload, measured by a process of its own, or that process's exit status."""
     fields = {name: getattr(arguments, name) for name in ("implementation", "remat", "scan_layers", "chunk_size")}
     request = json.dumps({"workload": name, "trace": arguments.trace, "fields": fields})
@@ -82,7 +82,7 @@ def measure_apart(name: str, arguments: Arguments) -> dict[str, Any] | int:
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints the tables and returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(command_line))
+    arguments = tyro.cli(ThroughputArguments, args=list(command_line))
     try:
         arguments.check()
         baselines = arguments.baselines()

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from trainer.compile.history import Recompile
-from trainer.compile.recompilation import Change
+from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog
 from trainer.observers.metrics import MetricsFile, last_logged_step, read_logged_rows
-from trainer.observers.observer import Observers, Start, Window, make_row
+from trainer.observers.observer import LogWindow, Observers, Start, make_row
 from trainer.observers.tensorboard import TensorBoard
 
 TAGS = {
@@ -31,7 +31,7 @@ class Logs(Observers):
     def write(self, rows) -> None:
         """Logs rows as a run does, in one window; which of them are evaluations makes no difference to the logs."""
         rows = [make_row(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
-        self.window(Window(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows))
+        self.window(LogWindow(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows))
 
 
 @pytest.fixture
@@ -144,7 +144,9 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
         return CompileReport(name, seconds, 0.0, 0.0, False, None)
 
     def recompile(step: int, seconds: float) -> Recompile:
-        return Recompile(step, "2026-01-01", report("train_step", seconds), (Change("batch", "shape", "2", "3"),))
+        return Recompile(
+            step, "2026-01-01", report("train_step", seconds), (ArgumentChange("batch", "shape", "2", "3"),)
+        )
 
     log = start(0, [report("init_state", 1.0), report("train_step", 2.0)])
     for step in (3, 6, 9):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from trainer.compile.command.comparison import Variant
-from trainer.compile.search import Search, Try
+from trainer.compile.fit_search import SearchResult, Try
 from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
@@ -92,7 +92,7 @@ def describe_try(attempt: Try) -> str:
     return f"{attempt.change}: {verdict}, {about}{format_bytes(fit.needed)} of {format_bytes(fit.available.size)}"
 
 
-def describe_search(search: Search, seconds: float) -> list[str]:
+def describe_search(search: SearchResult, seconds: float) -> list[str]:
     """What the search came to."""
     out_of_time = "" if search.is_complete else f" (not everything was tried in the {seconds:g} s of --search-seconds)"
     if search.found is not None:
@@ -143,7 +143,7 @@ def to_json(
     command: Sequence[str],
     *,
     profile: StepProfile | None = None,
-    search: Search | None = None,
+    search: SearchResult | None = None,
     field: str | None = None,
     profiles: Mapping[Variant, StepProfile] | None = None,
 ) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
     }
 
 
-def _search_to_json(search: Search) -> dict[str, Any]:
+def _search_to_json(search: SearchResult) -> dict[str, Any]:
     def try_to_json(attempt: Try | None) -> dict[str, Any] | None:
         if attempt is None:
             return None

@@ -23,7 +23,7 @@ from trainer.hardware import expected_platform
 
 
 @dataclass(frozen=True)
-class Request:
+class CompileRequest:
     """What is to be compiled."""
 
     arguments: tuple[str, ...]
@@ -39,7 +39,7 @@ class Request:
 _NOISE = re.compile(r"Failed to find host bounds|could not determine TPU accelerator type|absl::InitializeLog")
 
 
-def profile_in_fresh_process(request: Request) -> StepProfile:
+def profile_in_fresh_process(request: CompileRequest) -> StepProfile:
     """Has a new process do `profile_step`. What it writes to standard error is passed on, less libtpu's noise.
 
     Raises:
@@ -89,7 +89,7 @@ def main(answer: Path) -> None:
     from trainer.compile.stages import use_compilation_cache
     from trainer.hardware import compiling_for
 
-    request: Request = pickle.load(sys.stdin.buffer)
+    request: CompileRequest = pickle.load(sys.stdin.buffer)
     result: StepProfile | Exception
     try:
         with compiling_for("tpu" if request.topology else None):

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.decode.workloads import Workload, normal
+from experiments.benchmarks.decode.workloads import DecodeWorkload, normal
 from kernels import CellTable, SlabCache, UnifiedCache, decode_attention
 
 Layers = list[tuple[jax.Array, jax.Array]]
 
 
 @dataclass
-class Contender:
+class CompiledForm:
     """One form of the cache, filled with the prompts, and its program.
 
     Attributes:
@@ -49,7 +49,7 @@ class Contender:
         return (time.perf_counter() - begin) / self.num_steps
 
 
-def compile_contender(name: str, work: Workload, implementation: str | None) -> Contender:
+def compile_form(name: str, work: DecodeWorkload, implementation: str | None) -> CompiledForm:
     """Fills a cache of a form and compiles its steps.
 
     Raises:
@@ -63,7 +63,7 @@ def compile_contender(name: str, work: Workload, implementation: str | None) -> 
     one_step = functools.partial(step, work, implementation)
     run = jax.jit(functools.partial(_run, one_step), donate_argnums=0)
     program = run.lower(layers, start, tokens).compile()
-    return Contender(name, layers, start, tokens, program, work.num_generated)
+    return CompiledForm(name, layers, start, tokens, program, work.num_generated)
 
 
 def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.Array]):
@@ -77,13 +77,13 @@ def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.A
     return layers, output
 
 
-def _slabs(work: Workload, rng: np.random.Generator):
+def _slabs(work: DecodeWorkload, rng: np.random.Generator):
     shape = (work.num_sequences, work.length, work.num_kv_heads, work.head_dim)
     layers = [(normal(rng, shape, work.dtype), normal(rng, shape, work.dtype)) for _ in range(work.num_layers)]
     return layers, jnp.full(work.num_sequences, work.prompt, jnp.int32)
 
 
-def _cells(work: Workload, rng: np.random.Generator, *, skipping: bool = True):
+def _cells(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = True):
     block_size = 128
     capacity = work.num_sequences * -(-work.length // block_size) * block_size
     table = CellTable.empty(work.num_sequences, capacity, block_size=block_size)
@@ -103,7 +103,7 @@ def _cells(work: Workload, rng: np.random.Generator, *, skipping: bool = True):
     return layers, table
 
 
-def _step_slabs(work: Workload, implementation: str | None, layers: Layers, lengths, new, attend=None):
+def _step_slabs(work: DecodeWorkload, implementation: str | None, layers: Layers, lengths, new, attend=None):
     query, written, cache = new["query"], [], None
     for key, value in layers:
         cache = SlabCache(key, value, lengths).write(new["key"], new["value"])
@@ -113,7 +113,7 @@ def _step_slabs(work: Workload, implementation: str | None, layers: Layers, leng
     return written, cache.lengths, query
 
 
-def _step_cells(work: Workload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
+def _step_cells(work: DecodeWorkload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
     query, written = new["query"], []
     table, cells = table.allocate(1)
     for key, value in layers:
@@ -123,11 +123,11 @@ def _step_cells(work: Workload, implementation: str | None, layers: Layers, tabl
     return written, table, query
 
 
-def _decode(work: Workload, implementation: str | None, query, cache):
+def _decode(work: DecodeWorkload, implementation: str | None, query, cache):
     return decode_attention(query, cache, work.mask, implementation=implementation)
 
 
-def _dense(work: Workload, implementation: str | None, query, cache):
+def _dense(work: DecodeWorkload, implementation: str | None, query, cache):
     """XLA's attention over every cell, under a mask of every cell."""
     cell = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (work.num_sequences, cache.capacity))
     position, seen = cache.cells(None, cell)
