@@ -29,8 +29,8 @@ from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_train_iterator, make_validation_batches
 from trainer.evaluate import evaluate
 from trainer.observers.listeners import make_observers
-from trainer.observers.metrics import read_logged_rows
-from trainer.observers.observer import VALIDATION_LOSS, Ending, Evaluated, Row, Start
+from trainer.observers.metrics import LoggedEntries
+from trainer.observers.observer import Ending, Evaluated, LogEntry, Start
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
@@ -154,7 +154,7 @@ class TrainingLoop:
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
         self.config_history = ConfigHistory(setup.config)
-        self.evaluations: dict[int, Row] = {}
+        self.evaluations: dict[int, LogEntry] = {}
         self.checkpoints = Checkpoints(workdir.checkpoints, setup.config.checkpoint.num_kept, this.console.note)
         self.observers = make_observers(setup.config, workdir, this.console, this.record, self.history, self.times)
         self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
@@ -178,9 +178,9 @@ class TrainingLoop:
         self.history.add_first(self.programs.reports)
         changes = changes_to_json(self.config_history.changes)
         self.record.put(resumed_from=None if resumed is None else resumed.origin, config_changes=changes)
-        rows = read_logged_rows(self.workdir.metrics, self.progress.step, self.console)
-        self.evaluations = {row["step"]: row for row in rows if VALIDATION_LOSS in row}
-        self.observers.started(Start(self.progress.step, self.config.num_steps, rows, self.programs.reports))
+        entries = LoggedEntries(self.workdir.metrics, self.progress.step, self.console)
+        self.evaluations = entries.evaluations
+        self.observers.started(Start(self.progress.step, self.config.num_steps, entries, self.programs.reports))
 
     def train(self) -> int:
         """Steps to the end, or to a stop signal; returns the exit status."""
@@ -230,7 +230,7 @@ class TrainingLoop:
             batches, bytes_per_token = setup.validation_batches, setup.corpus.bytes_per_token
             result = evaluate(self.programs.eval_step, self.state.params, batches, bytes_per_token)
         evaluated = Evaluated.now(step, result)
-        self.evaluations[step] = evaluated.row
+        self.evaluations[step] = evaluated.entry
         self.observers.evaluated(evaluated)
         if setup.samples is not None:
             with self.account.measure("evaluation"), running("sampling"):

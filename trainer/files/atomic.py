@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | None = None) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes], *, unfinished: Path | None = None) -> None:
     """Writes a file so that a kill or a power cut at any moment leaves the old content or the new, never half of it.
 
     Args:
       path: the file.
-      content: text is written as UTF-8.
+      content: text is written as UTF-8, an iterable piece by piece.
       unfinished: where the content is collected first, in the same folder; by default beside the file, as `NAME.tmp`.
 
     Raises:
@@ -24,7 +25,9 @@ def write_atomically(path: Path, content: str | bytes, *, unfinished: Path | Non
             set_aside(unfinished, "foreign")
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # a link that lies there isn't followed
-            file.write(content.encode() if isinstance(content, str) else content)
+            if isinstance(content, str):
+                content = content.encode()
+            file.writelines((content,) if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from trainer.files.atomic import write_atomically
@@ -59,14 +59,17 @@ class AppendedLog:
 
     Args:
       path: the file; its folder is made if missing.
-      content: what the file begins with, in the place of what it held: written whole or, for now, not at all.
+      content: called for what the file begins with, which replaces what it held. It is written whole or not at all; if
+        not, the next `append` calls again.
       console: told of failures.
       replaces: files that are removed once the content is on the disk.
     """
 
-    def __init__(self, path: Path, content: bytes, console: Console, replaces: Sequence[Path] = ()):
+    def __init__(
+        self, path: Path, content: Callable[[], Iterable[bytes]], console: Console, replaces: Sequence[Path] = ()
+    ):
         self._path, self._console, self._replaces = path, console, tuple(replaces)
-        self._content: bytes | None = content
+        self._content: Callable[[], Iterable[bytes]] | None = content
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._whole_length: int | None = None  # to which the file is cut; None: it holds whole entries alone
@@ -97,7 +100,7 @@ class AppendedLog:
         if self._content is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # A name that TensorBoard, which reads whatever is called *tfevents*, leaves alone.
-            write_atomically(self._path, self._content, unfinished=self._path.with_name("unfinished.tmp"))
+            write_atomically(self._path, self._content(), unfinished=self._path.with_name("unfinished.tmp"))
             self._content = None
             for path in self._replaces:
                 with contextlib.suppress(OSError):  # the next attempt tries again

@@ -10,10 +10,11 @@ A file is a sequence of records: the length of an event, that length's checksum,
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -33,11 +34,11 @@ class EventLog:
 
     Args:
       folder: of the event files; made if missing. Files that others put there are left alone.
-      events: what the run has logged so far, with steps that grow for each tag.
+      events: called for what the run has logged so far, with steps that grow for each tag.
       console: told of failures.
     """
 
-    def __init__(self, folder: Path, events: Iterable[Event], console: Console):
+    def __init__(self, folder: Path, events: Callable[[], Iterable[Event]], console: Console):
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         newest = max((int(number) for name in names for number in _NUMBER.findall(name)), default=0)
         path = folder / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.flax-longcontext"
@@ -47,8 +48,12 @@ class EventLog:
             # A TensorBoard that has been showing the run drops what it has read.
             Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
         )
-        content = b"".join(map(_to_record, (*opening, *events)))
-        self._file = AppendedLog(path, content, console, replaces=event_files(folder))
+        self._file = AppendedLog(
+            path,
+            lambda: map(_to_record, itertools.chain(opening, events())),
+            console,
+            replaces=event_files(folder),
+        )
 
     def write(self, events: Iterable[Event]) -> None:
         """Appends events; the operating system has them then."""
@@ -84,16 +89,18 @@ def event_files(folder: Path) -> list[Path]:
 
 def read_events(path: Path, tag_prefix: str) -> Iterator[Event]:
     """The events of a file that hold a tag with this prefix, up to the first that is damaged or cut short."""
-    content, start, wanted = memoryview(path.read_bytes()), 0, tag_prefix.encode()
-    while start + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, start)
-        record = bytes(content[start : start + length + 16])
-        event = record[12:-4]
-        if wanted in event:  # the checksums of all others would take long
-            if record != _framed(event):
+    wanted, size = tag_prefix.encode(), path.stat().st_size
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack_from("<Q", header)
+            if length > size:
                 return
-            yield Event.FromString(event)
-        start += length + 16
+            rest = file.read(length + 4)
+            event = rest[:-4]
+            if wanted in event:  # to check the others' checksums would take long
+                if header + rest != _framed(event):
+                    return
+                yield Event.FromString(event)
 
 
 def _to_record(event: Event) -> bytes:

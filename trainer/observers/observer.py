@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +15,15 @@ from trainer.evaluate import Evaluation
 
 VALIDATION_LOSS = "validation_nats_per_token"
 
-Row = Mapping[str, Any]
+LogEntry = Mapping[str, Any]
 """What is logged of a step: `step`, `time` (Unix seconds), and numbers by name, None for one that isn't finite."""
 
 
-def make_row(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
-    """A row of now.
+def make_entry(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
+    """An entry of now.
 
-    >>> row = make_row(3, {"loss": float("nan"), "num_targets": 7})
-    >>> row["step"], row["loss"], row["num_targets"]
+    >>> entry = make_entry(3, {"loss": float("nan"), "num_targets": 7})
+    >>> entry["step"], entry["loss"], entry["num_targets"]
     (3, None, 7)
     """
     finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
@@ -38,8 +38,8 @@ class Start:
     """That it goes on from; 0 at a run's beginning."""
     num_steps: int
     """Steps that the run makes in all."""
-    rows: Sequence[Row]
-    """What earlier attempts have logged up to that step."""
+    entries: Iterable[LogEntry]
+    """What earlier attempts have logged up to that step. It can be iterated more than once."""
     reports: Sequence[CompileReport]
     """The programs compiled for this attempt."""
 
@@ -62,7 +62,7 @@ class LogWindow:
     mfu_causal: float
     left_s: float
     """Expected seconds to the last step."""
-    rows: Sequence[Row] = ()
+    entries: Sequence[LogEntry] = ()
     """One for each step."""
     overflow: str | None = None
     """The first step whose loss or gradient isn't finite, in words, which ends the run; None: all are finite."""
@@ -74,13 +74,13 @@ class Evaluated:
 
     step: int
     evaluation: Evaluation
-    row: Row
+    entry: LogEntry
 
     @classmethod
     def now(cls, step: int, evaluation: Evaluation) -> Evaluated:
         """A loss that was just measured."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
-        return cls(step, evaluation, make_row(step, losses))
+        return cls(step, evaluation, make_entry(step, losses))
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Ending:
     """Steps behind the run."""
     checkpoint: Path | None
     """The newest; None: there was nothing to save."""
-    evaluation: Row | None
+    evaluation: LogEntry | None
     """The run's newest validation losses."""
     unigram_nats_per_token: float
     """Entropy of the corpus's single tokens, to compare with."""

@@ -6,6 +6,7 @@ That is shown as scalars, `compile/<program>/…` at the step that waited for it
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import Evaluated, LogWindow, Observer, Row, Start
+from trainer.observers.observer import Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
@@ -38,8 +39,11 @@ class TensorBoard(Observer):
     def started(self, start: Start) -> None:
         compiled = _programs_to_events(start.reports, start.step)
         earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
-        rows = (_to_event(row) for row in start.rows)
-        self._events = EventLog(self._folder, [*earlier, *compiled, *rows], self._console)
+        self._events = EventLog(
+            self._folder,
+            lambda: itertools.chain(earlier, compiled, map(_to_event, start.entries)),
+            self._console,
+        )
 
     def recompiled(self, recompile: Recompile) -> None:
         now = time.time()
@@ -47,14 +51,14 @@ class TensorBoard(Observer):
         self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
 
     def window(self, window: LogWindow) -> None:
-        self.write(window.rows)
+        self.write(window.entries)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        self.write([evaluated.row])
+        self.write([evaluated.entry])
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Appends rows; the operating system has them then."""
-        self._write(map(_to_event, rows))
+    def write(self, entries: Iterable[LogEntry]) -> None:
+        """Appends entries; the operating system has them then."""
+        self._write(map(_to_event, entries))
 
     def close(self) -> None:
         if self._events is not None:
@@ -93,9 +97,9 @@ def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event
     return kept
 
 
-def _to_event(row: Row) -> Event:
-    values = {_tag(name): value for name, value in row.items() if name not in _NO_VALUES and value is not None}
-    return scalars(values, int(row["step"] or 0), row.get("time") or time.time())
+def _to_event(entry: LogEntry) -> Event:
+    values = {_tag(name): value for name, value in entry.items() if name not in _NO_VALUES and value is not None}
+    return scalars(values, int(entry["step"] or 0), entry.get("time") or time.time())
 
 
 def _tag(name: str) -> str:

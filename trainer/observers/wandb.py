@@ -13,7 +13,7 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import Ending, Evaluated, LogWindow, Observer, Row, Start
+from trainer.observers.observer import Ending, Evaluated, LogEntry, LogWindow, Observer, Start
 
 
 def require_wandb(project: str) -> None:
@@ -64,17 +64,17 @@ class WeightsAndBiases(Observer):
             self._run.summary.update({f"compile/{report.name}": report_scalars(report)})
 
     def recompiled(self, recompile: Recompile) -> None:
-        # Logged with the row of its step: W&B drops values of a step that is behind the newest that it was told.
+        # Logged with the entry of its step: W&B drops values of a step that is behind the newest that it was told.
         scalars = report_scalars(recompile.report).items()
         waiting = self._recompiles.setdefault(recompile.step, {})
         waiting |= {f"compile/{recompile.report.name}/{name}": value for name, value in scalars}
 
     def window(self, window: LogWindow) -> None:
-        for row in window.rows:
-            self._log(row)
+        for entry in window.entries:
+            self._log(entry)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        self._log(evaluated.row)
+        self._log(evaluated.entry)
 
     def saved(self, step: int, path: Path) -> None:
         self._run.summary.update({"checkpoint": str(path), "checkpoint_step": step})
@@ -89,6 +89,6 @@ class WeightsAndBiases(Observer):
             self._run.finish(exit_code=1)
             self._run = None
 
-    def _log(self, row: Row) -> None:
-        values = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
-        self._run.log(values | self._recompiles.pop(row["step"], {}), step=row["step"])
+    def _log(self, entry: LogEntry) -> None:
+        values = {name: value for name, value in entry.items() if name not in ("step", "time") and value is not None}
+        self._run.log(values | self._recompiles.pop(entry["step"], {}), step=entry["step"])

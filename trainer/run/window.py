@@ -10,7 +10,7 @@ import jax
 
 from trainer.compile.history import CompileHistory
 from trainer.errors import TrainingFailed
-from trainer.observers.observer import LogWindow, make_row
+from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.run.setup import Setup
 from trainer.step.flops import StepFlops
@@ -83,8 +83,8 @@ class RunningWindow:
             "mfu_causal": mfu[0],
             "mfu_noncausal": mfu[1],
         }
-        rows = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
-        rows[-1] |= speed
+        entries = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
+        entries[-1] |= speed
         return LogWindow(
             step=step,
             num_steps=num_steps,
@@ -94,7 +94,7 @@ class RunningWindow:
             tokens_per_s=speed["tokens_per_s"],
             mfu_causal=mfu[0],
             left_s=(times.typical_step_s() or seconds) * (num_steps - step),
-            rows=[make_row(number, row) for number, row in enumerate(rows, self._first_step)],
+            entries=[make_entry(number, entry) for number, entry in enumerate(entries, self._first_step)],
             overflow=_find_overflow(metrics, self._first_step),
         )
 
