@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config import TrainConfig
 from trainer.data.corpora import Corpus
 from trainer.data.errors import DataError
 from trainer.data.packing import Batch, PackedSequences, empty_row
@@ -155,6 +156,32 @@ def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
     if "grain" in state:
         return stream, min(counts[0] * counts[1], _MAX_POSITION), None
     return stream, *counts
+
+
+def make_batches(config: TrainConfig, corpus: Corpus, on_progress: OnProgress) -> tuple[TrainIterator, list[Batch]]:
+    """The training stream and the validation batches of a config.
+
+    Args:
+        config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
+        corpus: the corpus.
+        on_progress: told, in one line, if the documents fill fewer sequences than the config asks for.
+    """
+    train = make_train_iterator(
+        corpus,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+        on_progress=on_progress,
+    )
+    validation = make_validation_batches(
+        corpus,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size // config.gradient_accumulation,
+        num_sequences=config.evaluation.num_sequences,
+        on_progress=on_progress,
+    )
+    return train, validation
 
 
 def make_train_iterator(

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: at its place in the data, with a config that may have changed since, which is told."""
+"""Resumes a run from a checkpoint: at its place in the data, with a config that may have changed since."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from trainer.workdir import Workdir
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from."""
+    """What a run goes on from: a checkpoint, or its own beginning."""
 
     step: int
+    """0 at the beginning."""
     state: Any
+    """None at the beginning: it has yet to be initialised."""
     config_history: ConfigHistory
-    origin: dict[str, Any]
-    """What the record says of it."""
+    origin: dict[str, Any] | None
+    """What the record says about the checkpoint."""
 
 
-def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed | None:
-    """Reads the newest whole checkpoint, and says what goes on from there, and how; None: there has never been one.
+def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:
+    """Reads the newest whole checkpoint, if there has ever been one, and tells on the console how the run goes on.
 
     Raises:
       UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
     """
     restored = checkpoints.restore_newest(setup.functions.abstract_state)
     if restored is None:
-        return None
+        return Resumed(0, None, ConfigHistory(setup.config), None)
     for damaged in restored.damaged:
         console.note(f"{damaged}; it is kept, and the run goes on from the one before")
     history, changes = go_on_from(restored, setup, workdir)
