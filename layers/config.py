@@ -5,11 +5,9 @@ A field's docstring is its help text on the command line. Both classes validate 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
 from kernels import CausalMask, Mask
 from kernels.backends import BACKENDS
@@ -202,7 +200,7 @@ def check_numbers(config: object, section: str = "") -> None:
     Raises:
       ValueError: a number is NaN or infinite, or lies outside of its type.
     """
-    for name, hint in _type_hints(type(config)).items():
+    for name, hint in get_type_hints(type(config)).items():
         value, is_float = getattr(config, name), float in (hint, *get_args(hint))
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -213,12 +211,6 @@ def check_numbers(config: object, section: str = "") -> None:
             )
         if 0 < abs(value) < _FLOAT32_SMALLEST:
             raise ValueError(f"{section}{name}={value} is 0 in float32, whose smallest number is 1.2e-38")
-
-
-@functools.cache
-def _type_hints(config_class: type) -> dict[str, Any]:
-    hints = get_type_hints(config_class)
-    return {field_.name: hints[field_.name] for field_ in dataclasses.fields(config_class)}
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
