@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         from trainer.compile.command.compile_command import parse_command_line
 
         task = parse_command_line(arguments)
-        from trainer.compile.command.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
+        from trainer.compile.command.run_task import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.compile.history import CompileHistory
 from trainer.config import TrainConfig
-from trainer.observers.console import ConsoleLines
+from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.metrics import MetricsFile
 from trainer.observers.observer import Observer, Observers
 from trainer.observers.record import RecordUpdates, RunRecord

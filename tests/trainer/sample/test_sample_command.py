@@ -28,7 +28,7 @@ from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import UserMistake
-from trainer.observers.console import ConsoleLines
+from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.times import TimeAccount
 from trainer.run.evaluator import Evaluator
 from trainer.sample.__main__ import main

@@ -11,7 +11,7 @@ import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.evaluate import Evaluation
-from trainer.observers.console import ConsoleLines
+from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.observer import Evaluated, LogWindow, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
