@@ -3,7 +3,7 @@
 `python -m trainer` reads a config page and the flags (`trainer/cli/`), claims the workdir (`trainer/workdir.py`) and
 calls `train`. Each line below calls into a folder that is named for what it does:
 
-    data/          turns documents into tokens, and tokens into packed batches
+    data/          makes tokens of documents, and packed batches of tokens
     step/          makes the mesh, and model, loss and optimizer as functions of state and batch
     checkpoints/   keeps the state on the disk
     compile/       compiles the functions ahead of their first use

@@ -63,7 +63,7 @@ class Workdir:
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     """Makes the folder this process's own, and writes the config into it unless it holds checkpoints.
 
-    Where a file of the run should lie and something of another kind does (a folder, a named pipe), that is set aside.
+    Something of another type (a folder, a named pipe) where a file of the run should lie is set aside.
 
     Args:
       path: the folder; made if missing.
@@ -86,7 +86,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
         if holds_checkpoints:
             refuse_other_run(_held_config(workdir), config, f"workdir {path}")
-        workdir = Workdir(path, tuple(_set_wrong_kinds_aside(workdir)))
+        workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)))
         if not holds_checkpoints:
             workdir.write_config(config)
     except OSError as error:
@@ -134,12 +134,12 @@ def _held_config(workdir: Workdir) -> TrainConfig:
         ) from mistake
 
 
-def _set_wrong_kinds_aside(workdir: Workdir) -> Iterator[str]:
-    for path, expected, is_kind, access in (
+def _set_wrong_types_aside(workdir: Workdir) -> Iterator[str]:
+    for path, expected, is_expected, access in (
         (workdir.config, "a file", os.path.isfile, os.R_OK),
         (workdir.record, "a file", os.path.isfile, os.R_OK),
         (workdir.metrics, "a file", os.path.isfile, os.R_OK),
         (workdir.tensorboard, "a folder", os.path.isdir, os.R_OK | os.X_OK),
     ):
-        if os.path.lexists(path) and not (is_kind(path) and os.access(path, access)):
+        if os.path.lexists(path) and not (is_expected(path) and os.access(path, access)):
             yield f"{path} is not {expected} that can be read; it is now {set_aside(path, 'damaged').name}"

@@ -39,7 +39,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Listing:
-    """The entries of a `checkpoints/`, told apart by name and kind."""
+    """The entries of a `checkpoints/`, told apart by their names and types."""
 
     steps: tuple[int, ...]
     """Steps that there are checkpoints of, ascending; whether they are whole is for `find_damage` to say. A symbolic

@@ -57,8 +57,8 @@ class Recompile:
 
     def to_markdown(self) -> str:
         """The report, and a table of the changes."""
-        rows = [(change.argument, change.what, change.before, change.after) for change in self.changes]
-        table = _markdown_table(("argument", "what", "before", "after"), rows)
+        lines = [(change.argument, change.what, change.before, change.after) for change in self.changes]
+        table = _markdown_table(("argument", "what", "before", "after"), lines)
         return f"{reports_to_markdown([self.report])}\n\n{table}"
 
 
@@ -167,18 +167,18 @@ def report_scalars(report: CompileReport) -> dict[str, float]:
 
 
 def reports_to_markdown(reports: Sequence[CompileReport]) -> str:
-    """A table with a row for each report."""
+    """A table with a line for each report."""
     stages = ("trace", "lower", "XLA", "from")
     categories = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
-    rows = []
+    lines = []
     for report in reports:
         seconds = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
         memory: Mapping[str, int] = {} if report.memory is None else asdict(report.memory)
         sizes = (format_bytes(memory[category]) if memory else "unknown" for category in categories)
-        rows.append((report.name, *seconds, format_origin(report), *sizes))
-    return _markdown_table(("program", *stages, *categories), rows)
+        lines.append((report.name, *seconds, format_origin(report), *sizes))
+    return _markdown_table(("program", *stages, *categories), lines)
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in table)

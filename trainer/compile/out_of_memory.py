@@ -189,8 +189,8 @@ def _describe_program(memory: Mapping[str, int]) -> str:
 
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
     fields = _FIELDS.get(program, ())
-    kinds = [changes for changes in single_remedies(config, jax.device_count()) if changes[0].field in fields]
-    remedies = [f"{changes[0]}{f' … {changes[-1].value}' if len(changes) > 1 else ''}" for changes in kinds]
+    helpful = [values for values in single_remedies(config, jax.device_count()) if values[0].field in fields]
+    remedies = [f"{values[0]}{f' … {values[-1].value}' if len(values) > 1 else ''}" for values in helpful]
     if program == "sampling":
         remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
     if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:

@@ -59,7 +59,7 @@ def read_layout(path: Path) -> BinLayout:
     """Tell a file's layout by its header.
 
     Raises:
-        DataError: the header is of another version or kind, the file's size does not match it, or it can't be read.
+        DataError: the header is of another version or format, the file's size does not match it, or it can't be read.
     """
     try:
         file = OpenFile(path)
@@ -118,7 +118,7 @@ def default_end_of_document_id(files: Sequence[Path]) -> int:
         (one, path), (other, other_path) = first_of_id.items()
         raise DataError(
             f"{path} and {other_path} come from different tokenizers (end-of-document {one} and {other}); "
-            "train on one kind"
+            "train on the files of one"
         )
     return next(iter(first_of_id))
 

@@ -44,7 +44,7 @@ class Corpus:
             same data, wherever it lies.
         unigram: the loss of the best model without context, on the training split.
         bytes_per_token: bytes of validation text for each target (end-of-document is a target of no bytes), which
-            turns nats per token into bits per byte; None if the text is unknown.
+            converts nats per token to bits per byte; None if the text is unknown.
     """
 
     source: str

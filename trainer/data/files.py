@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.data.errors import DataError
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -37,7 +37,7 @@ class OpenFile:
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         mode = self.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(0, f"it is {_kind(mode)}, not a file")
+            raise OSError(0, f"it is {_file_type(mode)}, not a file")
 
     def fileno(self) -> int:
         return self._descriptor
@@ -101,7 +101,7 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
                 any_file = True
                 file_of_target.setdefault(os.path.realpath(path), path)
             else:
-                others.append(f"{path} is {_kind(mode)}")
+                others.append(f"{path} is {_file_type(mode)}")
         if not any_file:
             raise DataError(
                 f"{field}: {pattern!r} matches no file (looked from {os.getcwd()}"
@@ -143,5 +143,5 @@ def _expand(pattern: str) -> Iterator[str]:
             yield from _expand(f"{glob.escape(folder)}/{tail}")
 
 
-def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "something else")
+def _file_type(mode: int) -> str:
+    return _FILE_TYPES.get(stat.S_IFMT(mode), "something else")

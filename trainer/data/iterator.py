@@ -11,7 +11,7 @@ import numpy as np
 from trainer.config import TrainConfig
 from trainer.data.corpora import Corpus
 from trainer.data.errors import DataError
-from trainer.data.packing import Batch, PackedSequences, empty_row
+from trainer.data.packing import Batch, PackedSequences, empty_sequence
 from trainer.data.token_cache import OnProgress
 from trainer.errors import UserMistake
 
@@ -24,7 +24,7 @@ class TrainIterator:
     """Endless batches of training sequences; made by `make_train_iterator`.
 
     Every epoch visits every sequence once, in an order of its own; a batch may span two epochs, or more of them where
-    there are fewer sequences than it has rows. Batches are prepared ahead by threads, and `get_state` speaks of the
+    an epoch has fewer sequences than a batch. Batches are prepared ahead by threads, and `get_state` speaks of the
     batches handed out, not of those prepared.
 
     Attributes:
@@ -262,7 +262,7 @@ def make_validation_batches(
     Args:
         corpus: the corpus.
         sequence_length: tokens in a sequence.
-        batch_size: rows in every batch; the last is filled up with rows whose `target_mask` is all False.
+        batch_size: sequences in every batch; the last is filled up with sequences whose `target_mask` is all False.
         num_sequences: sequences in all; fewer where the validation documents don't fill as many.
         on_progress: told, in one line, if they don't.
     """
@@ -274,9 +274,9 @@ def make_validation_batches(
         )
         num_sequences = len(sequences)
     # Packing puts the longest documents first, so the first sequences would not be typical.
-    rows = [sequences[i * len(sequences) // num_sequences] for i in range(num_sequences)]
-    rows += [empty_row(sequence_length)] * (-num_sequences % batch_size)
+    chosen = [sequences[i * len(sequences) // num_sequences] for i in range(num_sequences)]
+    chosen += [empty_sequence(sequence_length)] * (-num_sequences % batch_size)
     return [
-        {name: np.stack([row[name] for row in rows[start : start + batch_size]]) for name in rows[0]}
-        for start in range(0, len(rows), batch_size)
+        {name: np.stack([sequence[name] for sequence in chosen[start : start + batch_size]]) for name in chosen[0]}
+        for start in range(0, len(chosen), batch_size)
     ]

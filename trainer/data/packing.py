@@ -110,8 +110,8 @@ def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.n
 class PackedSequences:
     """Random access to the packed sequences of some documents.
 
-    Each item is a batch row: arrays [T] `tokens`, `targets` (int32), `target_mask` (bool, False on padding),
-    `segment_ids` (int32; 0 on padding, pieces count from 1) and `positions` (int32, from 0 in each piece).
+    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `target_mask` (bool; False on
+    padding), `segment_ids` (int32; 0 on padding, pieces count from 1) and `positions` (int32, from 0 in each piece).
 
     Args:
         documents: what to pack.
@@ -135,7 +135,7 @@ class PackedSequences:
         return 1 - self.documents.num_tokens / (len(self) * self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
-        row = empty_row(self.sequence_length)
+        sequence = empty_sequence(self.sequence_length)
         first = self._ends[index - 1] if index else 0
         pieces = self._pieces_by_sequence[first : self._ends[index]]
         lengths, parts = [], []
@@ -149,16 +149,16 @@ class PackedSequences:
             place = slice(offset, offset + length)
             # A stream is one token longer than its piece has targets.
             stream = streams[offset + segment - 1 : offset + segment + length]
-            row["tokens"][place], row["targets"][place] = stream[:-1], stream[1:]
-            row["target_mask"][place] = True
-            row["segment_ids"][place] = segment
-            row["positions"][place] = np.arange(length)
+            sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
+            sequence["target_mask"][place] = True
+            sequence["segment_ids"][place] = segment
+            sequence["positions"][place] = np.arange(length)
             offset += length
-        return row
+        return sequence
 
 
-def empty_row(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
-    """A row of padding."""
+def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
+    """A sequence of padding."""
     return {
         "tokens": np.zeros(sequence_length, np.int32),
         "targets": np.zeros(sequence_length, np.int32),

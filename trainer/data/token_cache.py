@@ -1,8 +1,8 @@
 """Files derived from the corpus's files, made once and kept on disk.
 
 An entry is a folder named by a key. It is built beside its final place and renamed into it, so it is there
-whole or not at all; builders of one key take turns, across processes and, where the file system shares locks,
-across hosts. A killed builder's leavings are cleared by the next one.
+whole or not at all. Builders of one key wait for each other, across processes and, where the file system shares
+locks, across hosts. A killed builder's leavings are cleared by the next one.
 
 An entry says in entry.json how long each of its files is and what it hashes to, which is checked each time that it is
 opened: an entry that a disk or a person has damaged is built again. While an entry is in use its entry.json is locked,
@@ -251,8 +251,8 @@ def _measure(path: Path) -> dict[str, Any]:
 def _exclusive(path: Path, flags: int = 0) -> Iterator[None]:
     """Holds a file's lock. The file may be removed by whoever held it before, so it is then made anew.
 
-    Where the file system has no locks, builders don't take turns. One that asks not to wait (LOCK_NB), to remove what
-    nobody uses, can't know that and gets the OSError.
+    Where the file system has no locks, builders don't wait for each other. One that asks not to wait (LOCK_NB), to
+    remove what nobody uses, can't know that and gets the OSError.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -34,10 +34,10 @@ def document_hash(identity: bytes) -> int:
 def encode_documents(
     documents: Iterable[tuple[bytes, int]], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenize (text, hash) pairs, a chunk at a time.
+    """Tokenize documents, given as (text, hash), a chunk at a time.
 
     Returns:
-        For each chunk, in order: its documents' tokens, flat, and their rows of `DOCUMENT_DTYPE`, which place
+        For each chunk, in order: its documents' tokens, flat, and their records of `DOCUMENT_DTYPE`, which place
         them in the tokens of all chunks. Documents without tokens are passed over.
     """
     num_tokens = 0

@@ -51,7 +51,7 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():

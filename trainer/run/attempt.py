@@ -109,8 +109,8 @@ def attempt(
             raise TrainingFailed(message) from exit
         except BaseException as error:
             named = isinstance(error, UserMistake | TrainingFailed)
-            kind = "" if named else type(error).__name__
-            this.fail(": ".join(filter(None, (kind, str(error)))))
+            error_type = "" if named else type(error).__name__
+            this.fail(": ".join(filter(None, (error_type, str(error)))))
             raise
 
 

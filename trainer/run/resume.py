@@ -88,8 +88,8 @@ def _held_history(restored: Restored, workdir: Workdir) -> ConfigHistory:
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
     """What follows from changes beyond what they say themselves."""
     told = []
-    kinds = {change.kind for change in new}
-    if "schedule" in kinds and step < after.config.num_steps:
+    aspects = {change.aspect for change in new}
+    if "schedule" in aspects and step < after.config.num_steps:
         rates = [
             float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
         ]
@@ -97,6 +97,6 @@ def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: Con
             f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
             f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
-    if kinds & {"evaluation", "sequences"}:
+    if aspects & {"evaluation", "sequences"}:
         told.append("validation losses are measured otherwise from now on, and don't compare with those up to here")
     return told

@@ -23,7 +23,7 @@ from layers import GPTConfig
 
 # Dense bfloat16 FLOP/s of one JAX device, by device_kind; the first full match counts. GPU: the data sheets at
 # nvidia.com/en-us/data-center (h100, h200, a100, l40s, l4, dgx-b200), whose figures "with sparsity" are halved.
-# TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; only kinds where a device is a whole chip.
+# TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; only those whose device is a whole chip.
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     (r"NVIDIA B200", 2250e12),
     (r"NVIDIA (GH|H)200 NVL", 835e12),

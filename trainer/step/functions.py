@@ -191,7 +191,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
 
 def _into_micro_batches(x: Array, count: int) -> Array:
-    """[B, T] → [count, B / count, T], every count-th row to each, so that no row leaves its device."""
+    """[B, T] → [count, B / count, T], every count-th sequence to each, so that no sequence leaves its device."""
     return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
 

@@ -170,7 +170,7 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-    """Of each row, read once: the highest logit, and the sum of exp(logit - highest).
+    """The highest logit of each token, and the sum of its exp(logit - highest), in one pass over the logits.
 
     The sum is carried along with the highest so far, as in Milakov and Gimelshein, arXiv:1805.02867.
     """
