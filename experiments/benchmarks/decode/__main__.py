@@ -2,14 +2,15 @@
 
     python -m experiments.benchmarks.decode --sequences 1 8 --prompts 0 8192
 
-`unified` is one slab of cells for all sequences, whose blocks are skipped where a sequence sees nothing;
-`unified_no_skipping` the same with a summary that tells nothing; `per_sequence` a slab for each sequence; `xla_…` is
-`jax.nn.dot_product_attention(implementation="xla")` over every cell of either. A step writes one token of every
-sequence and attends to it, in all layers. The cells are after llama.cpp's batched benchmark.
+The forms: `unified` is one slab of cells for all sequences and skips the blocks in which a sequence sees nothing.
+`unified_no_skipping` is the same with a summary that excludes no block. `per_sequence` has a slab for each sequence.
+`xla_unified` and `xla_per_sequence` run `jax.nn.dot_product_attention(implementation="xla")` over every cell. A step
+writes one token of every sequence and attends to it, in all layers. The grid of workloads follows llama.cpp's batched
+benchmark.
 
-The bytes that a step must read, keys and values that the sequences see, are set against the device's bandwidth for
-copying, measured in the same process: bytes read and bytes written, together, by JAX or by PyTorch where that is
-installed, whichever is faster.
+The table compares the bytes that a step must read (the keys and values that its sequences see) with the device's copy
+bandwidth. That is measured in the same process: bytes read plus bytes written per second, by JAX or, where it is
+installed, by PyTorch, whichever is faster.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class DecodeArguments:
     prompts: tuple[int, ...] = (0, 512, 4096, 8192)
     """Tokens that each sequence holds before the first step."""
     generated: int = 32
-    """Tokens that each sequence gains: steps of a run."""
+    """Tokens that each sequence gains, one per step."""
     windows: tuple[int, ...] = (0,)
-    """Tokens that a token sees, itself included; 0 for all before it."""
+    """Tokens that a token sees, itself included; 0: itself and all before it."""
     num_layers: int = 12
     num_heads: int = 12
     num_kv_heads: int = 12
@@ -70,7 +71,7 @@ class DecodeArguments:
 
     @property
     def workloads(self) -> list[DecodeWorkload]:
-        """The cells to time."""
+        """Every combination to time."""
         return [
             DecodeWorkload(
                 num_sequences=num_sequences,
@@ -89,7 +90,7 @@ class DecodeArguments:
 
 
 def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, Any]]:
-    """The rows of one cell, one per form."""
+    """Times every form on one workload; returns a result for each form, of JSON's types."""
     with ThreadPoolExecutor() as pool:
         forms = list(pool.map(lambda name: compile_form(name, work, arguments.implementation), arguments.forms))
     for form in forms:
@@ -98,10 +99,10 @@ def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, 
         for form in forms:
             form.seconds.append(form.time())
     seconds = {form.name: form.seconds for form in forms}
-    rows = []
+    results = []
     for form in forms:
         median = statistics.median(form.seconds)
-        row = {
+        result = {
             **work.describe(),
             "form": form.name,
             "seconds_per_step": median,
@@ -112,15 +113,15 @@ def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, 
             "bytes_per_s": work.bytes_per_step / median,
         }
         if arguments.baseline in seconds:
-            pairs = zip(seconds[arguments.baseline], form.seconds, strict=True)
-            ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-            row |= {"baseline": arguments.baseline, "speed_ratio": ratio}
-        rows.append(row)
-    return rows
+            rounds = zip(seconds[arguments.baseline], form.seconds, strict=True)
+            ratio = statistics.median(theirs / ours for theirs, ours in rounds)
+            result |= {"baseline": arguments.baseline, "speed_ratio": ratio}
+        results.append(result)
+    return results
 
 
 def main(arguments: DecodeArguments) -> None:
-    """Measures, prints the table and appends the rows."""
+    """Measures, prints the table and appends the results."""
     bandwidths = copy_bandwidths(arguments.copy_gigabytes, arguments.num_rounds)
     bandwidth = max(bandwidths.values())
     common = {
@@ -133,22 +134,22 @@ def main(arguments: DecodeArguments) -> None:
     }
     table = Table("sequences", "prompt", "window", "form", "µs/step", "tokens/s", "× baseline", "of copying")
     for work in arguments.workloads:
-        rows = [{**row, **common} for row in measure(work, arguments)]
-        for row in rows:
+        results = [{**result, **common} for result in measure(work, arguments)]
+        for result in results:
             table.add_row(
                 str(work.num_sequences),
                 f"{work.prompt:,}",
                 "" if work.window is None else f"{work.window:,}",
-                row["form"],
-                f"{row['seconds_per_step'] * 1e6:,.0f}",
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['speed_ratio']:.2f}" if "speed_ratio" in row else "",
-                f"{row['bytes_per_s'] / bandwidth:.0%}",
+                result["form"],
+                f"{result['seconds_per_step'] * 1e6:,.0f}",
+                f"{result['tokens_per_s']:,.0f}",
+                f"{result['speed_ratio']:.2f}" if "speed_ratio" in result else "",
+                f"{result['bytes_per_s'] / bandwidth:.0%}",
             )
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(result) + "\n" for result in results)
     console = Console()
     (console if console.is_terminal else Console(width=130)).print(table)
     console.print("copying moves " + ", ".join(f"{x / 1e9:,.0f} GB/s ({name})" for name, x in bandwidths.items()))

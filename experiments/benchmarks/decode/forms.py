@@ -1,7 +1,7 @@
-"""What is timed: a form of the cache and an attention over it, as one compiled program of all steps.
+"""The forms that are timed: a cache and an attention over it, as one compiled program of all steps.
 
-Each step writes a token of every sequence in each layer and attends to it; a layer's output is the next one's query.
-Every layer has a cache of its own, so that a step finds no more of them in the device's caches than a model's would.
+In each layer, a step writes a token of every sequence and attends to it. A layer's output is the next layer's query.
+Every layer has its own keys and values, so that the device's caches help a step no more than they would help a model.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class CompiledForm:
     """One form of the cache, filled with the prompts, and its program.
 
     Attributes:
-      layers: keys and values of each layer, which a run gives back updated.
-      start: what tells whose the cells are, before the first step.
+      layers: keys and values of each layer. A run donates them and returns them updated.
+      start: says which cells belong to which sequence before the first step: lengths or a cell table.
       seconds: of one step, one per round.
     """
 
@@ -42,7 +42,7 @@ class CompiledForm:
     seconds: list[float] = field(default_factory=list)
 
     def time(self) -> float:
-        """Seconds of one step, from one run of all steps."""
+        """Runs all steps once; returns the seconds of one step."""
         begin = time.perf_counter()
         self.layers, output = self.program(self.layers, self.start, self.tokens)
         jax.block_until_ready(output)
@@ -90,7 +90,7 @@ def _cells(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = T
     if work.prompt:
         table, _ = table.allocate(work.prompt)
     if not skipping:
-        # A summary that says nothing of a block: any position, any sequence.
+        # A summary that excludes no block: each may hold any position of any sequence.
         table = dataclasses.replace(
             table,
             lowest=jnp.zeros_like(table.lowest),

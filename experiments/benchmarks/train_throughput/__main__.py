@@ -70,11 +70,11 @@ class ThroughputArguments:
 
 
 def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
-    """The row of a workload, measured by a process of its own, or that process's exit status."""
+    """Measures a workload in a process of its own; returns the result, or that process's exit status."""
     fields = {name: getattr(arguments, name) for name in ("implementation", "remat", "scan_layers", "chunk_size")}
     request = json.dumps({"workload": name, "trace": arguments.trace, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]
-    # JAX leaves a quarter of a GPU alone unless told otherwise; the longest sequences need more than the rest.
+    # By default JAX takes three quarters of a GPU's memory. The longest sequences need more.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.returncode
@@ -89,24 +89,24 @@ def main(command_line: Sequence[str]) -> int:
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
-    rows, status = [], 0
+    results, status = [], 0
     for name in arguments.workloads:
-        row = measure_apart(name, arguments)
-        if isinstance(row, int):
-            print(f"{name}: ended with status {row}", file=sys.stderr)
-            status = max(status, 1 if row < 0 else row)
+        result = measure_apart(name, arguments)
+        if isinstance(result, int):
+            print(f"{name}: ended with status {result}", file=sys.stderr)
+            status = max(status, 1 if result < 0 else result)
             continue
-        rows.append(row)
+        results.append(result)
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(result) + "\n")
     console = Console()
     console = console if console.is_terminal else Console(width=140)
-    if any(row["breakdown"] for row in rows):
-        console.print(breakdown_table(rows))
-    if rows:
-        console.print(throughput_table(rows, baselines))
+    if any(result["breakdown"] for result in results):
+        console.print(breakdown_table(results))
+    if results:
+        console.print(throughput_table(results, baselines))
     return status
 
 
