@@ -1,9 +1,9 @@
-"""TensorBoard's event files, written without a queue or a thread: what `write` is given is in the file when it returns.
+"""TensorBoard's event files, written without a queue or a thread: an event is in the file when `write` returns.
 
-An attempt begins one new file with everything that its run has logged so far and then removes the files of the attempts
-before it, so that TensorBoard shows a run as it is, not as its kills and resumptions left it. Files are numbered:
-TensorBoard reads them in the order of their names, and a number is higher than every earlier one even where the clock
-has stepped back. The number is otherwise the Unix time, as it is in TensorBoard's own files.
+An attempt begins one new file with everything that its run has logged so far, and then removes the files of earlier
+attempts. So TensorBoard shows the run without the traces of kills and resumptions. TensorBoard reads files in the order
+of their names, which hold a number: the Unix time, as in TensorBoard's own files, or more where an earlier file's
+number is not lower.
 
 A file is a sequence of records: the length of an event, that length's checksum, the event, its checksum.
 """
@@ -33,9 +33,9 @@ class EventLog:
     """The event file of one attempt.
 
     Args:
-      folder: of the event files; made if missing. Files that others put there are left alone.
+      folder: of the event files. It is made if missing. Files that others put there are left alone.
       events: called for what the run has logged so far, with steps that grow for each tag.
-      console: told of failures.
+      console: warned of failures.
     """
 
     def __init__(self, folder: Path, events: Callable[[], Iterable[Event]], console: Console):
@@ -45,7 +45,7 @@ class EventLog:
         now = time.time()
         opening = (
             Event(wall_time=now, file_version="brain.Event:2"),
-            # A TensorBoard that has been showing the run drops what it has read.
+            # It makes a TensorBoard that is showing the run drop what it has read.
             Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
         )
         self._file = AppendedLog(
@@ -56,7 +56,7 @@ class EventLog:
         )
 
     def write(self, events: Iterable[Event]) -> None:
-        """Appends events; the operating system has them then."""
+        """Appends events. The operating system then has them."""
         self._file.append(*map(_to_record, events))
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
 
     Args:
       values: tag → number.
-      step: where they stand on the horizontal axis.
+      step: their place on the horizontal axis.
       at: when they were measured, Unix time in seconds.
     """
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
@@ -76,7 +76,7 @@ def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
 
 
 def text(tag: str, markdown: str, step: int, at: float) -> Event:
-    """A text; TensorBoard shows it as Markdown."""
+    """A text, which TensorBoard shows as Markdown."""
     return Event(wall_time=at, step=step, summary=text_summary(tag, markdown))
 
 

@@ -20,11 +20,11 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     Args:
       metrics: the run's `metrics.jsonl`. Lines that don't read and losses that aren't finite are left out.
       picture: PNG file, written whole or not at all.
-      title: what stands above.
-      unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line to compare with.
+      title: of the picture.
+      unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line for comparison.
 
     Returns:
-      Whether there is a picture: not without matplotlib (the `plots` extra), nor without a loss.
+      Whether a picture was drawn. That takes matplotlib (the `plots` extra) and at least one loss.
 
     Raises:
       OSError: the file can't be written.
@@ -34,7 +34,7 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     training, validation = _points(metrics, "loss"), _points(metrics, VALIDATION_LOSS)
     if not training and not validation:
         return False
-    # Not pyplot, which keeps figures and a backend for the whole process.
+    # pyplot would keep figures and a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,6 +1,6 @@
-"""`tensorboard/`: what `metrics.jsonl` holds, for eyes, and what compiling cost.
+"""`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
-That is shown as scalars, `compile/<program>/…` at the step that waited for it, and as tables, in the texts
+The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and as tables in the texts
 `compile/programs` and `compile/recompile`.
 """
 
@@ -29,7 +29,7 @@ class TensorBoard(Observer):
 
     Args:
       folder: of the event files.
-      console: told when they can't be written.
+      console: warned when they can't be written.
     """
 
     def __init__(self, folder: Path, console: Console):
@@ -57,7 +57,7 @@ class TensorBoard(Observer):
         self.write([evaluated.entry])
 
     def write(self, entries: Iterable[LogEntry]) -> None:
-        """Appends entries; the operating system has them then."""
+        """Appends entries. The operating system then has them."""
         self._write(map(_to_event, entries))
 
     def close(self) -> None:
@@ -84,10 +84,10 @@ def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -
 
 
 def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
-    """What earlier attempts compiled, up to a step, without the points in whose place there are new ones."""
+    """What earlier attempts compiled up to a step, without the points that new ones replace."""
     replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
     kept = []
-    for path in event_files(folder)[-1:]:  # it holds what was kept of those before
+    for path in event_files(folder)[-1:]:  # it holds what was kept of the files before it
         for event in read_events(path, _COMPILE):
             values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
             del event.summary.value[:]
@@ -103,7 +103,7 @@ def _to_event(entry: LogEntry) -> Event:
 
 
 def _tag(name: str) -> str:
-    """TensorBoard groups its charts by what stands before the slash."""
+    """The tag of a value. TensorBoard groups charts by the part before the slash."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"

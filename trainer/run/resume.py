@@ -49,19 +49,19 @@ def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: C
 
 
 def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
-    """Puts the data at a checkpoint's place, and compares its config with the run's.
+    """Moves the data to a checkpoint's place, and compares the checkpoint's config with the run's.
 
     Args:
       restored: the checkpoint.
       setup: of the steps to come.
-      workdir: its config.json serves checkpoints that hold no config of their own, and is then the new one.
+      workdir: its config.json serves for checkpoints that hold no config, and is then overwritten with the new config.
 
     Returns:
-      The config with all its changes up to here, and lines that tell what goes on otherwise than before.
+      The config with all its changes so far, and lines that tell what differs from now on.
 
     Raises:
-      UserMistake: the config or the data are such as the run can't go on with.
-      TrainingFailed: the checkpoint tells its config in another form.
+      UserMistake: the run can't go on with this config or this data.
+      TrainingFailed: the checkpoint holds its config in an unknown form.
     """
     before = _held_history(restored, workdir)
     refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
@@ -86,7 +86,7 @@ def _held_history(restored: Restored, workdir: Workdir) -> ConfigHistory:
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
-    """What follows from changes beyond what they say themselves."""
+    """Lines about consequences of the changes that aren't obvious."""
     told = []
     aspects = {change.aspect for change in new}
     if "schedule" in aspects and step < after.config.num_steps:

@@ -1,4 +1,4 @@
-"""From an understood command line to the report: what is compiled when, and what is said of it."""
+"""Runs a parsed command: compiles the step, searches or compares, and reports."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _compare(task: Task, comparison: Comparison, command: Sequence[str], console
     profiles = {}
     for variant in comparison.variants:
         with console.working(f"compiling with {comparison.field}={variant.name}"):
-            # Without the cache, from which a variant that was compiled earlier would come in no time.
+            # Without the cache: a variant that was compiled earlier would seem to compile in no time.
             request = CompileRequest((*task.arguments, *variant.arguments), task.topology, use_cache=False)
             profiles[variant] = profile_in_fresh_process(request)
     last = profiles[comparison.variants[-1]]
@@ -97,11 +97,11 @@ def _write(task: Task, content: dict[str, object]) -> None:
 
 
 class _Progress(Console):
-    """The trainer's console, which says everywhere what is being compiled."""
+    """The trainer's console, which tells what is being compiled, on a terminal or not."""
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """As the trainer's, and a line where there is no terminal."""
+        """As the trainer's; without a terminal it prints a line."""
         if not self._is_terminal:
             self.note(f"{what} …")
         with super().working(what):
