@@ -1,4 +1,4 @@
-"""The folder that a run writes to: claimed before any device starts, every file in it written whole or not at all."""
+"""The folder that a run writes to. It is claimed before any device starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workdir:
 
     path: Path
     notes: tuple[str, ...] = ()
-    """What was put right when the folder was claimed, a line each."""
+    """Lines about what was repaired when the folder was claimed."""
 
     @property
     def config(self) -> Path:
@@ -61,7 +61,7 @@ class Workdir:
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
-    """Makes the folder this process's own, and writes the config into it unless it holds checkpoints.
+    """Locks the folder for this process, and writes the config into it unless it holds checkpoints.
 
     Something of another type (a folder, a named pipe) where a file of the run should lie is set aside.
 
@@ -97,10 +97,10 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
 
 
 def _lock(path: Path) -> None:
-    """Holds the folder until this process ends, however it ends: the kernel drops the lock with the process."""
+    """Locks the folder until this process ends. The kernel then drops the lock, however the process ends."""
     lock = path / ".lock"
     try:
-        # O_NOFOLLOW: whoever can write to the folder must not choose which file is made. O_NONBLOCK: for a named pipe.
+        # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if not os.path.lexists(lock):
@@ -117,7 +117,7 @@ def _lock(path: Path) -> None:
             f"workdir {path} is in use by another run; wait for it to end, or choose another with --workdir"
         ) from None
     except OSError as error:
-        # Some network file systems have no locks; there the user keeps two runs apart.
+        # Some network file systems have no locks. There the user has to keep two runs apart.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             raise
 

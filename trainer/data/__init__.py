@@ -1,4 +1,4 @@
-"""Documents from files to batches: corpora, tokenizers, packing and resumable iterators. Touches no device."""
+"""From files to batches: corpora, tokenizers, packing and resumable iterators. Nothing here touches a device."""
 
 from trainer.data.corpora import Corpus, load_corpus
 from trainer.data.documents import Documents

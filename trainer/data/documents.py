@@ -1,4 +1,4 @@
-"""Tokenized documents with random access, wherever their tokens live.
+"""Tokenized documents with random access. Their tokens are in memory or in files.
 
 Shapes: D documents.
 """
@@ -28,7 +28,7 @@ class Documents:
     after the first is a target: n + 1 targets.
 
     Args:
-        arrays: flat arrays of token ids; those in files are read a slice at a time.
+        arrays: flat arrays of token ids. Those in files are read a slice at a time.
         table: [D] records of `DOCUMENT_DTYPE`.
         end_of_document_id: the token eod.
     """

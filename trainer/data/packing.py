@@ -1,7 +1,7 @@
-"""Documents packed into sequences, planned from lengths alone and built on demand.
+"""Packs documents into sequences. The plan depends on lengths alone; sequences are built on demand.
 
-A document is cut only where it is longer than a sequence, into full sequences and a remainder. The pieces are
-packed by best-fit decreasing: longest first, each into the sequence with the least room that still holds it
+A document is cut only if it is longer than a sequence: into full sequences and a remainder. The pieces are packed by
+best-fit decreasing: the longest first, each into the sequence with the least room that still holds it
 (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830). Attention never crosses a
 document and positions start over in each piece, so which documents share a sequence changes no prediction, and one
 plan serves every epoch; their order is what an epoch shuffles.
@@ -39,7 +39,7 @@ class Pieces:
 
 
 def cut_documents(num_targets: Int64[np.ndarray, " D"], sequence_length: int) -> Pieces:
-    """Cut documents that are longer than a sequence; leave the others whole.
+    """Cuts documents that are longer than a sequence, and leaves the others whole.
 
     Args:
         num_targets: [D] targets in each document.
@@ -55,9 +55,8 @@ def cut_documents(num_targets: Int64[np.ndarray, " D"], sequence_length: int) ->
 def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.ndarray, " P"]:
     """Best-fit decreasing bin packing.
 
-    All pieces of one length are placed together: a sequence that was the tightest fit for one of them stays the
-    tightest until it has no room for another. So the time grows with the distinct lengths, and ten million
-    documents take seconds.
+    All pieces of one length are placed together: a sequence that is the tightest fit for one of them stays the
+    tightest until it has no room for another. So the time grows with the number of distinct lengths.
 
     Args:
         lengths: [P] each at least 1 and at most `capacity`.
