@@ -9,7 +9,7 @@ Command:
 Hardware and expected numbers:
     Accelerator: 124M parameters (12 layers, width 768, 12 heads, 50,304 vocabulary), every layer global. One H200
     (JAX 0.11.2, 2026-11-22) takes 178,000 tokens/s and 14.2 GB where each sequence is one document, the most work that
-    there can be: `python -m experiments.benchmarks.train_throughput --workloads 124m_32k`; the rows are in
+    there can be: `python -m experiments.benchmarks.train_throughput --workloads 124m_32k`; the results are in
     experiments/benchmarks/results/train_throughput_h200.jsonl.
     CPU: 0.5M parameters, 3 layers of which the last is global and the others see 1,024 tokens. See
     experiments/benchmarks/results/gpt_32k_cpu.json for a run on two cores: seconds, memory and losses.
@@ -30,7 +30,7 @@ def get_config() -> TrainConfig:
 
 def gpt2_small() -> TrainConfig:
     """The accelerator's config."""
-    # A GPU has the memory for all activations at this size, and a loop would copy them into its stacks and back.
+    # At this size a GPU has memory for all activations. A loop over the layers would copy them to its stack and back.
     on_gpu = expected_platform() == "gpu"
     return TrainConfig(
         name="gpt_32k",

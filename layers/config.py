@@ -5,10 +5,9 @@ A field's docstring is its help text on the command line. Both classes validate 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 from kernels import CausalMask, Mask
 from kernels.backends import BACKENDS
@@ -201,17 +200,17 @@ def check_numbers(config: object, section: str = "") -> None:
     Raises:
       ValueError: a number is NaN or infinite, or lies outside of its type.
     """
-    for field_ in dataclasses.fields(config):  # type: ignore[arg-type]
-        value, is_float = getattr(config, field_.name), "float" in str(field_.type)
+    for name, hint in get_type_hints(type(config)).items():
+        value, is_float = getattr(config, name), float in (hint, *get_args(hint))
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if not abs(value) <= (_FLOAT32_MAX if is_float else _INT32_MAX):  # NaN compares as False
             raise ValueError(
-                f"{section}{field_.name}={value} must be finite and at most "
+                f"{section}{name}={value} must be finite and at most "
                 + ("3.4e38, the most that float32 holds" if is_float else f"2^31 - 1 = {_INT32_MAX:,}")
             )
         if 0 < abs(value) < _FLOAT32_SMALLEST:
-            raise ValueError(f"{section}{field_.name}={value} is 0 in float32, whose smallest number is 1.2e-38")
+            raise ValueError(f"{section}{name}={value} is 0 in float32, whose smallest number is 1.2e-38")
 
 
 def check_choice(name: str, value: object, choices: object) -> None:

@@ -1,4 +1,4 @@
-"""Loss on a fixed set of validation batches."""
+"""Measures the loss on a fixed set of validation batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Evaluation:
     nats_per_token: float
     """Mean negative log-likelihood of a target."""
     bits_per_byte: float | None
-    """The same per byte of text, which doesn't depend on the tokenizer; None if its bytes aren't known."""
+    """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
     num_targets: int
     """Tokens predicted."""
 
@@ -31,18 +31,18 @@ def evaluate(
     batches: Iterable[Batch],
     bytes_per_token: float | None,
 ) -> Evaluation:
-    """Evaluate parameters on batches, each target weighted alike.
+    """Evaluates parameters on batches. Every target has the same weight.
 
     Args:
       eval_step: `StepFunctions.eval_step`, compiled or not.
       params: the parameters.
-      batches: on the device, sharded as the step wants them.
+      batches: on the devices, sharded as `eval_step` declares.
       bytes_per_token: mean bytes of text that one target stands for, or None.
 
     Raises:
       UserMistake: there is no target in `batches`.
     """
-    # All are dispatched before the first result is waited for.
+    # Dispatch all batches before waiting for the first result.
     sums = jax.device_get([eval_step(params, batch) for batch in batches])
     nats = math.fsum(float(nats) for nats, _ in sums)
     num_targets = sum(int(count) for _, count in sums)

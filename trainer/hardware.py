@@ -1,4 +1,4 @@
-"""What a config is to be fitted to: the machine that this is, found without starting it, or another."""
+"""The platform that a config is made for: this machine's, found without starting a device, or another."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected_platform() -> Platform:
 
 @contextlib.contextmanager
 def compiling_for(platform: Platform | None) -> Iterator[None]:
-    """Has configs made for another machine than this one: `expected_platform()` is that machine's inside.
+    """Makes `expected_platform()` return another machine's platform inside, for configs that are compiled for it.
 
     Args:
       platform: None changes nothing.

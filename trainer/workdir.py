@@ -1,4 +1,4 @@
-"""The folder that a run writes to: claimed before any device starts, every file in it written whole or not at all."""
+"""The folder that a run writes to. It is claimed before any device starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workdir:
 
     path: Path
     notes: tuple[str, ...] = ()
-    """What was put right when the folder was claimed, a line each."""
+    """Lines about what was repaired when the folder was claimed."""
 
     @property
     def config(self) -> Path:
@@ -61,9 +61,9 @@ class Workdir:
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
-    """Makes the folder this process's own, and writes the config into it unless it holds checkpoints.
+    """Locks the folder for this process, and writes the config into it unless it holds checkpoints.
 
-    Where a file of the run should lie and something of another kind does (a folder, a named pipe), that is set aside.
+    Something of another type (a folder, a named pipe) where a file of the run should lie is set aside.
 
     Args:
       path: the folder; made if missing.
@@ -86,7 +86,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
         if holds_checkpoints:
             refuse_other_run(_held_config(workdir), config, f"workdir {path}")
-        workdir = Workdir(path, tuple(_set_wrong_kinds_aside(workdir)))
+        workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)))
         if not holds_checkpoints:
             workdir.write_config(config)
     except OSError as error:
@@ -97,10 +97,10 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
 
 
 def _lock(path: Path) -> None:
-    """Holds the folder until this process ends, however it ends: the kernel drops the lock with the process."""
+    """Locks the folder until this process ends. The kernel then drops the lock, however the process ends."""
     lock = path / ".lock"
     try:
-        # O_NOFOLLOW: whoever can write to the folder must not choose which file is made. O_NONBLOCK: for a named pipe.
+        # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         if not os.path.lexists(lock):
@@ -117,7 +117,7 @@ def _lock(path: Path) -> None:
             f"workdir {path} is in use by another run; wait for it to end, or choose another with --workdir"
         ) from None
     except OSError as error:
-        # Some network file systems have no locks; there the user keeps two runs apart.
+        # Some network file systems have no locks. There the user has to keep two runs apart.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             raise
 
@@ -134,12 +134,12 @@ def _held_config(workdir: Workdir) -> TrainConfig:
         ) from mistake
 
 
-def _set_wrong_kinds_aside(workdir: Workdir) -> Iterator[str]:
-    for path, expected, is_kind, access in (
+def _set_wrong_types_aside(workdir: Workdir) -> Iterator[str]:
+    for path, expected, is_expected, access in (
         (workdir.config, "a file", os.path.isfile, os.R_OK),
         (workdir.record, "a file", os.path.isfile, os.R_OK),
         (workdir.metrics, "a file", os.path.isfile, os.R_OK),
         (workdir.tensorboard, "a folder", os.path.isdir, os.R_OK | os.X_OK),
     ):
-        if os.path.lexists(path) and not (is_kind(path) and os.access(path, access)):
+        if os.path.lexists(path) and not (is_expected(path) and os.access(path, access)):
             yield f"{path} is not {expected} that can be read; it is now {set_aside(path, 'damaged').name}"

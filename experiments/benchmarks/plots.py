@@ -1,8 +1,8 @@
-"""Draws the pictures of the documentation: two plots from the rows that were measured, and the block maps of masks.
+"""Draws the pictures of the documentation: two plots of measured results, and the block maps of masks.
 
     python -m experiments.benchmarks.plots
 
-A plot holds a digest of the figures that it shows, and a test holds it to the rows.
+A plot's metadata holds a digest of the figures that it shows. A test compares it with the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Row = dict[str, Any]
+Result = dict[str, Any]
 Series = dict[str, dict[str, dict[str, list[Any]]]]
 """What a plot shows: panel → curve → "x" and "y", lists of one length."""
 
@@ -72,43 +72,43 @@ MASK_PICTURES = {
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Draws the pictures of the documentation from the rows that were measured."""
+class PlotArguments:
+    """Draws the pictures of the documentation from the measured results."""
 
     results: Path = REPOSITORY / "experiments/benchmarks/results"
-    """The folder of the rows."""
+    """The folder of the measured results."""
     output: Path = REPOSITORY / "docs/images"
     """The folder that the pictures are written to."""
 
 
-def attention_speeds(rows: Iterable[Row], backend: str = "mosaic_gpu") -> Series:
-    """TFLOP/s of a backend and of what took turns with it, for each case, forward and backward.
+def attention_speeds(results: Iterable[Result], backend: str = "mosaic_gpu") -> Series:
+    """TFLOP/s of a backend and of the systems timed beside it, for each case, forward and backward.
 
     Raises:
-      ValueError: no row of the backend has a time.
+      ValueError: no result of the backend has a time.
     """
-    rows = list(rows)
+    results = list(results)
     labels = {backend: OURS, "cudnn": "cuDNN", **NEXT}
     speeds: Series = {"forward": {}, "backward": {}}
     for name, label in labels.items():
-        for key, row in latest_rows(rows, backend).items():
-            if key[1] in speeds and name in {backend, *row["speed_ratios"]}:
+        for key, result in latest_rows(results, backend).items():
+            if key[1] in speeds and name in {backend, *result["speed_ratios"]}:
                 curve = speeds[key[1]].setdefault(label, {"x": [], "y": []})
-                curve["x"].append(round(latest_rows(rows, name)[key]["tflops_per_s"], 1))
-                curve["y"].append(case_title(row))
+                curve["x"].append(round(latest_rows(results, name)[key]["tflops_per_s"], 1))
+                curve["y"].append(case_title(result))
     return speeds
 
 
-def trace_seconds(rows: Iterable[Row]) -> Series:
+def trace_seconds(results: Iterable[Result]) -> Series:
     """Seconds of the first trace against the length, for each mask, of the sources of its tiles."""
     seconds: Series = {title: {} for title in _MASKS.values()}
-    measured = [row for row in rows if row["status"] == "measured" and row["subject"] == "attention"]
-    for row in sorted(measured, key=lambda row: row["length"]):
-        curve = seconds[_MASKS[row["mask"]]].setdefault(_SOURCES[row["source"]][0], {"x": [], "y": []})
+    measured = [result for result in results if result["status"] == "measured" and result["subject"] == "attention"]
+    for result in sorted(measured, key=lambda result: result["length"]):
+        curve = seconds[_MASKS[result["mask"]]].setdefault(_SOURCES[result["source"]][0], {"x": [], "y": []})
         # A length that two sweeps measured is shown as the first of them has it.
-        if row["length"] not in curve["x"]:
-            curve["x"].append(row["length"])
-            curve["y"].append(round(row["first_trace_s"], 4))
+        if result["length"] not in curve["x"]:
+            curve["x"].append(result["length"])
+            curve["y"].append(round(result["first_trace_s"], 4))
     return seconds
 
 
@@ -176,7 +176,7 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": digest(series)})
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: PlotArguments) -> None:
     """Draws every picture and prints where it lies."""
     arguments.output.mkdir(parents=True, exist_ok=True)
     speeds = attention_speeds(read_rows(arguments.results / "attention_hopper_h200.jsonl"))
@@ -190,4 +190,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(PlotArguments))

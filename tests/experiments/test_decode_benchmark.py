@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.benchmarks.decode.__main__ import Arguments, main
-from experiments.benchmarks.decode.contenders import FORMS, compile_contender
-from experiments.benchmarks.decode.workloads import Workload
+from experiments.benchmarks.decode.__main__ import DecodeArguments, main
+from experiments.benchmarks.decode.forms import FORMS, compile_form
+from experiments.benchmarks.decode.workloads import DecodeWorkload
 
 SMALL = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-WORK = Workload(num_sequences=2, prompt=130, num_generated=2, window=100, dtype="float32", **SMALL)
+WORK = DecodeWorkload(num_sequences=2, prompt=130, num_generated=2, window=100, dtype="float32", **SMALL)
 
 
 def test_a_run_writes_a_row_for_each_form(tmp_path):
     output = tmp_path / "new" / "rows.jsonl"
     main(
-        Arguments(
+        DecodeArguments(
             sequences=(2,), prompts=(9,), windows=(4,), generated=3, num_rounds=2, copy_gigabytes=1e-4, output=output,
             forms=("unified", "xla_per_sequence"), baseline="unified", **SMALL,
         )
@@ -35,20 +35,20 @@ def test_a_run_writes_a_row_for_each_form(tmp_path):
 
 
 def test_bytes_are_those_of_the_tokens_seen():
-    work = Workload(num_sequences=3, prompt=2, num_generated=4, window=None, **SMALL | {"num_layers": 2})
+    work = DecodeWorkload(num_sequences=3, prompt=2, num_generated=4, window=None, **SMALL | {"num_layers": 2})
     assert work.bytes_per_step == 3 * 2 * np.mean([3, 4, 5, 6]) * 2 * 16 * 2
 
 
 @pytest.fixture(scope="module")
 def dense():
     """XLA's attention over slabs: the program that the other forms are held to."""
-    return compile_contender("xla_per_sequence", WORK, None).program
+    return compile_form("xla_per_sequence", WORK, None).program
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS) - {"xla_per_sequence"}))
 def test_every_form_attends_to_its_cache(form, dense):
     """A form's steps, against the dense ones over slabs filled with what the form holds for each sequence."""
-    contender = compile_contender(form, WORK, None)
+    contender = compile_form(form, WORK, None)
     # Two blocks of 128 cells for each sequence, in order.
     own = [slice(None) if form == "per_sequence" else slice(256 * row, 256 * row + WORK.length) for row in range(2)]
     slabs = [
@@ -62,4 +62,4 @@ def test_every_form_attends_to_its_cache(form, dense):
 
 def test_unknown_forms_are_refused():
     with pytest.raises(ValueError, match=re.escape("unknown forms ['paged']; expected some of unified,")):
-        Arguments(forms=("paged",))
+        DecodeArguments(forms=("paged",))

@@ -7,7 +7,7 @@ import pytest
 from experiments.benchmarks import plots
 from experiments.benchmarks.attention.speed_table import read_rows
 
-KEPT = plots.Arguments()
+KEPT = plots.PlotArguments()
 
 
 def speed_row(backend, direction="forward", case="a", tflops=100.0, ratios=None):
@@ -36,7 +36,7 @@ def test_the_kept_plots_show_the_rows_that_are_kept():
 
 
 def test_the_command_draws_every_picture(tmp_path, capsys):
-    plots.main(plots.Arguments(output=tmp_path / "new"))
+    plots.main(plots.PlotArguments(output=tmp_path / "new"))
     drawn = {path.name: path for path in (tmp_path / "new").iterdir()}
     assert drawn.keys() == {path.name for path in KEPT.output.iterdir()}
     assert capsys.readouterr().out.split() == [str(drawn[name]) for name in sorted(drawn)]

@@ -13,7 +13,7 @@ from jax.profiler import ProfileData
 from rich.console import Console
 
 from experiments.benchmarks.train_throughput import breakdown, measure
-from experiments.benchmarks.train_throughput.__main__ import Arguments, main
+from experiments.benchmarks.train_throughput.__main__ import ThroughputArguments, main
 from experiments.benchmarks.train_throughput.breakdown import Kernel, break_down, part_of
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
@@ -156,7 +156,7 @@ def test_the_best_run_of_a_tag_is_the_baseline(tmp_path):
     path = tmp_path / "nanogpt.jsonl"
     path.write_text("".join(json.dumps({"tag": "gpt2_124m_32k", "tok_s": speed}) + "\n" for speed in (100, 300, 200)))
     assert read_baselines(path) == {"gpt2_124m_32k": 300}
-    arguments = Arguments(workloads=("124m_32k", "1b_32k", "124m_32k_packed"), baseline=path)
+    arguments = ThroughputArguments(workloads=("124m_32k", "1b_32k", "124m_32k_packed"), baseline=path)
     assert arguments.baselines() == {"124m_32k": 300, "124m_32k_packed": 300}
     path.write_text("{}")
     with pytest.raises(UserMistake, match="expected lines of JSON such as"):

@@ -8,6 +8,7 @@ import pytest
 
 from kernels import CausalMask, MultiHeadMask
 from layers import GPTConfig, RopeScaling
+from layers.config import check_numbers
 
 
 def test_default_is_gpt2_small_with_124m_parameters():
@@ -89,3 +90,36 @@ def test_unknown_name_in_package():
     with pytest.raises(AttributeError, match="module 'layers' has no attribute 'Attenton'"):
         _ = layers.Attenton
     assert all(getattr(layers, name) is not None for name in layers.__all__)
+
+
+Share = float
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A config class whose annotations are types, an alias among them, not the strings that this project's are."""
+
+    share: Share = 0.5
+    most: int | None = None
+
+    def __post_init__(self):
+        check_numbers(self, "settings.")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedSettings:
+    """The same in strings that hold no type's name."""
+
+    share: "Share" = 0.5
+
+    def __post_init__(self):
+        check_numbers(self, "settings.")
+
+
+@pytest.mark.parametrize("settings", [Settings, NamedSettings])
+def test_numbers_are_checked_by_the_type_that_an_annotation_stands_for(settings):
+    assert settings(share=1e30).share == 1e30
+    with pytest.raises(ValueError, match=r"settings\.share=1e\+39 must be finite and at most 3.4e38"):
+        settings(share=1e39)
+    with pytest.raises(ValueError, match=r"settings\.most=2147483648 must be finite and at most 2\^31 - 1"):
+        Settings(most=2**31)

@@ -30,8 +30,8 @@ from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.files.atomic import write_atomically
-from trainer.observers.metrics import MetricsFile, read_logged_rows
-from trainer.observers.observer import VALIDATION_LOSS, Start, make_row
+from trainer.observers.metrics import LoggedEntries, MetricsFile
+from trainer.observers.observer import VALIDATION_LOSS, Start, make_entry
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.terminal.console import Console
@@ -72,7 +72,7 @@ class Started:
 
     loop: TrainingLoop
     record: dict
-    rows: list[dict]
+    entries: list[dict]
     notes: list[str]
 
 
@@ -102,8 +102,8 @@ def start() -> Iterator[Callable[[Path], Started]]:
             record.update(status="preempted")
         finally:
             loop.close()
-        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        return Started(loop, json.loads((path / "record.json").read_text()), rows, console.notes)
+        entries = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return Started(loop, json.loads((path / "record.json").read_text()), entries, console.notes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer.train.compile_steps", compile_nothing)
@@ -115,9 +115,9 @@ def resumed_once(start, tmp_path_factory) -> Path:
     """The workdir of a run with two checkpoints, 5 and 10, and some metrics."""
     path = tmp_path_factory.mktemp("resumed") / "run"
     start(path)
-    rows = [make_row(step, {"loss": 1.0}) for step in range(1, 6)]
+    entries = [make_entry(step, {"loss": 1.0}) for step in range(1, 6)]
     log = MetricsFile(path / "metrics.jsonl", Watched())
-    log.started(Start(5, CONFIG.num_steps, [*rows, make_row(5, {"validation_nats_per_token": 1.0})], []))
+    log.started(Start(5, CONFIG.num_steps, [*entries, make_entry(5, {"validation_nats_per_token": 1.0})], []))
     log.close()
     again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
     start(again)
@@ -215,7 +215,7 @@ def replace(path: Path, kind: str) -> None:
 def test_an_undamaged_workdir_resumes_without_a_word(workdir, start):
     started = start(workdir)
     assert started.notes == [f"resumed at step 10/200 from {workdir}/checkpoints"]
-    assert [row["step"] for row in started.rows] == [1, 2, 3, 4, 5, 5]
+    assert [entry["step"] for entry in started.entries] == [1, 2, 3, 4, 5, 5]
 
 
 @pytest.mark.parametrize(
@@ -313,14 +313,15 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
     console = Watched()
 
     def start(console: Watched) -> list[dict]:
-        rows, log = read_logged_rows(metrics, 2, console), MetricsFile(metrics, console)
-        log.started(Start(2, CONFIG.num_steps, rows, []))
+        entries, log = LoggedEntries(metrics, 2, console), MetricsFile(metrics, console)
+        logged = list(entries)
+        log.started(Start(2, CONFIG.num_steps, entries, []))
         log.close()
-        return rows
+        return logged
 
-    rows = start(console)
+    entries = start(console)
     assert metrics.read_bytes() == WHOLE
-    assert [row["step"] for row in rows if VALIDATION_LOSS in row] == [2]
+    assert [entry["step"] for entry in entries if VALIDATION_LOSS in entry] == [2]
     assert console.notes == [f"{metrics}: 2 unreadable lines are left out; metrics.jsonl.damaged has them all"]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
     again = Watched()

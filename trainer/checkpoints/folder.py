@@ -1,4 +1,4 @@
-"""What lies in `checkpoints/`: which entries are checkpoints, whether one is whole, and what it says about itself.
+"""What lies in `checkpoints/`: which entries are checkpoints, whether they are whole, and their metadata.
 
 Nothing here reads the training state, so nothing here imports JAX or Orbax.
 """
@@ -21,7 +21,7 @@ from trainer.errors import TrainingFailed
 
 DIGESTS = "SHA256SUMS"
 
-# A step as Python writes it. `str.isdigit` would let "²", "１２" and "007" pass, which no save makes.
+# A step as Python writes it. `str.isdigit` would also accept "²", "１２" and "007", which no save writes.
 _STEP = "[1-9][0-9]{0,17}"
 _NUM_NAMED = 5
 
@@ -39,15 +39,15 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Listing:
-    """The entries of a `checkpoints/`, told apart by name and kind."""
+    """The entries of a `checkpoints/`, told apart by their names and types."""
 
     steps: tuple[int, ...]
-    """Steps that there are checkpoints of, ascending; whether they are whole is for `find_damage` to say. A symbolic
-    link to a folder with digests counts: somebody moved the checkpoint to another disk."""
+    """Steps that have a checkpoint, ascending. `find_damage` says whether it is whole. A symbolic link to a folder with
+    digests counts: somebody moved the checkpoint to another disk."""
     unfinished: tuple[Path, ...]
     """Folders that a save was writing when its process ended."""
     foreign: tuple[Path, ...]
-    """Everything that no run makes."""
+    """Everything that wasn't written by a run."""
 
     def describe_foreign(self) -> str | None:
         """One line that names what isn't the run's, or None."""
@@ -68,7 +68,7 @@ def list_checkpoints(folder: Path) -> Listing:
     """
     steps, unfinished, foreign = [], [], []
     for path in sorted(folder.iterdir()):
-        # os.path's functions say no where pathlib's raise, as of a link to where nobody may look.
+        # os.path's functions return False where pathlib's raise, for example for a link into a forbidden folder.
         is_own_folder = os.path.isdir(path) and not os.path.islink(path)
         if re.fullmatch(_STEP, path.name) and (is_own_folder or os.path.isfile(path / DIGESTS)):
             steps.append(int(path.name))
@@ -80,7 +80,7 @@ def list_checkpoints(folder: Path) -> Listing:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its digests, or None if every file is as it was written."""
+    """What is wrong with a checkpoint, by its digests; None if every file is as it was written."""
     try:
         if not os.path.lexists(path / DIGESTS):
             return f"{DIGESTS} is missing"
@@ -102,7 +102,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of each file of a checkpoint but the list of digests itself, by name."""
+    """SHA-256 of each file of a checkpoint, except the list of digests itself, by name."""
     found = {}
     for file in sorted(path.rglob("*")):
         if file.is_file() and file.name != DIGESTS:
@@ -144,7 +144,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def cannot_restore(path: Path, reason: object) -> TrainingFailed:
-    """The error for a checkpoint whose digests are right: to pass over it would quietly lose the newest steps."""
+    """The error for a checkpoint whose digests are right. Passing over it would silently lose the newest steps."""
     return TrainingFailed(
         f"checkpoint {path} is whole, but this version can't restore it: {reason}\n"
         "use the version that saved it, or move that folder elsewhere to use the checkpoint before it"
@@ -154,8 +154,8 @@ def cannot_restore(path: Path, reason: object) -> TrainingFailed:
 class Hold:
     """Keeps a run from removing a checkpoint while it is being read.
 
-    It is a shared lock on the folder, which needs no permission to write; a run takes the exclusive one before it
-    removes. Where the file system has no locks nothing is held, and `is_there` says afterwards what became of it.
+    It takes a shared lock on the folder, which needs no permission to write. A run takes the exclusive lock before it
+    removes a checkpoint. On a file system without locks nothing is held; `is_there` tells whether it is still there.
 
     Args:
       path: the checkpoint.
@@ -168,7 +168,7 @@ class Hold:
         self._path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self.release = weakref.finalize(self, os.close, self._descriptor)
-        """Lets go; may be called again."""
+        """Releases the lock. May be called again."""
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
@@ -182,7 +182,7 @@ class Hold:
 
 @contextlib.contextmanager
 def claim_for_removal(path: Path) -> Iterator[bool]:
-    """Yields whether nobody holds the checkpoint; if so, nobody can inside."""
+    """Yields whether nobody holds the checkpoint. If so, nobody can hold it inside."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         is_free = True
@@ -190,7 +190,7 @@ def claim_for_removal(path: Path) -> Iterator[bool]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             is_free = False
-        except OSError:  # a file system without locks, where readers take the next checkpoint when theirs is gone
+        except OSError:  # without locks, readers whose checkpoint is gone take the next one
             pass
         yield is_free
     finally:
@@ -198,12 +198,12 @@ def claim_for_removal(path: Path) -> Iterator[bool]:
 
 
 def all_damaged(damaged: Sequence[Damaged], remedy: str) -> TrainingFailed:
-    """That no checkpoint is left to go on from, and why of each."""
+    """The error that no checkpoint is left to go on from, with the reason for each."""
     return TrainingFailed("\n  ".join(["every checkpoint of this run is damaged:", *map(str, damaged)]) + f"\n{remedy}")
 
 
 def printable(name: str) -> str:
-    """A file's name that any terminal can print: one that isn't UTF-8 or has control characters comes quoted."""
+    """A file's name in a form that any terminal can print: quoted if it isn't UTF-8 or has control characters."""
     return name if name.isprintable() else ascii(name)
 
 

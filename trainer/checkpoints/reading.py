@@ -1,4 +1,4 @@
-"""Reading a model's parameters from the newest whole checkpoint, while its run may be saving and removing others."""
+"""Reads a model's parameters from the newest whole checkpoint. Its run may be saving and removing others meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.checkpoints.folder import (
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 
-# Checkpoints that may vanish one after another while they are looked at, on a file system without locks.
+# How many checkpoints may vanish while they are looked at, on a file system without locks.
 _MAX_VANISHED = 20
 
 
@@ -41,11 +41,11 @@ class FoundCheckpoint:
 
 
 class _VanishedError(Exception):
-    """A checkpoint was removed while it was looked at, so there is a newer one."""
+    """A checkpoint was removed while it was being read, so there is a newer one."""
 
 
 def find_newest(folder: Path) -> FoundCheckpoint | None:
-    """Looks for the newest whole checkpoint, without touching any: their run may be under way.
+    """Looks for the newest whole checkpoint. It changes nothing, since the run may be under way.
 
     Args:
       folder: a run's `checkpoints/`.
@@ -93,14 +93,14 @@ def _find_newest(folder: Path) -> FoundCheckpoint | None:
 
 
 def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[FoundCheckpoint, Any]:
-    """Reads the model's parameters alone, and lets go of the checkpoint.
+    """Reads only the model's parameters, and releases the checkpoint.
 
     Args:
       checkpoint: from `find_newest`.
       abstract_params: their tree of `jax.ShapeDtypeStruct`s with shardings.
 
     Returns:
-      The checkpoint that they are from, which is a newer one if the run has removed the one given, and the parameters.
+      The checkpoint that was read (a newer one if the run has removed the one given), and the parameters.
 
     Raises:
       TrainingFailed: they are of another form, or can't be read.
@@ -126,7 +126,7 @@ def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
     with ocp.PyTreeCheckpointer() as orbax:
         try:
             params = orbax.restore(checkpoint.path / "state", args=arguments)["params"]
-            # Where the checkpoint has no such array, Orbax leaves the request in its place.
+            # Orbax returns the request itself in the place of an array that the checkpoint doesn't have.
             if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params)):
                 raise ValueError("it holds the parameters of another model")
             return params

@@ -1,4 +1,4 @@
-"""Checkpoints: the training state and the place in the data, saved together or not at all.
+"""Saves and restores checkpoints: the training state and the place in the data, together or not at all.
 
     checkpoints/
       300/                 a whole checkpoint, named for the steps behind it
@@ -10,10 +10,9 @@
       note.txt             anything else isn't the run's: it is named once and left alone; a name that a save needs is
                            freed by a renaming to NAME.foreign
 
-A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk, so that a kill leaves
-either all of it or none under that name. Reading verifies the digests first: Orbax notices a missing or a cut file, but
-restores flipped bits in array data without a word (its data files carry no checksum), and training would go on from
-garbage.
+A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk. So a kill leaves either
+all of it or nothing under that name. Reading verifies the digests first. Orbax notices a missing or a truncated file,
+but its data files have no checksum: it restores flipped bits without a word, and training would go on from garbage.
 """
 
 from __future__ import annotations
@@ -75,10 +74,11 @@ class Checkpoints:
     """The checkpoints of one run, saved in the background.
 
     Args:
-      folder: the run's `checkpoints/`; what earlier kills left half-written in it is removed.
-      num_kept: newest checkpoints kept. One that `restore_newest` found damaged isn't counted. Each is verified before
-        it is removed, and set aside instead if it is damaged. One that is being read is removed after a later save.
-      on_note: told, in one line, of what isn't the run's own and of what can't be removed.
+      folder: the run's `checkpoints/`. What earlier kills left half-written in it is removed.
+      num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count. An old checkpoint is
+        verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
+        it.
+      on_note: called with a line about what isn't the run's own, and about what can't be removed.
     """
 
     def __init__(self, folder: Path, num_kept: int, on_note: Callable[[str], None] = lambda line: None):
@@ -105,7 +105,7 @@ class Checkpoints:
 
     @property
     def newest(self) -> Path | None:
-        """The newest whole checkpoint that isn't known to be damaged."""
+        """The newest checkpoint that isn't known to be damaged."""
         return self._path(self._steps[-1]) if self._steps else None
 
     def restore_newest(self, abstract_state: Any) -> Restored | None:
@@ -134,10 +134,10 @@ class Checkpoints:
         return None
 
     def save(self, step: int, state: Any, data_state: Any, config_history: Any = None) -> None:
-        """Starts saving, and returns once the state may be overwritten; an earlier save is waited for first.
+        """Starts saving, and returns once the state may be overwritten. It waits for an earlier save first.
 
         Args:
-          step: the steps behind the state; must be more than any saved or restored before.
+          step: the steps behind the state; must be higher than any saved or restored before.
           state: tree of arrays.
           data_state: JSON values from which the data goes on with the batch after this step.
           config_history: JSON values that tell the config and its changes up to this step.
@@ -212,7 +212,7 @@ class Checkpoints:
             unfinished.replace(path)
             sync(self._folder)
             self._steps.append(step)
-        except Exception as error:  # raised by wait(), in the thread that can tell of it
+        except Exception as error:  # wait() raises it, in the thread that can tell the user
             self._abandon(unfinished)
             self._failure = self._failed_save(step, error)
             self._failure.__cause__ = error
@@ -226,7 +226,7 @@ class Checkpoints:
             self._failure.__cause__ = error
 
     def _abandon(self, unfinished: Path) -> None:
-        """Removes what a failed save has written, once nothing more is being written, and starts Orbax afresh."""
+        """Waits until nothing more is being written, removes what a failed save has written, and restarts Orbax."""
         for end in (self._orbax.wait_until_finished, self._orbax.close):
             with contextlib.suppress(Exception):  # the save's own error, perhaps
                 end()
@@ -235,7 +235,7 @@ class Checkpoints:
         self._remove_abandoned()
 
     def _remove_abandoned(self) -> None:
-        """Removes what failed saves have left: TensorStore writes on for a while, and makes a removed folder anew."""
+        """Removes what failed saves left. TensorStore still writes for a while, and makes a removed folder again."""
         for path in self._abandoned:
             for _ in range(_NUM_REMOVALS):
                 shutil.rmtree(path, ignore_errors=True)
@@ -244,7 +244,7 @@ class Checkpoints:
                     break
 
     def _failed_save(self, step: int, error: Exception) -> TrainingFailed:
-        # Orbax reports a full disk as other errors than OSError, too.
+        # Orbax may report a full disk with errors other than OSError.
         return TrainingFailed(
             f"saving checkpoint {self._path(step)} failed: {type(error).__name__}: {error}; "
             f"the newest good checkpoint is {self.newest or 'not there yet'}; "
@@ -257,14 +257,14 @@ class Checkpoints:
                 self._steps.remove(step)
 
     def _remove(self, oldest: Path) -> bool:
-        """Removes a checkpoint; returns False if it is being read, so that a later save has to."""
+        """Removes a checkpoint; returns False if it is being read, so that a later save has to remove it."""
         if oldest.is_symlink() or not oldest.is_dir():
             return True  # somebody has moved it, and a link's target isn't the run's to remove
         with claim_for_removal(oldest) as is_free:
             if is_free and find_damage(oldest) is not None:
                 set_aside(oldest, "damaged")
             elif is_free:
-                # Renamed first: a kill amid the removal must not leave half a checkpoint under a whole one's name.
+                # Renamed first: a kill during the removal must not leave half a checkpoint under its name.
                 removed = oldest.with_name(f"{oldest.name}.tmp")
                 if os.path.lexists(removed):
                     set_aside(removed, "foreign")

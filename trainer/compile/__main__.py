@@ -1,9 +1,9 @@
 """`python -m trainer.compile --config FILE [--topology NAME] [--compare FIELD=A,B] [--output FILE] [--FIELD VALUE …]`.
 
-Exit status: 0 compiled, and it fits in the devices' memory, or what that is can't be told; 3 it doesn't fit, whether or
-not a change was found that does (with `--compare`: one of them doesn't); 2 a mistake in the command or the config, told
-in one message; 1 the compiler failed; 130 Ctrl-C. Every compilation happens in a process of its own, so this one starts
-no device, and libtpu's environment is set for that one alone.
+Exit status: 0 the step compiles and fits in the devices' memory, or that memory is unknown; 3 it doesn't fit, whether
+or not a change was found with which it does (with `--compare`: one of the variants doesn't fit); 2 a mistake in the
+command or the config, told in one message; 1 the compiler failed; 130 Ctrl-C. Every compilation happens in a process of
+its own. So this process starts no device, and libtpu's environment is set for the other one alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
         from trainer.compile.command.compile_command import parse_command_line
 
         task = parse_command_line(arguments)
-        from trainer.compile.command.profile import run  # imports Flax: seconds that a mistyped flag shouldn't cost
+        from trainer.compile.command.run_task import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
         return DOES_NOT_FIT if fits is False else 0

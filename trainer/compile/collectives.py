@@ -1,4 +1,4 @@
-"""What a program sends between devices: its collectives by kind, counted and weighed from the optimized HLO."""
+"""The collectives of a compiled program: how many of each operation, and how many bytes, from its optimized HLO."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, tuple_elements
 
-KINDS = (
+OPERATIONS = (
     "all-gather",
     "all-reduce",
     "reduce-scatter",
@@ -16,58 +16,58 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# libtpu's reduce-scatter is a fusion of this name, of an all-reduce and the slice that each device keeps of it.
+# libtpu's reduce-scatter is a fusion of this name: an all-reduce, and the slice of it that each device keeps.
 _REDUCE_SCATTER_FUSION = "all-reduce-scatter"
 
 
 @dataclass(frozen=True)
 class CollectiveTotal:
-    """The collectives of one kind in one run of a program."""
+    """All collectives of one operation (all-gather, all-reduce, …) in one run of a program."""
 
-    kind: str
+    operation: str
     num_instructions: int
     """In the program's text."""
     count: int
     """Executions: an instruction in a loop, such as the one over layers, counts once for each trip."""
     bytes: int
-    """Over all executions, on each device: of each, the larger of what goes in and what comes out."""
+    """Sum over all executions, on each device, of the larger of a collective's input and its output."""
     is_exact: bool
-    """False if some are in a loop whose trips only the running program knows, which is counted as one trip."""
+    """False if some are in a loop whose number of trips is known only at run time. It counts as one trip."""
 
 
 def count_collectives(module: Module) -> tuple[CollectiveTotal, ...]:
-    """Every kind that occurs, in the order of `KINDS`.
+    """A total for every operation that occurs, in the order of `OPERATIONS`.
 
-    A collective that XLA has split in order to overlap it with other work (into start and done, or into libtpu's chains
-    of fusions) counts once. One among groups of a single device, which is a copy at most, doesn't count.
+    XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
+    fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most.
     """
     runs = module.runs()
     totals: dict[str, CollectiveTotal] = {}
     chains: set[str] = set()
     for name, computation in module.computations.items():
         for instruction in computation.instructions.values() if name in runs else ():
-            kind = _kind(computation, instruction)
+            operation = _operation(computation, instruction)
             chain = instruction.attribute("chain_id")
-            if kind is None or chain in chains or _stays_on_device(instruction.attributes):
+            if operation is None or chain in chains or _stays_on_device(instruction.attributes):
                 continue
             if chain is not None:
                 chains.add(chain)
-            total = totals.get(kind, CollectiveTotal(kind, 0, 0, 0, True))
-            totals[kind] = CollectiveTotal(
-                kind,
+            total = totals.get(operation, CollectiveTotal(operation, 0, 0, 0, True))
+            totals[operation] = CollectiveTotal(
+                operation,
                 total.num_instructions + 1,
                 total.count + runs[name].count,
                 total.bytes + runs[name].count * _payload(computation, instruction),
                 total.is_exact and runs[name].is_exact,
             )
-    return tuple(totals[kind] for kind in KINDS if kind in totals)
+    return tuple(totals[operation] for operation in OPERATIONS if operation in totals)
 
 
-def _kind(computation: Computation, instruction: Instruction) -> str | None:
-    kind = instruction.opcode.removesuffix("-start")
-    if kind == "all-reduce" and computation.name.startswith(_REDUCE_SCATTER_FUSION):
+def _operation(computation: Computation, instruction: Instruction) -> str | None:
+    operation = instruction.opcode.removesuffix("-start")
+    if operation == "all-reduce" and computation.name.startswith(_REDUCE_SCATTER_FUSION):
         return "reduce-scatter"
-    return kind if kind in KINDS else None
+    return operation if operation in OPERATIONS else None
 
 
 def _stays_on_device(attributes: str) -> bool:
@@ -81,8 +81,10 @@ def _stays_on_device(attributes: str) -> bool:
     if mesh:
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         return all(sizes.get(axis) == "1" for axis in re.findall(r"'([^']+)'", mesh[2]))
-    pairs = re.search(r"source_target_pairs=\{([\d{},]*)\}", attributes)
-    return pairs is not None and all(source == target for source, target in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
+    transfers = re.search(r"source_target_pairs=\{([\d{},]*)\}", attributes)
+    return transfers is not None and all(
+        source == target for source, target in re.findall(r"\{(\d+),(\d+)\}", transfers[1])
+    )
 
 
 def _payload(computation: Computation, instruction: Instruction) -> int:

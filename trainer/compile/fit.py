@@ -1,4 +1,4 @@
-"""Whether a program fits in its devices' memory: what there is, what it needs, and what libtpu says if it doesn't."""
+"""Judges whether a program fits in its devices' memory: what there is, what it needs, and libtpu's refusals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainer.step.sharding import bytes_per_device
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a program may take on each device."""
+    """The memory that a program may take on each device."""
 
     size: int
     """Bytes."""
     source: str
-    """How that is known."""
+    """How the size is known, in words."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """The verdict."""
+    """Whether a program fits."""
 
     needed: int
     """Bytes on each device."""
     available: DeviceMemory | None
     """None: unknown."""
     is_refused: bool = False
-    """libtpu didn't compile the program, for lack of memory; `needed` is then its estimate."""
+    """libtpu refused to compile the program for lack of memory. `needed` is then its estimate."""
 
     @property
     def fits(self) -> bool | None:
@@ -54,13 +54,13 @@ class Fit:
 
     @property
     def spare(self) -> int | None:
-        """Bytes to spare; negative: too many."""
+        """Bytes to spare; negative: bytes too many."""
         return None if self.available is None else self.available.size - self.needed
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why libtpu didn't compile a program: it would not fit in the device's memory."""
+    """libtpu's refusal to compile a program that would not fit in the device's memory."""
 
     needed: int
     """Bytes."""
@@ -68,7 +68,7 @@ class Refusal:
 
 
 # libtpu's refusals (openxla.org/xla/errors/error_1000, and as met with libtpu 0.0.42 and 0.0.48). Sizes are powers of
-# 1024. The first three add up in each message: TensorCore and SparseCore share the memory.
+# 1024. All sizes of a message but the last are needed together: TensorCore and SparseCore share the memory.
 _SIZE = r"([\d.]+)([KMGTP]?)i?B?"
 _REFUSALS = tuple(
     re.compile(pattern)
@@ -100,11 +100,11 @@ def parse_refusal(message: str) -> Refusal | None:
 
 
 def device_memory(device: Any, num_devices: int) -> DeviceMemory | None:
-    """What a program may take on a device, which may be one of a topology's.
+    """The memory that a program may take on a device.
 
     Args:
-      device: the device.
-      num_devices: of how many that take part; CPU devices share the machine's memory.
+      device: the device; it may be a topology's.
+      num_devices: devices that take part. CPU devices share the machine's memory.
     """
     if device.platform == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -125,7 +125,7 @@ def device_memory(device: Any, num_devices: int) -> DeviceMemory | None:
 
 
 def state_memory(functions: StepFunctions) -> StateMemory:
-    """What the state and a batch take on each device, by their shardings."""
+    """The bytes of the state and of a batch on each device, by their shardings."""
     state = functions.abstract_state
     return StateMemory(
         parameters=bytes_per_device(state.params),
@@ -135,11 +135,11 @@ def state_memory(functions: StepFunctions) -> StateMemory:
 
 
 def judge(memory: MemoryReport, available: DeviceMemory | None) -> Fit:
-    """The verdict on a compiled program."""
+    """Whether a compiled program fits."""
     return Fit(memory.peak, available)
 
 
 def judge_refusal(refusal: Refusal, available: DeviceMemory | None) -> Fit:
-    """The verdict on a program that wasn't compiled; libtpu's own limit counts."""
+    """The verdict on a program that libtpu refused; libtpu's own limit counts."""
     source = available.source if available else "libtpu's limit"
     return Fit(refusal.needed, DeviceMemory(refusal.available, source), is_refused=True)

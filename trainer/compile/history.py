@@ -1,16 +1,16 @@
-"""What a run compiled: ahead of its first step, again later, and elsewhere while it trained.
+"""Collects what a run compiled: before its first step, again later, and elsewhere while it trained.
 
 In record.json, `compile` holds
 
     cache_dir     of the persistent cache
     init_state, train_step, eval_step
-                  of the program compiled ahead of the first step: name, trace_s, lower_s, compile_s, cache_hit, memory
-    recompiles    one entry for each further compilation of those: the same, and `step` (that waited for it, or that the
-                  evaluation followed), `at` (UTC) and `changes`, each with `argument`, `what` ("shape", "dtype",
-                  "sharding", "static value" or "structure"), `before` and `after`
-    elsewhere     whatever else XLA compiled between the first step and the last, by the name of the jitted function:
-                  `count`, `seconds` in XLA, and the steps behind the run at the first and the last, `first_step` and
-                  `last_step`
+                  of each program compiled before the first step: name, trace_s, lower_s, compile_s, cache_hit, memory
+    recompiles    one entry for each further compilation of these programs: the same fields, and `step` (the step that
+                  waited for it, or that the evaluation followed), `at` (UTC) and `changes`, each with `argument`,
+                  `what` ("shape", "dtype", "sharding", "static value" or "structure"), `before` and `after`
+    elsewhere     everything else that XLA compiled between the first step and the last, by the name of the jitted
+                  function: `count`, `seconds` in XLA, and `first_step` and `last_step`, the steps done at the first
+                  and the last compilation
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from trainer.compile.recompilation import Change, RecompilingFunction, summarize
+from trainer.compile.recompilation import ArgumentChange, RecompilingFunction, summarize
 from trainer.compile.stages import CompileReport, format_origin, format_stages, watch_compilations
 from trainer.terminal.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
 class Recompile:
-    """A program of the run, compiled another time."""
+    """A program of the run that was compiled again."""
 
     step: int
-    """The training step that waited for it; of an evaluation, the step that it follows."""
+    """The training step that waited for it, or the step that the evaluation followed."""
     at: str
-    """When it was done: UTC, ISO 8601."""
+    """When the compilation was done: UTC, ISO 8601."""
     report: CompileReport
-    changes: tuple[Change, ...]
-    """Since the call before."""
+    changes: tuple[ArgumentChange, ...]
+    """Changes of the arguments since the previous call."""
 
     @property
     def seconds(self) -> float:
-        """What the run waited."""
+        """Seconds that the run waited."""
         return self.report.trace_s + self.report.lower_s + self.report.compile_s
 
     def __str__(self) -> str:
@@ -57,14 +57,14 @@ class Recompile:
 
     def to_markdown(self) -> str:
         """The report, and a table of the changes."""
-        rows = [(change.argument, change.what, change.before, change.after) for change in self.changes]
-        table = _markdown_table(("argument", "what", "before", "after"), rows)
+        lines = [(change.argument, change.what, change.before, change.after) for change in self.changes]
+        table = _markdown_table(("argument", "what", "before", "after"), lines)
         return f"{reports_to_markdown([self.report])}\n\n{table}"
 
 
 @dataclass
 class Elsewhere:
-    """What XLA compiled of one function that isn't the run's own."""
+    """The compilations of one function that isn't one of the run's programs."""
 
     function: str
     count: int
@@ -87,29 +87,29 @@ class CompileHistory:
         self._recompiles: list[Recompile] = []
         self._elsewhere: dict[str, Elsewhere] = {}
         self._warnings: list[str] = []
-        self._lock = threading.Lock()  # whoever compiles elsewhere may do so in a thread of its own
+        self._lock = threading.Lock()  # compilations elsewhere may happen in other threads
 
     def add_first(self, reports: Sequence[CompileReport]) -> None:
-        """The programs compiled ahead of the first step."""
+        """Adds the programs compiled before the first step."""
         self._reports = tuple(reports)
 
-    def add_recompile(self, step: int, report: CompileReport, changes: Sequence[Change]) -> Recompile:
-        """A program compiled another time, just now."""
+    def add_recompile(self, step: int, report: CompileReport, changes: Sequence[ArgumentChange]) -> Recompile:
+        """Adds a program that was compiled again just now."""
         recompile = Recompile(step, datetime.now(UTC).isoformat(timespec="seconds"), report, tuple(changes))
         self._recompiles.append(recompile)
         return recompile
 
     def recompile_seconds(self, function: str, step: int) -> float:
-        """What a step waited for a function to be compiled another time."""
+        """Seconds that a step waited for a function to be compiled again."""
         return sum(item.seconds for item in self._recompiles if (item.report.name, item.step) == (function, step))
 
     @contextlib.contextmanager
     def watch(self, own: Sequence[RecompilingFunction], step: Callable[[], int]) -> Iterator[None]:
-        """Collects what is compiled elsewhere inside.
+        """Collects what is compiled elsewhere inside the `with` block.
 
         Args:
-          own: functions whose compilations are told otherwise.
-          step: the steps behind the run, asked each time.
+          own: the run's programs, which aren't collected here.
+          step: returns the steps done so far; called at each compilation.
         """
 
         def add(function: str, seconds: float) -> None:
@@ -120,7 +120,7 @@ class CompileHistory:
             yield
 
     def take_warnings(self) -> list[str]:
-        """One line for each function that was compiled elsewhere after different steps, told once."""
+        """One line for each function that was compiled again elsewhere. Each is returned once."""
         with self._lock:
             warnings, self._warnings = self._warnings, []
         return warnings
@@ -139,7 +139,7 @@ class CompileHistory:
     def _add_elsewhere(self, function: str, seconds: float, step: int) -> None:
         with self._lock:
             item = self._elsewhere.setdefault(function, Elsewhere(function, 0, 0.0, step, step))
-            # A library compiles one function for many shapes at its first use; a second use that compiles is the news.
+            # A library may compile a function for many shapes at its first use. Only later compilations are warned of.
             if item.first_step == item.last_step < step:
                 self._warnings.append(
                     f"step {step}: {function}, which isn't part of the training step, was compiled again, "
@@ -167,18 +167,18 @@ def report_scalars(report: CompileReport) -> dict[str, float]:
 
 
 def reports_to_markdown(reports: Sequence[CompileReport]) -> str:
-    """A table with a row for each report."""
+    """A table with a line for each report."""
     stages = ("trace", "lower", "XLA", "from")
     categories = ("arguments", "outputs", "aliased", "temporaries", "code", "peak")
-    rows = []
+    lines = []
     for report in reports:
         seconds = map(format_seconds, (report.trace_s, report.lower_s, report.compile_s))
         memory: Mapping[str, int] = {} if report.memory is None else asdict(report.memory)
         sizes = (format_bytes(memory[category]) if memory else "unknown" for category in categories)
-        rows.append((report.name, *seconds, format_origin(report), *sizes))
-    return _markdown_table(("program", *stages, *categories), rows)
+        lines.append((report.name, *seconds, format_origin(report), *sizes))
+    return _markdown_table(("program", *stages, *categories), lines)
 
 
-def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+def _markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in table)

@@ -1,4 +1,4 @@
-"""Reading the text of an optimized HLO module: its computations, who calls whom, and how often.
+"""Reads the text of an optimized HLO module: its computations, which calls which, and how often.
 
 The format is XLA's own (openxla.org/xla/hlo_to_thunks, xla/hlo/parser): one instruction a line,
 `%name = shape opcode(operands), attributes`, inside `%computation (parameters) -> shape { … }`.
@@ -16,7 +16,7 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-# Attributes that hold computations: run once for each run of the instruction, or for each element (to_apply).
+# Attributes that name computations. They run once for each run of the instruction, or for each element (to_apply).
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LISTS = re.compile(r"\b(?:called_computations|branch_computations)=\{([^}]*)\}")
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -44,13 +44,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """What of the traced program it came from, such as `jit(f)/transpose(jvp(scope))/add`; may be empty."""
+        """Its place in the traced program, such as `jit(f)/transpose(jvp(scope))/add`; may be empty."""
         found = re.search(r'\bop_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     def called(self) -> Iterator[str]:
         """Names of the computations that it runs."""
-        if self.opcode in ("async-update", "async-done"):  # XLA names there what async-start has run
+        if self.opcode in ("async-update", "async-done"):  # they name what async-start has already run
             return
         yield from _CALLED.findall(self.attributes)
         for names in _CALLED_LISTS.findall(self.attributes):
@@ -76,7 +76,7 @@ class Runs:
     count: int
     """0: never reached."""
     is_exact: bool
-    """False inside a loop whose number of trips isn't known when compiling: that loop is counted as one trip."""
+    """False inside a loop whose number of trips is known only at run time. It counts as one trip."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Module:
         return sum(len(computation.instructions) for computation in self.computations.values())
 
     def runs(self) -> dict[str, Runs]:
-        """How often each computation runs, by name. The branches of a conditional count as if each were taken."""
+        """How often each computation runs, by name. Every branch of a conditional counts as taken."""
         counts: dict[str, Runs] = {}
 
         def visit(name: str, times: int, is_exact: bool) -> None:
@@ -109,10 +109,10 @@ class Module:
         return counts
 
     def trip_count(self, caller: Computation, loop: Instruction) -> int | None:
-        """Trips of a `while`, or None if only the running program knows.
+        """The trips of a `while` loop, or None if they are known only at run time.
 
-        XLA writes it down on CPUs and GPUs. libtpu doesn't, so there a loop is read that counts up to a constant,
-        which is what `jax.lax.scan` and `fori_loop` become.
+        On CPUs and GPUs XLA writes the number down. libtpu doesn't. There, a loop that counts up to a constant is
+        recognized, which is what `jax.lax.scan` and `fori_loop` compile to.
         """
         known = _KNOWN_TRIP_COUNT.search(loop.attributes)
         if known:
@@ -180,7 +180,7 @@ def _parse_instruction(line: str) -> Instruction | None:
     found = _INSTRUCTION.match(line)
     if found is None:
         return None
-    # The shape may itself hold parentheses (tuples, tiles), so it ends where the first opcode follows a closed one.
+    # The shape may contain parentheses (tuples, tiles). It ends before the first opcode after they are closed.
     rest = re.sub(r"/\*.*?\*/", "", found[2])
     end = _end_of_group(rest) if rest.startswith("(") else 0
     opcode = _OPCODE.search(rest, end)
@@ -201,7 +201,7 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _end_of_group(text: str, start: int = 0) -> int:
-    """Where the bracket that opens at `start` closes, plus one."""
+    """One past the place where the bracket that opens at `start` closes."""
     depth = 0
     for place in range(start, len(text)):
         if text[place] in "([{":
@@ -214,7 +214,7 @@ def _end_of_group(text: str, start: int = 0) -> int:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of all brackets."""
+    """Splits at the commas outside all brackets."""
     parts, start, depth = [], 0, 0
     for place, character in enumerate(text):
         if character in "([{":
@@ -253,7 +253,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _step(body: Computation, index: int) -> int | None:
-    """What a loop's body adds to one element of its tuple, if that is a constant."""
+    """The constant that a loop's body adds to one element of its tuple; None if it adds something else."""
     assert body.root is not None
     if body.root.opcode != "tuple":
         return None

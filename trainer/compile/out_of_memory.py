@@ -1,6 +1,6 @@
-"""Out of memory, on a device or on this machine, told in one message.
+"""Explains that memory ran out, on a device or on this machine, in one message.
 
-It says what ran, what that needs, what there is, and what helps. `running` names the program whose errors these are;
+The message says what ran, what it needs, what there is, and what helps. `running` names the program that ran.
 `explained`, around a whole run, makes the message.
 """
 
@@ -19,21 +19,21 @@ import jax
 import jax.numpy as jnp
 
 from trainer.compile.fit import device_memory, parse_refusal
-from trainer.compile.search import single_changes
+from trainer.compile.fit_search import single_remedies
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.terminal.units import format_bytes
 
-# By the allocators of XLA's CPU and GPU clients, by CUDA, and by libtpu, compiling and running.
+# Messages of the allocators of XLA's CPU and GPU clients, of CUDA, and of libtpu, when compiling and when running.
 _OUT_OF_MEMORY = re.compile(
     r"RESOURCE_EXHAUSTED.*?(?:out of memory|allocat|reserve|hbm|enough memory).*?$|CUDA_ERROR_OUT_OF_MEMORY.*?$",
     re.DOTALL | re.IGNORECASE | re.MULTILINE,
 )
-# A kernel's tiles that are too large for the memory beside a core are no matter of the run's size.
+# These mean that a kernel's tiles are too large for on-chip memory, not that the run is too large.
 _BESIDE_A_CORE = re.compile(r"memory space (?:vmem|smem|sflag)|shared memory", re.IGNORECASE)
 _MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
-# What the changes that `trainer.compile` searches do nothing for isn't named.
+# The fields that reduce the memory of each program. Other programs have none.
 _FIELDS = {
     "train_step": ("model.remat", "loss.chunk_size", "gradient_accumulation", *_MESH),
     "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
@@ -43,18 +43,18 @@ _FIELDS = {
 
 
 class Record(Protocol):
-    """A run's record, as far as it is read here: its `compile` tells what the programs need."""
+    """The part of a run's record that is read here: `compile` tells what the programs need."""
 
     def __getitem__(self, name: str) -> Any: ...
 
 
 class OutOfMemory(RuntimeError):
-    """A program, or the host while it ran, got no memory.
+    """Memory ran out while a program ran.
 
     Args:
       program: its name in the record, or what was being done.
-      reason: whoever refused, in their words.
-      on_host: it was Python that got none.
+      reason: the original error's message.
+      on_host: the host's memory ran out, not a device's.
     """
 
     def __init__(self, program: str, reason: str, *, on_host: bool):
@@ -63,7 +63,7 @@ class OutOfMemory(RuntimeError):
 
 
 def reason_of(error: BaseException) -> str | None:
-    """What an error says of memory that a device or this machine lacks; None if it is about something else.
+    """The part of an error that is about missing memory; None if it is about something else.
 
     >>> reason_of(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes."))
     'RESOURCE_EXHAUSTED: Out of memory allocating 17592186044416 bytes.'
@@ -83,13 +83,13 @@ def reason_of(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def running(program: str) -> Iterator[None]:
-    """Says of memory that runs out inside, where.
+    """Names the program that runs inside, in case memory runs out.
 
     Args:
       program: its name in the record, or what is being done.
 
     Raises:
-      OutOfMemory: in the place of JAX's error or Python's.
+      OutOfMemory: replaces JAX's or Python's error.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def running(program: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(config: TrainConfig, command: Sequence[str], record: Record) -> Iterator[None]:
-    """Turns `OutOfMemory`, and memory that runs out in no program, into the message that ends a run.
+    """Makes the message that ends a run whose memory ran out, in a program or between them.
 
     Args:
       config: the experiment.
@@ -148,11 +148,11 @@ def _describe(error: OutOfMemory, config: TrainConfig, command: Sequence[str], r
 
 
 def describe_device(device: jax.Device, num_devices: int) -> str:
-    """What there is on a device, as far as it tells.
+    """The memory of a device, as far as it tells.
 
     Args:
       device: the device.
-      num_devices: of how many that take part.
+      num_devices: devices that take part.
     """
     available = device_memory(device, num_devices)
     if available is None:
@@ -163,13 +163,13 @@ def describe_device(device: jax.Device, num_devices: int) -> str:
 
 
 def describe_host() -> str:
-    """What there is on this machine, and what of it this process held."""
+    """The memory of this machine, and what this process held of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"there is {format_bytes(total)}; this process held {format_bytes(peak_resident_bytes())} at its peak"
 
 
 def _memory_of(program: str, record: Record) -> dict[str, int] | None:
-    """Bytes of a program by category, of its newest compilation."""
+    """The bytes of a program's newest compilation, by category."""
     try:
         compilations = record["compile"]
     except KeyError:  # it is under way
@@ -189,8 +189,8 @@ def _describe_program(memory: Mapping[str, int]) -> str:
 
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
     fields = _FIELDS.get(program, ())
-    kinds = [changes for changes in single_changes(config, jax.device_count()) if changes[0].field in fields]
-    remedies = [f"{changes[0]}{f' … {changes[-1].value}' if len(changes) > 1 else ''}" for changes in kinds]
+    helpful = [values for values in single_remedies(config, jax.device_count()) if values[0].field in fields]
+    remedies = [f"{values[0]}{f' … {values[-1].value}' if len(values) > 1 else ''}" for values in helpful]
     if program == "sampling":
         remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]
     if device.platform == "gpu" and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:

@@ -1,4 +1,4 @@
-"""The programs of a run: each compiled once, ahead of its first use."""
+"""Compiles the programs of a run: each once, before its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.step.functions import StepFunctions, TrainState
 
 @dataclass(frozen=True)
 class CompiledSteps:
-    """The programs of a run, each compiled once, and again only if its arguments change."""
+    """The compiled programs of a run. They are compiled again only if their arguments change."""
 
     init_state: Callable[[], TrainState] | None
     """None if the state comes from a checkpoint."""
@@ -23,12 +23,12 @@ class CompiledSteps:
 
 
 def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
-    """Compiles each program of a run, once, ahead of its first use.
+    """Compiles each program of a run once, before its first use.
 
     Args:
       functions: of the run.
-      with_init: whether the state has to be made.
-      on_recompile: told if one of them has to be compiled another time.
+      with_init: whether the state has to be initialised.
+      on_recompile: called when a program was compiled again.
 
     Raises:
       OutOfMemory: the compiler finds that one doesn't fit in the devices' memory.

@@ -1,7 +1,7 @@
-"""A jitted function compiled ahead of time, and compiled again, with the reason told, when its arguments change.
+"""A jitted function that is compiled ahead of time, recompiles when its arguments change, and reports what changed.
 
-The compiled program itself judges whether it fits a call, as part of calling it, so a call that fits costs no check of
-ours. One that doesn't fit is refused before anything is donated, and only then are the arguments compared.
+A compiled program checks its arguments itself when it is called, so a call that fits costs no further check. It refuses
+a call that doesn't fit before anything is donated. Only then are the arguments compared.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _ABSENT = "absent"
 
 
 @dataclass(frozen=True)
-class Change:
+class ArgumentChange:
     """One difference between the arguments of two calls.
 
-    >>> print(Change("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
+    >>> print(ArgumentChange("batch['tokens']", "shape", "(1, 32768)", "(2, 32768)"))
     batch['tokens']: shape (1, 32768) → (2, 32768)
-    >>> print(Change("chunk_size", "static value", "2048", "1024"))
+    >>> print(ArgumentChange("chunk_size", "static value", "2048", "1024"))
     chunk_size: static value 2048 → 1024
     """
 
     argument: str
-    """The parameter, and the place in its tree."""
+    """The parameter and the place in its tree, as a Python expression."""
     what: Literal["shape", "dtype", "sharding", "static value", "structure"]
     before: str
     after: str
@@ -43,17 +43,17 @@ class Change:
         return asdict(self)
 
 
-OnRecompile = Callable[[CompileReport, Sequence[Change]], None]
+OnRecompile = Callable[[CompileReport, Sequence[ArgumentChange]], None]
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What a program is compiled for in one array's place. (It takes weakly typed values like others.)"""
+    """What a program is compiled for in the place of one array. Weak types make no difference."""
 
     shape: tuple[int, ...]
     dtype: str
     sharding: jax.sharding.Sharding | None
-    """None if any will do: of an argument that isn't bound to its devices, or that the program doesn't read."""
+    """None: any sharding will do, since the argument isn't bound to devices or the program doesn't read it."""
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -74,17 +74,18 @@ class _Program:
 
 
 class RecompilingFunction:
-    """Calls a jitted function through its compiled program, and compiles another when a call needs one.
+    """Calls a jitted function through its compiled program, and compiles another program when a call needs one.
 
-    Every program is kept, so that a return to earlier arguments compiles nothing.
+    Every program is kept, so that going back to earlier arguments compiles nothing.
 
     Args:
       jitted: what `jax.jit` returned.
-      *args, **kwargs: the arguments of the first calls, arrays or `jax.ShapeDtypeStruct`s, compiled for right away.
-      name: what to call it in reports.
-      on_recompile: told of each further compilation, before its program first runs: the report, and what changed since
-        the call before.
-      static_argnames: the static arguments that `jax.jit` was told of; they are to be passed by keyword.
+      *args, **kwargs: arguments like those of the first calls, arrays or `jax.ShapeDtypeStruct`s. They are compiled for
+        right away.
+      name: the function's name in reports.
+      on_recompile: called after each further compilation, before its program first runs, with the report and what
+        changed since the previous call.
+      static_argnames: the static arguments that `jax.jit` was told of. They have to be passed by keyword.
 
     Raises:
       ValueError: in a call, that an array is bound to another sharding than the one that the jitted function declares
@@ -144,7 +145,7 @@ class RecompilingFunction:
         return program.compiled(*args, **dynamic)
 
     def _split(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Keyword arguments that are traced, and those that are static."""
+        """Splits keyword arguments into the traced and the static ones."""
         static = {name: kwargs[name] for name in self._static_argnames if name in kwargs}
         return {name: value for name, value in kwargs.items() if name not in static}, static
 
@@ -163,10 +164,10 @@ class RecompilingFunction:
     def _signature(
         self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any], *settled: Any
     ) -> _Signature:
-        """What these arguments ask of a program.
+        """What a program has to be compiled for to take these arguments.
 
         Args:
-          *settled: the tree of shardings, if known, that the program expects where the arguments leave it open.
+          *settled: the tree of shardings, if known, that the program expects where the arguments leave them open.
         """
         leaves: dict[str, _Leaf] = {}
 
@@ -189,11 +190,11 @@ class RecompilingFunction:
         return parameter + jax.tree_util.keystr(tuple(place))
 
 
-def summarize(changes: Sequence[Change], limit: int = 3) -> str:
-    """Changes in one line, those of one kind together.
+def summarize(changes: Sequence[ArgumentChange], limit: int = 3) -> str:
+    """Changes in one line. Arguments that changed alike share one mention.
 
     >>> shape = ("shape", "(1, 32)", "(2, 32)")
-    >>> summarize([Change("batch['positions']", *shape), Change("batch['tokens']", *shape), Change("n", *shape)])
+    >>> summarize([ArgumentChange(name, *shape) for name in ("batch['positions']", "batch['tokens']", "n")])
     "batch['positions'] and 2 more: shape (1, 32) → (2, 32)"
     """
     arguments: dict[tuple[str, str, str], list[str]] = {}
@@ -207,39 +208,39 @@ def summarize(changes: Sequence[Change], limit: int = 3) -> str:
 
 
 def _bound_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where an argument insists on lying: an array that was never placed, a NumPy array or a number goes anywhere."""
+    """The sharding that an argument is bound to; None for a NumPy array, a number or an array that was never placed."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         return None
     return getattr(leaf, "sharding", None)
 
 
-def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[ArgumentChange]:
     changes = []
     for name in dict.fromkeys([*before, *after]):
-        # 1 == 1.0 == True, but each is traced to a program of its own.
+        # 1 == 1.0 == True, but each is traced to its own program.
         old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
         if old != new:
             told = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
-            changes.append(Change(name, "static value", *told))
+            changes.append(ArgumentChange(name, "static value", *told))
     return changes
 
 
-def _find_changes(before: _Signature, after: _Signature) -> list[Change]:
-    """Why a program for `before` doesn't serve `after`; nothing if it does."""
+def _find_changes(before: _Signature, after: _Signature) -> list[ArgumentChange]:
+    """The reasons why a program for `before` doesn't serve `after`; none if it does."""
     changes = _static_changes(before.static, after.static)
     for name in dict.fromkeys([*before.leaves, *after.leaves]):
         old, new = before.leaves.get(name), after.leaves.get(name)
         if old is None or new is None:
-            changes.append(Change(name, "structure", str(old or _ABSENT), str(new or _ABSENT)))
+            changes.append(ArgumentChange(name, "structure", str(old or _ABSENT), str(new or _ABSENT)))
             continue
         if old.shape != new.shape:
-            changes.append(Change(name, "shape", str(old.shape), str(new.shape)))
+            changes.append(ArgumentChange(name, "shape", str(old.shape), str(new.shape)))
         if old.dtype != new.dtype:
-            changes.append(Change(name, "dtype", old.dtype, new.dtype))
+            changes.append(ArgumentChange(name, "dtype", old.dtype, new.dtype))
         if not _same_sharding(old, new):
-            changes.append(Change(name, "sharding", *_describe_shardings(old.sharding, new.sharding)))
+            changes.append(ArgumentChange(name, "sharding", *_describe_shardings(old.sharding, new.sharding)))
     if not changes and before.tree != after.tree:  # `None` for an empty list, a tuple for a list
-        changes.append(Change("arguments", "structure", _shorten(str(before.tree)), _shorten(str(after.tree))))
+        changes.append(ArgumentChange("arguments", "structure", _shorten(str(before.tree)), _shorten(str(after.tree))))
     return changes
 
 
@@ -250,7 +251,7 @@ def _same_sharding(old: _Leaf, new: _Leaf) -> bool:
 
 
 def _describe_shardings(*both: jax.sharding.Sharding | None) -> list[str]:
-    """The specs alone where they are of one mesh."""
+    """Describes both shardings: by their specs alone if they are of one mesh."""
     named = [sharding for sharding in both if isinstance(sharding, jax.sharding.NamedSharding)]
     if len(named) == 2 and named[0].mesh == named[1].mesh and named[0].spec != named[1].spec:
         return [str(sharding.spec) for sharding in named]
@@ -258,6 +259,6 @@ def _describe_shardings(*both: jax.sharding.Sharding | None) -> list[str]:
 
 
 def _shorten(text: str, limit: int = 200) -> str:
-    """In one line of not too many characters."""
+    """The text in one line, cut after `limit` characters."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 1]}…"

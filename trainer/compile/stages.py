@@ -1,7 +1,6 @@
-"""Ahead-of-time compilation in timed stages, the persistent cache, and what a program will take in memory.
+"""Compiles ahead of time in timed stages, sets up the persistent cache, and reads what a program takes in memory.
 
-What happened inside XLA is read from `jax.monitoring`'s events, whose names are the same from JAX 0.10.2 to
-0.12. Listeners are unregistered as soon as they are done with.
+Events of `jax.monitoring` tell what happened inside XLA. Their names are the same from JAX 0.10.2 to 0.12.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class MemoryReport:
     """Bytes on each device while a compiled program runs."""
 
     arguments: int
-    """Inputs, the donated ones too."""
+    """Inputs, donated ones included."""
     outputs: int
-    """Results, those written over a donated input too."""
+    """Results, including those written over a donated input."""
     aliased: int
-    """The part of the outputs that lies over donated inputs."""
+    """The part of the outputs that is written over donated inputs."""
     temporaries: int
     """Intermediate values, at their peak."""
     code: int
@@ -43,10 +42,11 @@ class MemoryReport:
     peak: int
     """The sum of the above less the aliased.
 
-    On CPUs and GPUs temporaries are one block for the whole program, of the size that XLA states; its own
-    `peak_memory_in_bytes` says the same on GPUs, but leaves temporaries out on CPUs (jaxlib 0.10.2 to 0.12). On TPUs it
-    is that peak which libtpu holds against the chip's memory, and temporaries are its rest; the size that is stated for
-    them there can exceed the whole chip's in a program that libtpu accepts (0.0.42 and 0.0.48).
+    On CPUs and GPUs temporaries are one block for the whole program, whose size XLA states. XLA's own
+    `peak_memory_in_bytes` is the same on GPUs, but leaves temporaries out on CPUs (jaxlib 0.10.2 to 0.12). On TPUs
+    libtpu compares `peak_memory_in_bytes` with the chip's memory, so temporaries are what it leaves after the others.
+    The size that is stated for them there can exceed the whole chip in a program that libtpu accepts (libtpu 0.0.42
+    and 0.0.48).
     """
 
 
@@ -60,7 +60,7 @@ class CompileReport:
     lower_s: float
     """jaxpr to StableHLO."""
     compile_s: float
-    """StableHLO to a device's program, or reading that from the cache."""
+    """StableHLO to a device's program, or the time to read that from the cache."""
     cache_hit: bool
     """Whether the program came from the persistent cache."""
     memory: MemoryReport | None
@@ -72,11 +72,11 @@ class CompileReport:
 
 
 def format_stages(report: CompileReport, origin: str | None = None) -> str:
-    """What compiling took.
+    """The seconds of each stage.
 
     Args:
       report: of the program.
-      origin: where it came from; None: as the report says.
+      origin: where the program came from; None: as the report says.
 
     >>> format_stages(CompileReport("step", 1.0, 0.25, 60.0, True, None))
     'trace 1.0 s, lower 250.0 ms, XLA 1 min 0 s (read from the cache)'
@@ -112,7 +112,7 @@ def use_compilation_cache(directory: str) -> None:
                 "name another one, or '' to compile afresh each time"
             )
     jax.config.update("jax_compilation_cache_dir", str(path) if directory else None)
-    # JAX would leave out programs that are small or quick to compile; a run has dozens of them.
+    # By default JAX leaves out programs that are small or quick to compile. A run has dozens of them.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # a cache that is in use already keeps its folder
@@ -127,7 +127,7 @@ def compile_in_stages(jitted: Any, *args: Any, name: str, **kwargs: Any) -> tupl
       name: what to call it in the report.
 
     Returns:
-      The executable, which takes arguments of these shapes alone, and the report.
+      The executable, which takes only arguments of these shapes, and the report.
 
     >>> double, report = compile_in_stages(jax.jit(lambda x: 2 * x), 1.0, name="double")
     >>> float(double(3.0)), report.name
@@ -138,7 +138,7 @@ def compile_in_stages(jitted: Any, *args: Any, name: str, **kwargs: Any) -> tupl
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function on its way to a program: StableHLO, not yet seen by XLA."""
+    """A function lowered to StableHLO, not yet compiled by XLA."""
 
     lowered: jax.stages.Lowered
     trace_s: float
@@ -182,14 +182,14 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:
-    """Where a program runs; None if it returns nothing to tell by."""
+    """The platform that a program runs on; None if it returns nothing that tells."""
     shardings = jax.tree.leaves(compiled.output_shardings)
     return next(iter(shardings[0].device_set)).platform if shardings else None
 
 
 @contextlib.contextmanager
 def _count_cache_hits() -> Iterator[list[str]]:
-    """Collects this thread's hits of the persistent cache."""
+    """Collects this thread's hits in the persistent cache."""
     hits: list[str] = []
     thread = threading.get_ident()
 
@@ -206,10 +206,10 @@ def _count_cache_hits() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
-    """Tells of everything that is compiled inside, cache hits too, by whichever thread.
+    """Calls a function for everything that is compiled inside, by any thread. Cache hits count.
 
     Args:
-      on_compiled: told the name of the jitted function, and XLA's seconds, by the thread that compiles.
+      on_compiled: called in the compiling thread with the name of the jitted function and XLA's seconds.
     """
 
     def listen(event: str, duration_secs: float, **metadata: Any) -> None:
@@ -225,7 +225,7 @@ def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[No
 
 @contextlib.contextmanager
 def count_compilations() -> Iterator[Counter[str]]:
-    """Counts what is compiled inside, cache hits too, by the name of the jitted function.
+    """Counts what is compiled inside by the name of the jitted function. Cache hits count.
 
     >>> with count_compilations() as counts:
     ...     _ = jax.jit(lambda x: x + 1)(1.0)

@@ -1,4 +1,4 @@
-"""Compiles one config's training step, and says all that can be known of it without running it."""
+"""Compiles the training step of a config, and gathers what is known about it without running it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainer.step.sharding import make_mesh
 
 @dataclass(frozen=True)
 class ProgramSize:
-    """How large the program is on its way through the compiler."""
+    """Sizes of the program before and after the compiler."""
 
     stablehlo_bytes: int
-    """Of the text that XLA is given."""
+    """Of the text that XLA gets."""
     hlo_bytes: int
     """Of the optimized HLO's text."""
     num_hlo_instructions: int
@@ -45,19 +45,19 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What is known of a training step once it is compiled, or refused for lack of memory."""
+    """What is known about a training step that was compiled, or refused for lack of memory."""
 
     platform: str
     device_kind: str
     num_devices: int
-    """That there are."""
+    """Devices that there are."""
     mesh: dict[str, int]
     """Sizes of the axes; their product is the number of devices used."""
     num_parameters: int
     tokens_per_step: int
     attention: tuple[AttentionPlan, ...]
     compiled: CompileReport
-    """What compiling cost, as a run tells it; up to the refusal, without memory, if the program was refused."""
+    """What compiling cost. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
     """None: refused."""
     collectives: tuple[CollectiveTotal, ...]
@@ -76,7 +76,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
 
     Args:
       config: the experiment.
-      devices: what to compile for, the mesh taking the first of them; None: JAX's own.
+      devices: what to compile for; the mesh takes the first of them. None: JAX's own.
 
     Raises:
       UserMistake: the mesh doesn't fit the devices, or the attention backend can't serve a mask.
@@ -105,7 +105,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         compiled = CompileReport("train_step", lowering.trace_s, lowering.lower_s, refused_after_s, False, None)
         fit = judge_refusal(refusal, available)
     host = HostMemory(start, lower, peak_resident_bytes())
-    # The texts come after the peak has been read, since they take memory as well.
+    # Making the texts takes memory too, so the peak is read first.
     size, collectives = (None, ()) if program is None else _read_program(lowering, program)
     return StepProfile(
         platform=device.platform,
@@ -132,6 +132,6 @@ def _read_program(lowering: Lowering, compiled: jax.stages.Compiled) -> tuple[Pr
 
 
 def _first_lines(message: str, num_lines: int = 6, width: int = 300) -> str:
-    """What a person can read of a compiler's error."""
+    """The first lines of a compiler's error, cut to a readable size."""
     lines = [line[:width] for line in message.splitlines() if line.strip()]
     return "\n  ".join(lines[:num_lines] + (["…"] if len(lines) > num_lines else []))

@@ -1,4 +1,4 @@
-"""TPUs that aren't there: the names of their topologies, their memory, and what libtpu must be told to compile for one.
+"""TPUs that aren't there: names of their topologies, their memory, and how libtpu is told to compile for one.
 
 A topology's name is libtpu's: the generation and the shape of the slice in chips, such as v5p:2x2x1.
 """
@@ -27,7 +27,7 @@ class Generation:
     accelerator: str
     """In the names of accelerator types."""
     cores_per_chip: int
-    """As accelerator types count: v5p-8 has 4 chips, v6e-4 as well."""
+    """As accelerator types count them: v5p-8 has 4 chips, and so has v6e-4."""
     device_kind: str
     """What JAX calls one device."""
     num_dims: int
@@ -37,9 +37,9 @@ class Generation:
     memory_gib: float
     """HBM of one JAX device, as documented."""
     usable_gib: float
-    """What libtpu leaves a program of it (0.0.42 and 0.0.48; it says so when it refuses one)."""
+    """The part that libtpu leaves for a program, as libtpu 0.0.42 and 0.0.48 say when they refuse one."""
     options: tuple[tuple[str, str], ...] = ()
-    """What makes libtpu's devices those that JAX has on the real machine."""
+    """Options with which libtpu's devices are those that JAX has on the real machine."""
 
 
 # memory_gib: docs.cloud.google.com/tpu/docs/v4, …/v5e, …/v5p, …/v6e and …/tpu7x, "HBM capacity". A v4 or v5p chip is
@@ -99,7 +99,7 @@ class Topology:
         return f"{self.generation.accelerator}-{self.num_chips * self.generation.cores_per_chip}"
 
     def environment(self) -> dict[str, str]:
-        """What has to stand in a process's environment before it loads libtpu, which would else look for the TPU."""
+        """The environment that a process needs before it loads libtpu, which would otherwise look for the TPU."""
         return {
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": self.accelerator_type,
@@ -109,7 +109,7 @@ class Topology:
         }
 
     def devices(self) -> list[Any]:
-        """Its devices, which programs can be compiled for, but not run on; in a process with `environment()`.
+        """Its devices. Programs can be compiled for them, but not run, in a process with `environment()`.
 
         Raises:
           UserMistake: libtpu knows no slice of this shape.
@@ -118,7 +118,7 @@ class Topology:
         from jax.experimental import topologies
 
         options: dict[str, Any] = dict(self.generation.options)
-        if self.num_chips < _CHIPS_PER_HOST:  # libtpu takes hosts for 2x2x1 unless told otherwise
+        if self.num_chips < _CHIPS_PER_HOST:  # libtpu assumes hosts of 2x2x1 by default
             options["chips_per_host_bounds"] = (*self.shape, 1, 1)[:3]
         try:
             topology = topologies.get_topology_desc(topology_name=self.name, platform="tpu", **options)
@@ -127,7 +127,7 @@ class Topology:
                 f"topology {self.name!r}: libtpu knows none of this shape ({str(error).partition(': ')[2]}); "
                 f"for example {', '.join(self.generation.examples)}"
             ) from error
-        # By id, since libtpu compiles a program of n devices as if they were the first n.
+        # Sorted, since libtpu compiles a program of n devices for the first n.
         return sorted(topology.devices, key=lambda device: device.id)
 
 

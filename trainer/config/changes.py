@@ -1,7 +1,7 @@
 """What may change in a config when a run resumes, and how each change is told and kept.
 
-Whatever can be meant may change: later steps then follow the new config, and the change is recorded with the step
-that it follows. What can't be meant (another model, another tokenizer) is refused.
+A change that makes sense is allowed: later steps follow the new config, and the change is recorded with the step after
+which it was made. A change that makes none (another model, another tokenizer) is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from trainer.config.file import config_from_json, config_to_json, flag_types
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
-Kind = Literal["free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "tokenizer", "seed"]
+Aspect = Literal["free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "tokenizer", "seed"]
 
-# Every field of TrainConfig has a kind; a test holds that none is forgotten.
-#   free        no parameter and no loss depends on it, but for the order of floating-point sums
+# Which aspect of a run each field of TrainConfig touches. A test checks that no field is missing.
+#   free        changes no parameter and no loss, except by the order of floating-point sums
 #   training    how later steps train
 #   schedule    the learning rate of every later step
-#   evaluation  what a validation loss is measured on, or how
-#   sequences   how documents are packed, so there is no place to go on from within an epoch
-#   corpus      says where the documents are: whether they are the same ones, the checkpoint's data state tells
+#   evaluation  which tokens a validation loss is measured on, or how
+#   sequences   how documents are packed; the run then begins a new epoch
+#   corpus      where the documents are; the checkpoint's data state tells whether they are still the same
 #   model, tokenizer, seed
 #               refused, for the reasons below
-KIND_OF_FIELD: dict[str, Kind] = {
+ASPECT_OF_FIELD: dict[str, Aspect] = {
     "name": "free",
     "description": "free",
     "num_steps": "schedule",
@@ -102,7 +102,7 @@ KIND_OF_FIELD: dict[str, Kind] = {
     "wandb.project": "free",
     "wandb.mode": "free",
 }
-_REFUSED: dict[Kind, str] = {
+_REFUSED: dict[Aspect, str] = {
     "model": "the parameters are of another model",
     "tokenizer": "the parameters were trained on other tokens",
     "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
@@ -114,7 +114,7 @@ class ConfigChange:
     """One field that changed when a run resumed."""
 
     step: int
-    """Steps behind the run: the change holds from the next one on."""
+    """Steps done before the change: it holds from the next step on."""
     field: str
     """`section.field`."""
     before: Any
@@ -123,9 +123,9 @@ class ConfigChange:
     """As a JSON value."""
 
     @property
-    def kind(self) -> Kind:
-        """What the change touches; a field that has been renamed since touches nothing any more."""
-        return KIND_OF_FIELD.get(self.field, "free")
+    def aspect(self) -> Aspect:
+        """The aspect of the run that the change touches; "free" for a field that has since been renamed."""
+        return ASPECT_OF_FIELD.get(self.field, "free")
 
     def __str__(self) -> str:
         return f"{self.field}: {self.before!r} up to step {self.step}, {self.after!r} from now on"
@@ -133,7 +133,7 @@ class ConfigChange:
 
 @dataclass(frozen=True)
 class ConfigHistory:
-    """The config of a run's next steps, and how it came to be. Each checkpoint holds one."""
+    """The config of a run's next steps, and its changes so far. Each checkpoint holds one."""
 
     config: TrainConfig
     changes: tuple[ConfigChange, ...] = ()
@@ -185,10 +185,10 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
     Raises:
       UserMistake: names each field and why it can't change.
     """
-    refused = [change for change in _changes(0, held, config) if change.kind in _REFUSED]
+    refused = [change for change in _changes(0, held, config) if change.aspect in _REFUSED]
     if refused:
         told = [f"{item.field}: {item.before} in {place}, {item.after} now" for item in refused]
-        reasons = dict.fromkeys(_REFUSED[item.kind] for item in refused)
+        reasons = dict.fromkeys(_REFUSED[item.aspect] for item in refused)
         raise UserMistake(
             "\n  ".join([f"{place} is of another config:", *told])
             + f"\n{'; '.join(reasons)}; choose another with --workdir"
@@ -196,8 +196,8 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
 
 
 def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:
-    pairs = ((name, _get(before, name), _get(after, name)) for name in flag_types())
-    return [ConfigChange(step, name, old, new) for name, old, new in pairs if old != new]
+    values = ((name, _get(before, name), _get(after, name)) for name in flag_types())
+    return [ConfigChange(step, name, old, new) for name, old, new in values if old != new]
 
 
 def _get(config: TrainConfig, name: str) -> Any:

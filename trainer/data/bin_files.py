@@ -1,7 +1,7 @@
 """The documents of pre-tokenized `.bin` files.
 
-nanoGPT puts the end-of-document token after each document, llm.c before; a document here is what lies between two of
-them, or between one and an end of the file.
+nanoGPT puts the end-of-document token after each document, llm.c before it. Here a document is what lies between two
+such tokens, or between one and an end of the file.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class BinFiles(TokenizedFiles):
 def open_bin_files(
     files: Sequence[Path], end_of_document_id: int, cache: TokenCache, on_progress: OnProgress
 ) -> BinFiles:
-    """Open files and find their documents; the first time each file is read through once.
+    """Opens files and finds their documents. The first time, each file is read through once.
 
     Args:
         files: the files, in order.
         end_of_document_id: the token that separates documents.
-        cache: where the places of the documents are kept.
-        on_progress: told, in one line, of what is assumed of files without a header, and of each that is read through.
+        cache: keeps the places of the documents.
+        on_progress: called with a line about what is assumed of files without a header, and about each file that is
+            read through.
 
     Raises:
         DataError: a file's header or size is wrong, it holds no documents, or can't be read.
@@ -57,7 +58,7 @@ def open_bin_files(
     tokens = tuple(_open(path, open_file) for path in files)
     key = cache_key(files, format=_ENTRY_FORMAT, source="bin", end_of_document_id=end_of_document_id)
     for file in tokens:
-        if not file.is_at_its_path():  # The key would tell of another file than was opened.
+        if not file.is_at_its_path():  # The key would be another file's than the one that was opened.
             raise DataError(f"{file.path} was changed while it was opened; run again")
     samples = {file.path: file[:NUM_SAMPLED_TOKENS] for file in tokens if not file.offset}
     for line in describe_assumptions(samples, end_of_document_id):
@@ -90,7 +91,7 @@ def open_bin_files(
 
 
 def check_ids(files: Sequence[Path], opened: BinFiles, vocab_size: int, remedy: str) -> None:
-    """Refuse files with an id that the vocabulary lacks.
+    """Refuses files with an id that the vocabulary doesn't have.
 
     Args:
         files: the files that were opened.

@@ -56,10 +56,10 @@ _LAYOUT_OF_MAGIC = {
 
 
 def read_layout(path: Path) -> BinLayout:
-    """Tell a file's layout by its header.
+    """Finds out a file's layout from its header.
 
     Raises:
-        DataError: the header is of another version or kind, the file's size does not match it, or it can't be read.
+        DataError: the header is of another version or format, the file's size does not match it, or it can't be read.
     """
     try:
         file = OpenFile(path)
@@ -118,16 +118,16 @@ def default_end_of_document_id(files: Sequence[Path]) -> int:
         (one, path), (other, other_path) = first_of_id.items()
         raise DataError(
             f"{path} and {other_path} come from different tokenizers (end-of-document {one} and {other}); "
-            "train on one kind"
+            "train on the files of one"
         )
     return next(iter(first_of_id))
 
 
 def describe_assumptions(samples: Mapping[Path, UInt16[np.ndarray, " N"]], end_of_document_id: int) -> Iterator[str]:
-    """What was assumed of files without a header, and warnings of those whose numbers speak against it.
+    """Lines about what was assumed of files without a header, and warnings about files whose numbers contradict that.
 
     Args:
-        samples: of each such file the first `NUM_SAMPLED_TOKENS` tokens, or all that it has.
+        samples: the first `NUM_SAMPLED_TOKENS` tokens of each such file, or all that it has.
         end_of_document_id: the token that separates documents.
     """
     if samples:
@@ -144,7 +144,7 @@ def describe_assumptions(samples: Mapping[Path, UInt16[np.ndarray, " N"]], end_o
 
 
 def _doubt(tokens: UInt16[np.ndarray, " N"]) -> str | None:
-    """Why these are hardly uint16 ids."""
+    """A reason to doubt that these are uint16 ids; None: there is none."""
     if len(tokens) < _FEWEST_SAMPLED_TOKENS:
         return None
     for order, upper, lower in (("little", tokens[1::2], tokens[::2]), ("big", tokens[::2].byteswap(), tokens[1::2])):

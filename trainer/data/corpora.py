@@ -1,4 +1,4 @@
-"""From a `DataConfig` to a corpus: its documents, split and checked, and what is known about them."""
+"""Makes a corpus from a `DataConfig`: its documents, split and checked, and what is known about them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainer.data.tokenization import document_hash, encode_documents, tokenize_
 from trainer.data.tokenizers import PretokenizedIds, Tokenizer, load_tokenizer
 from trainer.data.unigram import UnigramEstimate, estimate_unigram_entropy
 
-# Validation tokens decoded to learn how many bytes of text a token of a .bin file stands for.
+# Validation tokens that are decoded to find out how many bytes of text a token of a .bin file stands for.
 _NUM_DECODED_TOKENS = 2**20
 
-# The training files, and the validation files where the user has named them.
+# The tokenizer, the training files, and the validation files if the user has named them.
 _Loaded = tuple[Tokenizer, TokenizedFiles, TokenizedFiles | None]
 
 
@@ -37,14 +37,14 @@ class Corpus:
 
     Args:
         source: `data.source`.
-        tokenizer: made the tokens.
+        tokenizer: the tokenizer that made the tokens.
         train: documents to train on.
         validation: documents held out.
         fingerprint: hex digest of tokens, boundaries, tokenizer and split; equal on every machine that sees the
             same data, wherever it lies.
         unigram: the loss of the best model without context, on the training split.
         bytes_per_token: bytes of validation text for each target (end-of-document is a target of no bytes), which
-            turns nats per token into bits per byte; None if the text is unknown.
+            converts nats per token to bits per byte; None if the text is unknown.
     """
 
     source: str
@@ -61,7 +61,7 @@ class Corpus:
         return self.unigram.nats_per_token
 
     def summary(self) -> dict[str, Any]:
-        """Everything worth recording about the corpus, ready for JSON. Tokens count end-of-document."""
+        """What the record says about the corpus, ready for JSON. End-of-document counts as a token."""
         return {
             "source": self.source,
             "tokenizer": self.tokenizer.name,
@@ -82,7 +82,7 @@ class Corpus:
 
 
 def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress = lambda line: None) -> Corpus:
-    """Open, tokenize where needed, split and check the data of a run. Touches no device.
+    """Opens, tokenizes where needed, splits and checks the data of a run. Touches no device.
 
     Documents are held out by a hash – of the path in the standard library, of the text elsewhere, of the
     document's number in `.bin` files – so the split depends on nothing but the data and
@@ -91,7 +91,7 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
     Args:
         config: where the data is.
         vocab_size: the model's; ids must be below it.
-        on_progress: told, in one line, of work that takes long (tokenizing, first reading of `.bin` files).
+        on_progress: called with a line about work that takes long (tokenizing, the first reading of `.bin` files).
 
     Raises:
         DataError: the data cannot be trained on.
@@ -230,7 +230,7 @@ def _split(
     hashes = documents.table["hash"]
     held_out = hashes < np.uint64(int(fraction * 2**64))
     if held_out.all() or not held_out.any():
-        # Of few documents the hash may hold out none or all; the nearest to its limit goes to the other side.
+        # With few documents the hash may hold out none or all. Then the one nearest to the limit changes sides.
         few = "all" if held_out.all() else "none"
         held_out = hashes < hashes.max() if held_out.all() else hashes == hashes.min()
         on_progress(

@@ -1,4 +1,4 @@
-"""Tokenized documents with random access, wherever their tokens live.
+"""Tokenized documents with random access. Their tokens are in memory or in files.
 
 Shapes: D documents.
 """
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int32, Int64
 
 from trainer.data.token_files import TokenFile, check_tokens
 
-# One row for each document. `array` says which token array holds it, `num_bytes` is the size of its
+# One record for each document. `array` says which token array holds it, `num_bytes` is the size of its
 # UTF-8 text (-1: unknown), `hash` decides whether it is held out for validation.
 DOCUMENT_DTYPE = np.dtype(
     [("array", "<i4"), ("start", "<i8"), ("length", "<i8"), ("num_bytes", "<i8"), ("hash", "<u8")]
@@ -28,8 +28,8 @@ class Documents:
     after the first is a target: n + 1 targets.
 
     Args:
-        arrays: flat arrays of token ids; those in files are read a slice at a time.
-        table: [D] rows of `DOCUMENT_DTYPE`.
+        arrays: flat arrays of token ids. Those in files are read a slice at a time.
+        table: [D] records of `DOCUMENT_DTYPE`.
         end_of_document_id: the token eod.
     """
 
@@ -65,9 +65,9 @@ class Documents:
         Raises:
             TrainingFailed: they are in a file that has changed since it was opened.
         """
-        row = self.table[document]
-        start, length = int(row["start"]), int(row["length"])
-        return self.arrays[row["array"]][start : start + (length if num_tokens is None else min(num_tokens, length))]
+        record = self.table[document]
+        start, length = int(record["start"]), int(record["length"])
+        return self.arrays[record["array"]][start : start + (length if num_tokens is None else min(num_tokens, length))]
 
     def stream(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " L"]:
         """Part [start, stop) of one document's stream [eod, b0, …, bn-1, eod]; raises as `tokens` does."""

@@ -1,4 +1,4 @@
-"""The one exception of `trainer.data`."""
+"""The exception that `trainer.data` raises."""
 
 from trainer.errors import UserMistake
 

@@ -1,4 +1,4 @@
-"""From globs to files, and files read within bounds."""
+"""Finds the files of globs, and reads files up to a size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from trainer.data.errors import DataError
 
-_KINDS = {
+_FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -21,23 +21,23 @@ _KINDS = {
 
 
 class OpenFile:
-    """A file held open for reading, from several threads at once; closed when the last user lets go of it.
+    """A file held open for reading by several threads. It is closed when its last user lets go of it.
 
     Args:
         path: the file.
 
     Raises:
-        OSError: there is no such file, or it is none that has a size and places: a folder, a device, a pipe.
+        OSError: there is no such file, or it is a folder, a device or a pipe.
     """
 
     def __init__(self, path: Path):
         # Without O_NONBLOCK, opening a pipe waits for its other end.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        # Not `__del__`, which at Python's end may find nothing left to close with; then the system closes it.
+        # Not `__del__`: at Python's end `os` may be gone already. The system closes the file then.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         mode = self.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise OSError(0, f"it is {_kind(mode)}, not a file")
+            raise OSError(0, f"it is {_file_type(mode)}, not a file")
 
     def fileno(self) -> int:
         return self._descriptor
@@ -46,9 +46,9 @@ class OpenFile:
         return os.fstat(self._descriptor)
 
     def read(self, num_bytes: int, offset: int) -> bytes:
-        """The bytes from a place in the file on, fewer only where it ends."""
+        """Reads bytes from a place in the file on; fewer only if the file ends there."""
         data = os.pread(self._descriptor, num_bytes, offset)
-        while 0 < len(data) < num_bytes:  # At once the system reads no more than 2 GiB, a network disk maybe less.
+        while 0 < len(data) < num_bytes:  # One call reads at most 2 GiB, on a network disk perhaps less.
             more = os.pread(self._descriptor, num_bytes - len(data), offset + len(data))
             if not more:
                 break
@@ -57,15 +57,15 @@ class OpenFile:
 
 
 def printable(path: Path) -> str:
-    """A path as it can be printed, whatever bytes are in its name."""
+    """A path in a form that can be printed, whatever bytes its name has."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
 def read_at_most(path: Path, num_bytes: int) -> bytes | None:
-    """The content of a file or pipe, or None where there is more of it.
+    """The content of a file or pipe; None if it is longer than the limit.
 
     Args:
-        path: what to read; a device that never ends is left after `num_bytes`.
+        path: what to read. Of a device that never ends only `num_bytes` are read.
         num_bytes: the most that is read.
 
     Raises:
@@ -77,7 +77,7 @@ def read_at_most(path: Path, num_bytes: int) -> bytes | None:
 
 
 def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
-    """Expand globs into non-empty files, sorted by path, each once.
+    """Expands globs into non-empty files, sorted by path, each once.
 
     Args:
         patterns: globs; `**` and `~` are understood.
@@ -101,7 +101,7 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
                 any_file = True
                 file_of_target.setdefault(os.path.realpath(path), path)
             else:
-                others.append(f"{path} is {_kind(mode)}")
+                others.append(f"{path} is {_file_type(mode)}")
         if not any_file:
             raise DataError(
                 f"{field}: {pattern!r} matches no file (looked from {os.getcwd()}"
@@ -123,7 +123,7 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
 def _expand(pattern: str) -> Iterator[str]:
     """What a glob matches.
 
-    `**` enters each folder once, by whatever names: `glob` follows links in circles, and if two links do, for ever.
+    `**` enters each folder once, even if it has several names. `glob` would follow links in circles, perhaps for ever.
     """
     parts = pattern.split("/")
     if "**" not in parts:
@@ -143,5 +143,5 @@ def _expand(pattern: str) -> Iterator[str]:
             yield from _expand(f"{glob.escape(folder)}/{tail}")
 
 
-def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "something else")
+def _file_type(mode: int) -> str:
+    return _FILE_TYPES.get(stat.S_IFMT(mode), "something else")

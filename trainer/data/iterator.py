@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config import TrainConfig
 from trainer.data.corpora import Corpus
 from trainer.data.errors import DataError
-from trainer.data.packing import Batch, PackedSequences, empty_row
+from trainer.data.packing import Batch, PackedSequences, empty_sequence
 from trainer.data.token_cache import OnProgress
 from trainer.errors import UserMistake
 
 _MAX_READ_THREADS = 8
-# Half of what grain can count, so that no place is too near to the end of its endless stream.
+# Half of what grain can count, so that no place is near the end of its endless stream.
 _MAX_POSITION = 2**62
 
 
@@ -23,7 +24,7 @@ class TrainIterator:
     """Endless batches of training sequences; made by `make_train_iterator`.
 
     Every epoch visits every sequence once, in an order of its own; a batch may span two epochs, or more of them where
-    there are fewer sequences than it has rows. Batches are prepared ahead by threads, and `get_state` speaks of the
+    an epoch has fewer sequences than a batch. Batches are prepared ahead by threads, and `get_state` speaks of the
     batches handed out, not of those prepared.
 
     Attributes:
@@ -56,11 +57,11 @@ class TrainIterator:
         return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """The place in the stream, ready for JSON; a few hundred bytes, the same on every process.
+        """The place in the stream, ready for JSON. It has a few hundred bytes, and is the same on every process.
 
         `position` counts the sequences, of all epochs, before the next batch, so that batches of another size can go
-        on from there. The state also holds the tokenizer's identity, for whoever reads a checkpoint to know what its
-        ids mean.
+        on from there. The state also holds the tokenizer's identity, which tells a reader of a checkpoint what its ids
+        mean.
         """
         return {
             "stream": dict(self._stream),
@@ -70,18 +71,18 @@ class TrainIterator:
         }
 
     def set_state(self, state: Any, *, allow_changed: bool = False) -> list[str]:
-        """Go to the place that `get_state` told of; what follows is what followed there, bit for bit.
+        """Goes to a place from `get_state`. The same batches follow as did there, bit for bit.
 
-        Takes the same short time wherever the place is. The batch size may differ. Where the sequences are other ones,
-        there is no such place, and a new epoch of them begins: another sequence length always packs others, and
-        other documents are taken if `allow_changed` says so.
+        It takes the same short time for every place. The batch size may differ. If the sequences have changed, there is
+        no such place, and a new epoch begins. Another sequence length always changes them. Other documents change them
+        too, and are refused unless `allow_changed` is set.
 
         Args:
             state: JSON values.
             allow_changed: whether the documents may differ.
 
         Returns:
-            Lines that tell what couldn't go on exactly; none if everything did.
+            Lines that tell what couldn't be continued exactly; none if everything could.
 
         Raises:
             DataError: the state is no such state, or of another stream; names what differs.
@@ -108,11 +109,11 @@ class TrainIterator:
         return notes
 
     def close(self) -> None:
-        """Stop the threads that prepare batches; the iterator is of no use afterwards."""
+        """Stops the threads that prepare batches. The iterator can't be used afterwards."""
         self._batches.close()
 
     def _refuse(self, changed: list[str], state: dict[str, Any], allow_changed: bool) -> None:
-        """Refuses what a new epoch wouldn't put right."""
+        """Refuses changes that a new epoch can't make up for."""
         theirs = state["stream"]
         if "seed" in changed:
             raise DataError(
@@ -135,7 +136,7 @@ class TrainIterator:
 
 
 def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
-    """The stream, the position, and the sequences of an epoch that a state tells; None: it was saved before it did."""
+    """The stream, the position and the sequences of an epoch that a state holds. Old states lack the last: None."""
     try:
         stream = state["stream"]
         if "grain" in state:
@@ -157,6 +158,32 @@ def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
     return stream, *counts
 
 
+def make_batches(config: TrainConfig, corpus: Corpus, on_progress: OnProgress) -> tuple[TrainIterator, list[Batch]]:
+    """The training stream and the validation batches of a config.
+
+    Args:
+        config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
+        corpus: the corpus.
+        on_progress: told, in one line, if the documents fill fewer sequences than the config asks for.
+    """
+    train = make_train_iterator(
+        corpus,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        num_prefetch_batches=config.data.num_prefetch_batches,
+        on_progress=on_progress,
+    )
+    validation = make_validation_batches(
+        corpus,
+        sequence_length=config.sequence_length,
+        batch_size=config.batch_size // config.gradient_accumulation,
+        num_sequences=config.evaluation.num_sequences,
+        on_progress=on_progress,
+    )
+    return train, validation
+
+
 def make_train_iterator(
     corpus: Corpus,
     *,
@@ -168,7 +195,7 @@ def make_train_iterator(
     process_count: int = 1,
     on_progress: OnProgress = lambda line: None,
 ) -> TrainIterator:
-    """Shuffle, shard, batch and prefetch the training split, with grain.
+    """Shuffles, shards, batches and prefetches the training split, with grain.
 
     Args:
         corpus: the corpus.
@@ -179,12 +206,12 @@ def make_train_iterator(
         num_prefetch_batches: batches prepared ahead.
         process_index: which share of each batch.
         process_count: shares that each batch is split into.
-        on_progress: told, in one line, if the documents don't fill a batch, so that sequences repeat within it.
+        on_progress: called with a line if the documents don't fill a batch, so that sequences repeat within it.
 
     Raises:
         UserMistake: the batch can't be shared equally, or the seed is negative.
     """
-    # Here, because grain imports JAX and orbax (2 s), and data must be checked without them.
+    # Imported here, because grain imports JAX and Orbax, and data must be checked without them.
     import grain
 
     if batch_size % process_count:
@@ -208,7 +235,7 @@ def make_train_iterator(
             grain.MapDataset.source(sequences)
             .shuffle(seed=shuffle_seed)
             .repeat()[position + process_index :: process_count]
-            # Nothing remains of an endless stream, but unless told so grain rounds its length up past len()'s limit.
+            # The stream is endless. Without drop_remainder grain would round its length up past len()'s limit.
             .batch(batch_size // process_count, drop_remainder=True)
             .to_iter_dataset(
                 grain.ReadOptions(
@@ -230,14 +257,14 @@ def make_validation_batches(
     num_sequences: int,
     on_progress: OnProgress = lambda line: None,
 ) -> list[Batch]:
-    """The fixed validation set: the same sequences at every call, spread evenly over the packed validation split.
+    """The fixed validation set: the same sequences at every call, evenly spread over the packed validation split.
 
     Args:
         corpus: the corpus.
         sequence_length: tokens in a sequence.
-        batch_size: rows in every batch; the last is filled up with rows whose `target_mask` is all False.
+        batch_size: sequences in every batch; the last is filled up with sequences whose `target_mask` is all False.
         num_sequences: sequences in all; fewer where the validation documents don't fill as many.
-        on_progress: told, in one line, if they don't.
+        on_progress: called with a line if they don't.
     """
     sequences = PackedSequences(corpus.validation, sequence_length)
     if len(sequences) < num_sequences:
@@ -247,9 +274,9 @@ def make_validation_batches(
         )
         num_sequences = len(sequences)
     # Packing puts the longest documents first, so the first sequences would not be typical.
-    rows = [sequences[i * len(sequences) // num_sequences] for i in range(num_sequences)]
-    rows += [empty_row(sequence_length)] * (-num_sequences % batch_size)
+    chosen = [sequences[i * len(sequences) // num_sequences] for i in range(num_sequences)]
+    chosen += [empty_sequence(sequence_length)] * (-num_sequences % batch_size)
     return [
-        {name: np.stack([row[name] for row in rows[start : start + batch_size]]) for name in rows[0]}
-        for start in range(0, len(rows), batch_size)
+        {name: np.stack([sequence[name] for sequence in chosen[start : start + batch_size]]) for name in chosen[0]}
+        for start in range(0, len(chosen), batch_size)
     ]

@@ -1,7 +1,7 @@
-"""Documents packed into sequences, planned from lengths alone and built on demand.
+"""Packs documents into sequences. The plan depends on lengths alone; sequences are built on demand.
 
-A document is cut only where it is longer than a sequence, into full sequences and a remainder. The pieces are
-packed by best-fit decreasing: longest first, each into the sequence with the least room that still holds it
+A document is cut only if it is longer than a sequence: into full sequences and a remainder. The pieces are packed by
+best-fit decreasing: the longest first, each into the sequence with the least room that still holds it
 (Ding et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv:2404.10830). Attention never crosses a
 document and positions start over in each piece, so which documents share a sequence changes no prediction, and one
 plan serves every epoch; their order is what an epoch shuffles.
@@ -39,7 +39,7 @@ class Pieces:
 
 
 def cut_documents(num_targets: Int64[np.ndarray, " D"], sequence_length: int) -> Pieces:
-    """Cut documents that are longer than a sequence; leave the others whole.
+    """Cuts documents that are longer than a sequence, and leaves the others whole.
 
     Args:
         num_targets: [D] targets in each document.
@@ -55,9 +55,8 @@ def cut_documents(num_targets: Int64[np.ndarray, " D"], sequence_length: int) ->
 def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.ndarray, " P"]:
     """Best-fit decreasing bin packing.
 
-    All pieces of one length are placed together: a sequence that was the tightest fit for one of them stays the
-    tightest until it has no room for another. So the time grows with the distinct lengths, and ten million
-    documents take seconds.
+    All pieces of one length are placed together: a sequence that is the tightest fit for one of them stays the
+    tightest until it has no room for another. So the time grows with the number of distinct lengths.
 
     Args:
         lengths: [P] each at least 1 and at most `capacity`.
@@ -110,8 +109,8 @@ def pack_best_fit(lengths: Int64[np.ndarray, " P"], capacity: int) -> Int64[np.n
 class PackedSequences:
     """Random access to the packed sequences of some documents.
 
-    Each item is a batch row: arrays [T] `tokens`, `targets` (int32), `target_mask` (bool, False on padding),
-    `segment_ids` (int32; 0 on padding, pieces count from 1) and `positions` (int32, from 0 in each piece).
+    Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `target_mask` (bool; False on
+    padding), `segment_ids` (int32; 0 on padding, pieces count from 1) and `positions` (int32, from 0 in each piece).
 
     Args:
         documents: what to pack.
@@ -135,7 +134,7 @@ class PackedSequences:
         return 1 - self.documents.num_tokens / (len(self) * self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
-        row = empty_row(self.sequence_length)
+        sequence = empty_sequence(self.sequence_length)
         first = self._ends[index - 1] if index else 0
         pieces = self._pieces_by_sequence[first : self._ends[index]]
         lengths, parts = [], []
@@ -149,16 +148,16 @@ class PackedSequences:
             place = slice(offset, offset + length)
             # A stream is one token longer than its piece has targets.
             stream = streams[offset + segment - 1 : offset + segment + length]
-            row["tokens"][place], row["targets"][place] = stream[:-1], stream[1:]
-            row["target_mask"][place] = True
-            row["segment_ids"][place] = segment
-            row["positions"][place] = np.arange(length)
+            sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
+            sequence["target_mask"][place] = True
+            sequence["segment_ids"][place] = segment
+            sequence["positions"][place] = np.arange(length)
             offset += length
-        return row
+        return sequence
 
 
-def empty_row(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
-    """A row of padding."""
+def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:
+    """A sequence of padding."""
     return {
         "tokens": np.zeros(sequence_length, np.int32),
         "targets": np.zeros(sequence_length, np.int32),

@@ -38,7 +38,7 @@ def bytes_at_end(tokens: Sequence[str]) -> bytes:
 def keep_characters_apart(tokens: Sequence[str]) -> list[str]:
     """Puts an empty token between the characters that byte tokens spell.
 
-    `tokenizers`' ByteFallback decodes neighbouring byte tokens together: a single invalid byte turns all of them into
+    `tokenizers`' ByteFallback decodes neighbouring byte tokens together: a single invalid byte makes all of them
     U+FFFD, the characters before it included. An empty token ends such a run. Then each character stands for itself and
     each invalid byte is one U+FFFD, as in SentencePiece, whose tokenizers these are.
 

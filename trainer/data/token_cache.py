@@ -1,12 +1,12 @@
-"""Files derived from the corpus's files, made once and kept on disk.
+"""A cache on the disk of files that are derived from the corpus's files.
 
 An entry is a folder named by a key. It is built beside its final place and renamed into it, so it is there
-whole or not at all; builders of one key take turns, across processes and, where the file system shares locks,
-across hosts. A killed builder's leavings are cleared by the next one.
+whole or not at all. Builders of one key wait for each other, across processes and, where the file system shares
+locks, across hosts. A killed builder's leavings are cleared by the next one.
 
-An entry says in entry.json how long each of its files is and what it hashes to, which is checked each time that it is
-opened: an entry that a disk or a person has damaged is built again. While an entry is in use its entry.json is locked,
-shared; the cache is held to its size by removing entries that nobody has locked, those unused for longest first.
+entry.json holds the length and the hash of each of an entry's files. They are checked each time that the entry is
+opened: an entry that a disk or a person has damaged is built again. While an entry is in use, its entry.json has a
+shared lock. The cache is held to its size by removing entries that nobody has locked, those unused for longest first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
 from trainer.data.token_files import TokenFile, open_tokens
 
-# Told, in one line, of work that takes long.
+# Called with a line about work that takes long.
 OnProgress = Callable[[str], None]
 
 _ABOUT = "entry.json"
@@ -39,17 +39,17 @@ _ABOUT = "entry.json"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 _CHUNK_BYTES = 8 * 2**20
 _MAX_HASH_THREADS = 8
-# Checking this much takes seconds: a core hashes about 1 GB/s, and a disk may be slower.
+# Checking more than this takes seconds, so a line tells of it.
 _BYTES_WORTH_A_NOTE = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole entry, checked. No process removes it as long as this object lives.
+    """A whole entry that was checked. No process removes it as long as this object lives.
 
     Args:
         folder: holds its files.
-        about: what its builder said of it.
+        about: what its builder returned.
         lock: its entry.json, open and locked.
     """
 
@@ -98,8 +98,8 @@ class TokenCache:
     def get_or_build(self, key: str, build: Callable[[Path], dict[str, Any]]) -> Entry:
         """The entry of a key, built first if it isn't there whole.
 
-        Checking an entry reads all of it, and hashes it with SHA-256 in several threads (each about 1 GB/s): less time
-        than a disk may take, next to nothing beside making the tokens, but minutes for terabytes.
+        Checking an entry reads all of it, and hashes it with SHA-256 in several threads. That takes far less time than
+        making the tokens, but minutes for terabytes.
 
         Args:
             key: names the entry; must differ whenever the content would.
@@ -251,8 +251,8 @@ def _measure(path: Path) -> dict[str, Any]:
 def _exclusive(path: Path, flags: int = 0) -> Iterator[None]:
     """Holds a file's lock. The file may be removed by whoever held it before, so it is then made anew.
 
-    Where the file system has no locks, builders don't take turns. One that asks not to wait (LOCK_NB), to remove what
-    nobody uses, can't know that and gets the OSError.
+    Where the file system has no locks, builders don't wait for each other. One that asks not to wait (LOCK_NB), to
+    remove what nobody uses, can't know that and gets the OSError.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

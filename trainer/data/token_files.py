@@ -1,7 +1,7 @@
-"""Tokens in files, read when they are asked for and never taken unchecked.
+"""Tokens in files. They are read when they are needed, and checked after every read.
 
-A memory map would end the process without a word (SIGBUS) where a file shrinks, and would hand out whatever another
-program writes into it. So each part is read by itself, after which the file must still be the one that was opened.
+A memory map would end the process without a word (SIGBUS) when a file shrinks, and would return whatever another
+program writes into it. So each part is read separately, and then the file must still be the one that was opened.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class TokenFile:
 
 
 def check_tokens(parts: Sequence[tuple[TokenFile, np.ndarray]]) -> None:
-    """Checks what was read of some files, after all was read: cheaper than after each part.
+    """Checks what was read of some files. One check after all reads is cheaper than one after each.
 
     Args:
         parts: files, and tokens that were read of them.
@@ -155,5 +155,5 @@ def open_tokens(
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """What tells a file from the same one written anew or to: its number on the disk, size and time of last change."""
+    """What changes when a file is replaced or written to: its inode, its size and the time of its last change."""
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,4 +1,4 @@
-"""Files of text → documents of token ids, in memory or in an entry of the token cache.
+"""Makes documents of token ids from files of text, in memory or in an entry of the token cache.
 
 An entry holds tokens.bin (the ids of all documents, flat) and documents.npy (their table).
 """
@@ -19,7 +19,7 @@ from trainer.data.readers import read_documents
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.tokenizers import Tokenizer, token_dtype
 
-# Part of every key: entries of another layout, or cut by another rule, are another entry.
+# Part of every key. It changes with the layout of entries and with the rules by which documents are cut.
 _ENTRY_FORMAT = 2
 # Text handed to the tokenizer at a time: enough to keep its threads busy, little next to a model.
 _CHUNK_BYTES = 4 * 2**20
@@ -34,10 +34,10 @@ def document_hash(identity: bytes) -> int:
 def encode_documents(
     documents: Iterable[tuple[bytes, int]], tokenizer: Tokenizer
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Tokenize (text, hash) pairs, a chunk at a time.
+    """Tokenize documents, given as (text, hash), a chunk at a time.
 
     Returns:
-        For each chunk, in order: its documents' tokens, flat, and their rows of `DOCUMENT_DTYPE`, which place
+        For each chunk, in order: its documents' tokens, flat, and their records of `DOCUMENT_DTYPE`, which place
         them in the tokens of all chunks. Documents without tokens are passed over.
     """
     num_tokens = 0

@@ -69,7 +69,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @contextlib.contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Turns what the library raises into a `DataError` that begins with `what`.
+    """Raises a `DataError` that begins with `what` in the place of what the library raises.
 
     It raises bare Exception, and where its Rust code panics – at a regular expression that takes too long, say – a
     class of its own that is no Exception.

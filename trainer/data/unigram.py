@@ -1,4 +1,4 @@
-"""The entropy of single tokens: what a model that ignores context can reach at best."""
+"""The entropy of single tokens: the best loss of a model that ignores context."""
 
 from __future__ import annotations
 

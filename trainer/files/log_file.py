@@ -1,6 +1,6 @@
-"""Log files that may fail to be written: on a full disk, training goes on, and the lines wait in memory.
+"""Log files whose writes may fail: on a full disk training goes on, and the lines wait in memory.
 
-A failure is told once, with the file and the reason, and so is the first success after it.
+The first failure is told, with the file and the reason, and so is the first success after it.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from trainer.files.atomic import write_atomically
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes
 
-# What waits for a disk with room: some 200,000 lines of metrics.
+# The most that waits for a disk with room: some 200,000 lines of metrics.
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 
 class LogWrites:
-    """Tries to write a file, and tells when that begins to fail and when it works again.
+    """Tries to write a file. It tells when that begins to fail and when it works again.
 
     Args:
       path: of the file, for the messages.
@@ -41,7 +41,7 @@ class LogWrites:
             self.failure = error.strerror or str(error)
         else:
             self.failure = None
-        # Told last: a console that fails, too, must find everything in order.
+        # Told last: the console may fail too, and everything must be in order then.
         if self.failure and not before:
             self._console.warning(
                 f"{self._path} can't be written: {self.failure}; training goes on, and the next write tries again"
@@ -52,24 +52,27 @@ class LogWrites:
 
 
 class AppendedLog:
-    """A file that grows by whole entries, each handed to the operating system at once.
+    """A file that grows by whole entries. The operating system gets each entry at once.
 
-    Entries that can't be written wait in memory, `MAX_WAITING_BYTES` of them, and are written in their order as soon as
-    that works. An entry that was written in part is cut off again.
+    Entries that can't be written wait in memory, up to `MAX_WAITING_BYTES`, and are written in order as soon as that
+    works. An entry that was written in part is cut off again.
 
     Args:
       path: the file; its folder is made if missing.
-      content: what the file begins with, in the place of what it held: written whole or, for now, not at all.
+      content: called for what the file begins with, which replaces what it held. It is written whole or not at all; if
+        not, the next `append` calls again.
       console: told of failures.
       replaces: files that are removed once the content is on the disk.
     """
 
-    def __init__(self, path: Path, content: bytes, console: Console, replaces: Sequence[Path] = ()):
+    def __init__(
+        self, path: Path, content: Callable[[], Iterable[bytes]], console: Console, replaces: Sequence[Path] = ()
+    ):
         self._path, self._console, self._replaces = path, console, tuple(replaces)
-        self._content: bytes | None = content
+        self._content: Callable[[], Iterable[bytes]] | None = content
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
-        self._whole_length: int | None = None  # to which the file is cut; None: it holds whole entries alone
+        self._whole_length: int | None = None  # the length to cut the file to; None: it holds only whole entries
         self._has_dropped = False
         self._writes = LogWrites(path, console)
         self._writes.attempt(self._write)
@@ -88,7 +91,7 @@ class AppendedLog:
                 self._console.warning(f"{self._path}: more than {limit} wait to be written; the oldest are lost")
 
     def close(self) -> None:
-        """Tries a last time to write what waits, and tells if that is lost."""
+        """Tries a last time to write what waits; warns if it is lost."""
         if not self._writes.attempt(self._write):
             lost = f"its last {len(self._waiting)} entries" if self._content is None else "what this attempt logged"
             self._console.warning(f"{self._path} is left without {lost}: {self._writes.failure}")
@@ -96,8 +99,8 @@ class AppendedLog:
     def _write(self) -> None:
         if self._content is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A name that TensorBoard, which reads whatever is called *tfevents*, leaves alone.
-            write_atomically(self._path, self._content, unfinished=self._path.with_name("unfinished.tmp"))
+            # TensorBoard reads every file with "tfevents" in its name, so the unfinished file has another name.
+            write_atomically(self._path, self._content(), unfinished=self._path.with_name("unfinished.tmp"))
             self._content = None
             for path in self._replaces:
                 with contextlib.suppress(OSError):  # the next attempt tries again
@@ -105,7 +108,7 @@ class AppendedLog:
         if not self._waiting:
             return
         try:
-            # Opened anew each time, so that a file that was moved away or lost its server is found again.
+            # Opened anew each time, in case the file was moved away or its server was gone for a while.
             with self._path.open("ab", buffering=0) as file:
                 self._cut(file.fileno())
                 self._whole_length = os.fstat(file.fileno()).st_size

@@ -1,1 +1,1 @@
-"""Who hears of a run: console, record, metrics, TensorBoard, Weights & Biases. `listeners.py` makes the list."""
+"""The observers of a run: console, record, metrics, TensorBoard, Weights & Biases. `listeners.py` makes the list."""

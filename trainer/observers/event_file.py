@@ -1,19 +1,20 @@
-"""TensorBoard's event files, written without a queue or a thread: what `write` is given is in the file when it returns.
+"""TensorBoard's event files, written without a queue or a thread: an event is in the file when `write` returns.
 
-An attempt begins one new file with everything that its run has logged so far and then removes the files of the attempts
-before it, so that TensorBoard shows a run as it is, not as its kills and resumptions left it. Files are numbered:
-TensorBoard reads them in the order of their names, and a number is higher than every earlier one even where the clock
-has stepped back. The number is otherwise the Unix time, as it is in TensorBoard's own files.
+An attempt begins one new file with everything that its run has logged so far, and then removes the files of earlier
+attempts. So TensorBoard shows the run without the traces of kills and resumptions. TensorBoard reads files in the order
+of their names, which hold a number: the Unix time, as in TensorBoard's own files, or more where an earlier file's
+number is not lower.
 
 A file is a sequence of records: the length of an event, that length's checksum, the event, its checksum.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -32,26 +33,30 @@ class EventLog:
     """The event file of one attempt.
 
     Args:
-      folder: of the event files; made if missing. Files that others put there are left alone.
-      events: what the run has logged so far, with steps that grow for each tag.
-      console: told of failures.
+      folder: of the event files. It is made if missing. Files that others put there are left alone.
+      events: called for what the run has logged so far, with steps that grow for each tag.
+      console: warned of failures.
     """
 
-    def __init__(self, folder: Path, events: Iterable[Event], console: Console):
+    def __init__(self, folder: Path, events: Callable[[], Iterable[Event]], console: Console):
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         newest = max((int(number) for name in names for number in _NUMBER.findall(name)), default=0)
         path = folder / f"events.out.tfevents.{max(int(time.time()), newest + 1):010d}.flax-longcontext"
         now = time.time()
         opening = (
             Event(wall_time=now, file_version="brain.Event:2"),
-            # A TensorBoard that has been showing the run drops what it has read.
+            # It makes a TensorBoard that is showing the run drop what it has read.
             Event(wall_time=now, session_log=SessionLog(status=SessionLog.START)),
         )
-        content = b"".join(map(_to_record, (*opening, *events)))
-        self._file = AppendedLog(path, content, console, replaces=event_files(folder))
+        self._file = AppendedLog(
+            path,
+            lambda: map(_to_record, itertools.chain(opening, events())),
+            console,
+            replaces=event_files(folder),
+        )
 
     def write(self, events: Iterable[Event]) -> None:
-        """Appends events; the operating system has them then."""
+        """Appends events. The operating system then has them."""
         self._file.append(*map(_to_record, events))
 
     def close(self) -> None:
@@ -63,7 +68,7 @@ def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
 
     Args:
       values: tag → number.
-      step: where they stand on the horizontal axis.
+      step: their place on the horizontal axis.
       at: when they were measured, Unix time in seconds.
     """
     summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
@@ -71,7 +76,7 @@ def scalars(values: Mapping[str, float], step: int, at: float) -> Event:
 
 
 def text(tag: str, markdown: str, step: int, at: float) -> Event:
-    """A text; TensorBoard shows it as Markdown."""
+    """A text, which TensorBoard shows as Markdown."""
     return Event(wall_time=at, step=step, summary=text_summary(tag, markdown))
 
 
@@ -84,16 +89,18 @@ def event_files(folder: Path) -> list[Path]:
 
 def read_events(path: Path, tag_prefix: str) -> Iterator[Event]:
     """The events of a file that hold a tag with this prefix, up to the first that is damaged or cut short."""
-    content, start, wanted = memoryview(path.read_bytes()), 0, tag_prefix.encode()
-    while start + 12 <= len(content):
-        (length,) = struct.unpack_from("<Q", content, start)
-        record = bytes(content[start : start + length + 16])
-        event = record[12:-4]
-        if wanted in event:  # the checksums of all others would take long
-            if record != _framed(event):
+    wanted, size = tag_prefix.encode(), path.stat().st_size
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack_from("<Q", header)
+            if length > size:
                 return
-            yield Event.FromString(event)
-        start += length + 16
+            rest = file.read(length + 4)
+            event = rest[:-4]
+            if wanted in event:  # to check the others' checksums would take long
+                if header + rest != _framed(event):
+                    return
+                yield Event.FromString(event)
 
 
 def _to_record(event: Event) -> bytes:

@@ -1,10 +1,10 @@
-"""Who listens to a run: the one list of observers."""
+"""Makes the one list of a run's observers."""
 
 from __future__ import annotations
 
 from trainer.compile.history import CompileHistory
 from trainer.config import TrainConfig
-from trainer.observers.console import ConsoleLines
+from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.metrics import MetricsFile
 from trainer.observers.observer import Observer, Observers
 from trainer.observers.record import RecordUpdates, RunRecord
@@ -24,19 +24,19 @@ def make_observers(
     history: CompileHistory,
     times: StepTimes,
 ) -> Observers:
-    """Everybody who listens to a run.
+    """All observers of a run.
 
     Args:
-      config: the experiment, which says whether Weights & Biases does.
+      config: the experiment. It says whether Weights & Biases is used.
       workdir: where the logs lie.
-      console, record: told of everything.
-      history: what the run compiles, for the record.
+      console, record: of the run.
+      history: of what the run compiles, for the record.
       times: of its steps, for the record.
 
     Raises:
       UserMistake: what the config asks for isn't installed.
     """
-    # The metrics come before the record: once that has `compile`, the next attempt knows that the log is this one's.
+    # The metrics come before the record: a record with `compile` tells the next attempt that the log is this attempt's.
     observers: list[Observer] = [MetricsFile(workdir.metrics, console), TensorBoard(workdir.tensorboard, console)]
     if config.wandb.project is not None:
         observers.append(WeightsAndBiases(config, workdir.path))

@@ -1,15 +1,13 @@
-"""The losses of a run as a picture, for whoever has no TensorBoard at hand."""
+"""Draws the losses of a run as a picture, for somebody without TensorBoard at hand."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import sys
 from pathlib import Path
-from typing import Any
 
 from trainer.files.atomic import write_atomically
-from trainer.observers.metrics import read_rows
+from trainer.observers.metrics import read_entries
 from trainer.observers.observer import VALIDATION_LOSS
 
 _SIZE_INCHES = (8.0, 4.5)
@@ -22,22 +20,21 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     Args:
       metrics: the run's `metrics.jsonl`. Lines that don't read and losses that aren't finite are left out.
       picture: PNG file, written whole or not at all.
-      title: what stands above.
-      unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line to compare with.
+      title: of the picture.
+      unigram_nats_per_token: entropy of the corpus's single tokens, drawn as a line for comparison.
 
     Returns:
-      Whether there is a picture: not without matplotlib (the `plots` extra), nor without a loss.
+      Whether a picture was drawn. That takes matplotlib (the `plots` extra) and at least one loss.
 
     Raises:
       OSError: the file can't be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False
-    rows, _ = read_rows(metrics, sys.maxsize)
-    training, validation = _points(rows, "loss"), _points(rows, VALIDATION_LOSS)
+    training, validation = _points(metrics, "loss"), _points(metrics, VALIDATION_LOSS)
     if not training and not validation:
         return False
-    # Not pyplot, which keeps figures and a backend for the whole process.
+    # pyplot would keep figures and a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -58,6 +55,6 @@ def draw_losses(metrics: Path, picture: Path, *, title: str, unigram_nats_per_to
     return True
 
 
-def _points(rows: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) of each row that has a number of this name."""
-    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+def _points(metrics: Path, name: str) -> list[tuple[float, float]]:
+    """(step, value) of each entry that has a number of this name."""
+    return [(entry["step"], entry[name]) for entry in read_entries(metrics) if entry.get(name) is not None]

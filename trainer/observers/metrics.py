@@ -1,17 +1,18 @@
 """`metrics.jsonl`: the losses and speeds of a run, for programs.
 
-It has one line for each step, `{"step": 7, "loss": 3.2, …}`, the last of a log window with that window's speed, and one
-for each evaluation, `{"step": 100, "validation_nats_per_token": 3.1, …}`. A value that isn't finite is null. A step
-that waited for a program to be compiled again has those seconds as `recompile_s`, which no other has. `time` is when
-the line was logged: Unix time in seconds.
+Each step has one line, `{"step": 7, "loss": 3.2, …}`. The last step of a log window also has the window's speed. Each
+evaluation has a line too, `{"step": 100, "validation_nats_per_token": 3.1, …}`. A value that isn't finite is null.
+`recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
+waited. `time` is when the line was logged, in Unix seconds.
 
-This file is what counts: an attempt cuts off what lies after the step that it goes on from, and TensorBoard's files are
-made anew from the lines that remain. On a full disk lines wait in memory (`trainer/files/log_file.py`): a process that
-is killed then takes them along.
+This file is the run's one log. An attempt cuts off what lies after the step that it resumes from, and makes
+TensorBoard's files anew from the lines that remain. On a full disk lines wait in memory (`trainer/files/log_file.py`):
+a process that is killed then loses them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
@@ -20,19 +21,54 @@ from typing import Any
 
 from trainer.files.atomic import set_aside
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import VALIDATION_LOSS, Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
-# A row has a few hundred.
-_MAX_ROW_BYTES = 65_536
+# A longer line is no entry, which has a few hundred bytes.
+_MAX_ENTRY_BYTES = 65_536
+
+
+class LoggedEntries:
+    """What earlier attempts have logged up to a step. Each iteration reads the file, so that no list is kept.
+
+    The file is read once to begin with. If it has damaged lines, it is set aside as it is, with a warning, and read
+    there. A last line that a kill cut short is no damage: its step is after the checkpoint, or that would not exist.
+
+    Args:
+      metrics: path of `metrics.jsonl`, which need not exist.
+      last_step: of the entries; 0: none.
+      console: warned.
+    """
+
+    def __init__(self, metrics: Path, last_step: int, console: Console):
+        self._path, self._last_step, self._num_entries = metrics, last_step, 0
+        self.evaluations: dict[int, LogEntry] = {}
+        """The evaluations among them, by step."""
+        num_unreadable = 0
+        for entry, is_whole in _parse_lines(metrics) if last_step > 0 else ():
+            num_unreadable += entry is None and is_whole
+            if entry is not None and entry["step"] <= last_step:
+                self._num_entries += 1
+                if VALIDATION_LOSS in entry:
+                    self.evaluations[entry["step"]] = entry
+        if num_unreadable:
+            self._path = set_aside(metrics, "damaged")
+            console.warning(
+                f"{metrics}: {num_unreadable} unreadable lines are left out; {self._path.name} has them all"
+            )
+
+    def __iter__(self) -> Iterator[LogEntry]:
+        # Counted, since this attempt may log another evaluation of the last step.
+        logged = (entry for entry in read_entries(self._path) if entry["step"] <= self._last_step)
+        return itertools.islice(logged, self._num_entries)
 
 
 class MetricsFile(Observer):
-    """Appends the rows of steps and evaluations.
+    """Appends an entry for each step and each evaluation.
 
     Args:
       path: of `metrics.jsonl`.
-      console: told when it can't be written.
+      console: warned when it can't be written.
     """
 
     def __init__(self, path: Path, console: Console):
@@ -40,83 +76,58 @@ class MetricsFile(Observer):
         self._log: AppendedLog | None = None
 
     def started(self, start: Start) -> None:
-        self._log = AppendedLog(self._path, b"".join(map(_to_line, start.rows)), self._console)
+        self._log = AppendedLog(self._path, lambda: map(_to_line, start.entries), self._console)
 
-    def window(self, window: Window) -> None:
-        self.write(window.rows)
+    def window(self, window: LogWindow) -> None:
+        self.write(window.entries)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        self.write([evaluated.row])
+        self.write([evaluated.entry])
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Appends rows; the operating system has them then, whatever becomes of this process."""
+    def write(self, entries: Iterable[LogEntry]) -> None:
+        """Appends entries. The operating system then has them, whatever becomes of this process."""
         assert self._log is not None, "written before the start"
-        self._log.append(*map(_to_line, rows))
+        self._log.append(*map(_to_line, entries))
 
     def close(self) -> None:
         if self._log is not None:
             self._log.close()
 
 
-def read_logged_rows(metrics: Path, last_step: int, console: Console) -> list[dict[str, Any]]:
-    """What earlier attempts have logged up to a step. A file with damaged lines is set aside as it is, and that told.
-
-    Args:
-      metrics: path of `metrics.jsonl`.
-      last_step: of the rows; 0: none.
-      console: told.
-    """
-    rows, num_unreadable = read_rows(metrics, last_step)
-    if num_unreadable:
-        whole = set_aside(metrics, "damaged")
-        console.warning(f"{metrics}: {num_unreadable} unreadable lines are left out; {whole.name} has them all")
-    return rows
-
-
 def last_logged_step(metrics: Path) -> int:
     """The last step in `metrics.jsonl`; 0 if there is none."""
-    return max((row["step"] for row, _ in _parse_lines(metrics) if row is not None), default=0)
+    return max((entry["step"] for entry in read_entries(metrics)), default=0)
 
 
-def _to_line(row: Row) -> bytes:
-    return json.dumps(row).encode() + b"\n"
+def read_entries(metrics: Path) -> Iterator[dict[str, Any]]:
+    """The entries of `metrics.jsonl`, one at a time. Lines that are none are left out; there need be no file."""
+    return (entry for entry, _ in _parse_lines(metrics) if entry is not None)
 
 
-def read_rows(metrics: Path, last_step: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of `metrics.jsonl` up to a step, none if there is no file, and how many lines are none.
-
-    A last line that a kill cut short isn't counted: it is after that step, or the checkpoint would not exist.
-    """
-    if last_step == 0:
-        return [], 0
-    rows, num_unreadable = [], 0
-    for row, is_whole in _parse_lines(metrics):
-        if row is not None and row["step"] <= last_step:
-            rows.append(row)
-        num_unreadable += row is None and is_whole
-    return rows, num_unreadable
+def _to_line(entry: LogEntry) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _parse_lines(metrics: Path) -> Iterator[tuple[dict[str, Any] | None, bool]]:
-    """Of each line its row, None if it is none, and whether the line has its end; nothing if there is no file.
+    """Yields (entry, whether the line is whole) for each line; the entry is None if the line is no entry.
 
-    What is too long for a row comes in pieces, of which the last one has the end.
+    A line that is too long for an entry comes in pieces. Only the last piece is whole.
     """
     if not metrics.exists():
         return
     with metrics.open("rb") as file:
-        while line := file.readline(_MAX_ROW_BYTES):
-            yield _parse_row(line), line.endswith(b"\n")
+        while line := file.readline(_MAX_ENTRY_BYTES):
+            yield _parse_entry(line), line.endswith(b"\n")
 
 
-def _parse_row(line: bytes) -> dict[str, Any] | None:
+def _parse_entry(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        entry = json.loads(line)
     except (ValueError, RecursionError):  # ValueError: not UTF-8, or not JSON
         return None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 0:
         return None
-    return row if all(value is None or _is_number(value) for value in row.values()) else None
+    return entry if all(value is None or _is_number(value) for value in entry.values()) else None
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What somebody may want to do with a run that has ended, as commands to copy."""
+"""Commands to copy for what a user may want to do with a run that has ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.workdir import Workdir
 
 
 def next_commands(config: TrainConfig, workdir: Workdir, *, has_checkpoint: bool) -> list[str]:
-    """The commands that continue a text, which takes a checkpoint, and that show the curves."""
+    """The commands that continue a text, if there is a checkpoint, and that show the curves."""
     python, folder = _python(), shlex.quote(str(workdir.path))
     tensorboard = f"{python} -m tensorboard.main --logdir {shlex.quote(str(workdir.tensorboard))}"
     if importlib.util.find_spec("tensorboard") is None:
@@ -34,7 +34,7 @@ def _can_sample(config: TrainConfig) -> bool:
 
 
 def _python() -> str:
-    """How to call this very Python: `make train` leaves it in an environment that may not be active."""
+    """The command for this Python. `make train` runs it from an environment that may not be active."""
     found = shutil.which("python")
     is_this = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)
     return "python" if is_this else shlex.quote(sys.executable)

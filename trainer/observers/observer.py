@@ -1,10 +1,10 @@
-"""What a run tells of itself, and to whom: events, and the observers that hear them."""
+"""The events of a run, and the observers that are told of them."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +15,15 @@ from trainer.evaluate import Evaluation
 
 VALIDATION_LOSS = "validation_nats_per_token"
 
-Row = Mapping[str, Any]
-"""What is logged of a step: `step`, `time` (Unix seconds), and numbers by name, None for one that isn't finite."""
+LogEntry = Mapping[str, Any]
+"""A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite."""
 
 
-def make_row(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
-    """A row of now.
+def make_entry(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
+    """An entry with the current time.
 
-    >>> row = make_row(3, {"loss": float("nan"), "num_targets": 7})
-    >>> row["step"], row["loss"], row["num_targets"]
+    >>> entry = make_entry(3, {"loss": float("nan"), "num_targets": 7})
+    >>> entry["step"], entry["loss"], entry["num_targets"]
     (3, None, 7)
     """
     finite = {name: value if value is None or math.isfinite(value) else None for name, value in values.items()}
@@ -32,28 +32,28 @@ def make_row(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Start:
-    """An attempt at a run, right before its first step."""
+    """An attempt at a run is about to make its first step."""
 
     step: int
-    """That it goes on from; 0 at a run's beginning."""
+    """Steps done before; 0 at the beginning of a run."""
     num_steps: int
-    """Steps that the run makes in all."""
-    rows: Sequence[Row]
-    """What earlier attempts have logged up to that step."""
+    """Steps of the whole run."""
+    entries: Iterable[LogEntry]
+    """What earlier attempts have logged up to that step. It can be iterated more than once."""
     reports: Sequence[CompileReport]
     """The programs compiled for this attempt."""
 
 
 @dataclass(frozen=True)
-class Window:
-    """The steps between two log lines. The device was idle when it began and when it ended."""
+class LogWindow:
+    """The steps between two log lines. The device was idle at the beginning and at the end."""
 
     step: int
-    """The last of them."""
+    """The last step."""
     num_steps: int
-    """Steps that the run makes in all."""
+    """Steps of the whole run."""
     loss: float
-    """Of the last of them, nats per target."""
+    """Of the last step, in nats per target."""
     step_s: float
     """Mean seconds of a step."""
     data_wait_s: float
@@ -62,10 +62,10 @@ class Window:
     mfu_causal: float
     left_s: float
     """Expected seconds to the last step."""
-    rows: Sequence[Row] = ()
+    entries: Sequence[LogEntry] = ()
     """One for each step."""
     overflow: str | None = None
-    """The first step whose loss or gradient isn't finite, in words, which ends the run; None: all are finite."""
+    """Names the first step whose loss or gradient isn't finite, which ends the run; None: all are finite."""
 
 
 @dataclass(frozen=True)
@@ -74,45 +74,45 @@ class Evaluated:
 
     step: int
     evaluation: Evaluation
-    row: Row
+    entry: LogEntry
 
     @classmethod
     def now(cls, step: int, evaluation: Evaluation) -> Evaluated:
         """A loss that was just measured."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
-        return cls(step, evaluation, make_row(step, losses))
+        return cls(step, evaluation, make_entry(step, losses))
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an attempt ended that ended well."""
+    """An attempt has ended well."""
 
     status: Literal["completed", "preempted"]
     step: int
-    """Steps behind the run."""
+    """Steps done."""
     checkpoint: Path | None
-    """The newest; None: there was nothing to save."""
-    evaluation: Row | None
+    """The newest checkpoint; None: there was nothing to save."""
+    evaluation: LogEntry | None
     """The run's newest validation losses."""
     unigram_nats_per_token: float
-    """Entropy of the corpus's single tokens, to compare with."""
+    """Entropy of the corpus's single tokens, for comparison."""
     memory: Mapping[str, int | None]
     """Peak bytes, of the host and a device."""
 
 
 class Observer:
-    """Hears what happens in a run. Each method does nothing until an observer says what it does."""
+    """Is told what happens in a run. By default each method does nothing."""
 
     def started(self, start: Start) -> None:
-        """All programs are compiled, and the first step is next."""
+        """All programs are compiled; the first step comes next."""
 
     def advanced(self, step: int) -> None:
-        """The device has finished a step."""
+        """The device has finished the steps up to this one."""
 
     def recompiled(self, recompile: Recompile) -> None:
-        """A program was compiled again, since its arguments have changed."""
+        """A program was compiled again because its arguments changed."""
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         """The steps of a window are done."""
 
     def evaluated(self, evaluated: Evaluated) -> None:
@@ -125,7 +125,7 @@ class Observer:
         """A checkpoint lies on the disk, whole."""
 
     def stopped(self) -> None:
-        """No step follows; called at every end, and possibly more than once."""
+        """No step follows. Called at every end, possibly more than once."""
 
     def finished(self, ending: Ending) -> None:
         """The attempt has ended well."""
@@ -135,7 +135,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Tells each event to several observers, in their order."""
+    """Passes each event on to several observers, in order."""
 
     def __init__(self, *observers: Observer):
         self._observers = observers
@@ -152,7 +152,7 @@ class Observers(Observer):
         for observer in self._observers:
             observer.recompiled(recompile)
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         for observer in self._observers:
             observer.window(window)
 

@@ -1,8 +1,8 @@
-"""`record.json`: what a run was, what it ran on, and what it cost to compile and to step.
+"""`record.json`: what a run was, what it ran on, and what compiling and stepping cost.
 
 `status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
-the number of steps done. An attempt that ended without a word, by SIGKILL for example, is called "killed" in the next
-attempt's `attempts`, with the last step that is known of it. `trainer/compile/history.py` says what `compile` holds.
+the number of steps done. If an attempt ended without a word, by SIGKILL for example, the next attempt's `attempts` call
+it "killed", with its last known step. `trainer/compile/history.py` says what `compile` holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
-from trainer.observers.observer import Ending, Observer, Start, Window
+from trainer.observers.observer import Ending, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.process.versions import installed_versions
@@ -32,7 +32,7 @@ from trainer.terminal.console import Console
 SCHEMA_VERSION = 1
 _UPDATE_EVERY_S = 10.0
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# What an attempt leaves behind in the next one's list of attempts.
+# The fields of an attempt that the next one keeps in its list of attempts.
 _OF_AN_ATTEMPT = (
     "status",
     "message",
@@ -48,18 +48,18 @@ _OF_AN_ATTEMPT = (
 
 
 class RunRecord:
-    """The run record, kept whole on disk: every `update` leaves the old file or the new one.
+    """The run record. Every `update` leaves either the old or the new file on the disk.
 
-    A run that is resumed keeps what its earlier attempts recorded, under `attempts`. `steps` stays the last attempt's
-    until this one has measured its own. A record that can't be written is told, and written by a later `update`.
+    `attempts` keeps what earlier attempts recorded. `steps` is the last attempt's until this one has measured its own.
+    If the record can't be written, the console is warned and a later `update` writes it.
 
     Args:
       path: of `record.json`.
       command: the command line.
       started: wall-clock time of the start, in seconds since the epoch.
       account: of this attempt's time.
-      console: told when the record can't be written, and of an earlier attempt that was killed.
-      last_logged_step: the last in the metrics log. The record of a killed attempt may be older.
+      console: warned when the record can't be written, and of an earlier attempt that was killed.
+      last_logged_step: the last step in the metrics log. A killed attempt's record may be older.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunRecord:
     ):
         self._path = path
         self._account = account
-        self._lock = threading.Lock()  # a stop signal is recorded from a thread of its own
+        self._lock = threading.Lock()  # a stop signal is recorded by another thread
         self._writes = LogWrites(path, console)
         previous = _read_previous(path, console)
         attempts = list(previous.get("attempts", []))
@@ -139,8 +139,8 @@ class RecordUpdates(Observer):
     def recompiled(self, recompile: Recompile) -> None:
         self._record.update(compile=self._history.to_json())
 
-    def window(self, window: Window) -> None:
-        # Each update waits for the disk, so a run of fast steps must not make one for every window.
+    def window(self, window: LogWindow) -> None:
+        # An update waits for the disk, so a run of fast steps can't afford one for every window.
         if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
             self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
             self._last_update = time.perf_counter()
@@ -171,7 +171,7 @@ def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 
 def measured_memory(device: jax.Device) -> dict[str, int | None]:
-    """Peak bytes so far: of this process on the host, and on one device where its runtime counts them."""
+    """Peak bytes so far, of this process on the host and of one device; None if its runtime doesn't count them."""
     stats = device.memory_stats() or {}
     return {
         "host_peak_bytes": peak_resident_bytes(),
@@ -180,7 +180,7 @@ def measured_memory(device: jax.Device) -> dict[str, int | None]:
 
 
 def _read_previous(path: Path, console: Console) -> dict[str, Any]:
-    """An earlier attempt's record. One that can't be read is set aside, not overwritten."""
+    """An earlier attempt's record. If it can't be read, it is set aside instead of overwritten."""
     if not path.exists():
         return {}
     try:
@@ -192,15 +192,15 @@ def _read_previous(path: Path, console: Console) -> dict[str, Any]:
             raise ValueError("its step is no integer")
         return record
     except (OSError, ValueError, AttributeError, RecursionError):  # AttributeError: JSON, but no object
-        with contextlib.suppress(OSError):  # what can't be renamed is told when the record can't be written
+        with contextlib.suppress(OSError):  # if it can't be renamed, the record can't be written, which is told then
             console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
         return {}
 
 
 def _killed(attempt: Mapping[str, Any], last_logged_step: int) -> dict[str, Any]:
-    """What is to be said of an attempt whose record still says that it runs."""
+    """The corrected fields of an attempt whose record still says that it is running."""
     step = attempt.get("step", 0)
-    if "compile" in attempt:  # else the log is still that of the attempt before it
+    if "compile" in attempt:  # otherwise the log is still the attempt's before it
         step = max(step, last_logged_step)
     message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
     return {"status": "killed", "step": step, "message": message}

@@ -1,4 +1,4 @@
-"""The closing summary of a run: what came out, where it lies, and what to do with it."""
+"""The closing summary of a run: its results, where they lie, and what to do with them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Summary(Observer):
     """Draws the losses and prints the summary of an attempt that has ended well.
 
     Args:
-      console: where to.
+      console: where it is printed.
       config, workdir: of the run.
-      record: tells where its time went.
+      record: holds where the time went.
     """
 
     def __init__(self, console: Console, config: TrainConfig, workdir: Workdir, record: RunRecord):
@@ -58,7 +58,7 @@ class Summary(Observer):
         self._console.closing(title, facts, commands)
 
     def _draw_losses(self, unigram_nats_per_token: float) -> bool:
-        """Whether there is a picture of the losses. It is an extra: a run that ended well doesn't fail for it."""
+        """Returns whether the losses could be drawn. A run that ended well doesn't fail if they can't."""
         picture = self._workdir.loss_picture
         try:
             return draw_losses(

@@ -1,11 +1,12 @@
-"""`tensorboard/`: what `metrics.jsonl` holds, for eyes, and what compiling cost.
+"""`tensorboard/`: shows what `metrics.jsonl` holds, and what compiling cost.
 
-That is shown as scalars, `compile/<program>/…` at the step that waited for it, and as tables, in the texts
+The cost of compiling is shown as scalars, `compile/<program>/…` at the step that waited, and as tables in the texts
 `compile/programs` and `compile/recompile`.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets")
@@ -28,7 +29,7 @@ class TensorBoard(Observer):
 
     Args:
       folder: of the event files.
-      console: told when they can't be written.
+      console: warned when they can't be written.
     """
 
     def __init__(self, folder: Path, console: Console):
@@ -38,23 +39,26 @@ class TensorBoard(Observer):
     def started(self, start: Start) -> None:
         compiled = _programs_to_events(start.reports, start.step)
         earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
-        rows = (_to_event(row) for row in start.rows)
-        self._events = EventLog(self._folder, [*earlier, *compiled, *rows], self._console)
+        self._events = EventLog(
+            self._folder,
+            lambda: itertools.chain(earlier, compiled, map(_to_event, start.entries)),
+            self._console,
+        )
 
     def recompiled(self, recompile: Recompile) -> None:
         now = time.time()
         table = text(f"{_COMPILE}recompile", recompile.to_markdown(), recompile.step, now)
         self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
 
-    def window(self, window: Window) -> None:
-        self.write(window.rows)
+    def window(self, window: LogWindow) -> None:
+        self.write(window.entries)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        self.write([evaluated.row])
+        self.write([evaluated.entry])
 
-    def write(self, rows: Iterable[Row]) -> None:
-        """Appends rows; the operating system has them then."""
-        self._write(map(_to_event, rows))
+    def write(self, entries: Iterable[LogEntry]) -> None:
+        """Appends entries. The operating system then has them."""
+        self._write(map(_to_event, entries))
 
     def close(self) -> None:
         if self._events is not None:
@@ -80,10 +84,10 @@ def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -
 
 
 def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
-    """What earlier attempts compiled, up to a step, without the points in whose place there are new ones."""
+    """What earlier attempts compiled up to a step, without the points that new ones replace."""
     replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
     kept = []
-    for path in event_files(folder)[-1:]:  # it holds what was kept of those before
+    for path in event_files(folder)[-1:]:  # it holds what was kept of the files before it
         for event in read_events(path, _COMPILE):
             values = [value for value in event.summary.value if (value.tag, event.step) not in replaced]
             del event.summary.value[:]
@@ -93,13 +97,13 @@ def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event
     return kept
 
 
-def _to_event(row: Row) -> Event:
-    values = {_tag(name): value for name, value in row.items() if name not in _NO_VALUES and value is not None}
-    return scalars(values, int(row["step"] or 0), row.get("time") or time.time())
+def _to_event(entry: LogEntry) -> Event:
+    values = {_tag(name): value for name, value in entry.items() if name not in _NO_VALUES and value is not None}
+    return scalars(values, int(entry["step"] or 0), entry.get("time") or time.time())
 
 
 def _tag(name: str) -> str:
-    """TensorBoard groups its charts by what stands before the slash."""
+    """The tag of a value. TensorBoard groups charts by the part before the slash."""
     if name.startswith("validation_"):
         return name.replace("_", "/", 1)
     return f"{'train' if name in _OF_TRAINING else 'speed'}/{name}"

@@ -13,7 +13,7 @@ Activity = Literal["compile", "data_wait", "step", "evaluation", "checkpoint"]
 
 
 class TimeAccount:
-    """Where the wall-clock time of a run went; whatever isn't measured is `other`, so that the parts sum to the whole.
+    """Accounts for the wall-clock time of a run. What isn't measured is `other`, so that the parts add up to the whole.
 
     Args:
       started: `time.perf_counter()` at the start.
@@ -33,7 +33,7 @@ class TimeAccount:
 
     @contextlib.contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:
-        """Counts the time inside as one activity's; not to be nested, but see `move`."""
+        """Counts the time inside as one activity's. Must not be nested; `move` corrects for what happens inside."""
         begun = time.perf_counter()
         try:
             yield
@@ -41,7 +41,7 @@ class TimeAccount:
             self._seconds[activity] += time.perf_counter() - begun
 
     def move(self, seconds: float, source: Activity, target: Activity) -> None:
-        """Counts as another's what went on inside an activity."""
+        """Moves seconds that were counted as one activity's to another."""
         self._seconds[source] -= seconds
         self._seconds[target] += seconds
 
@@ -61,9 +61,9 @@ class TimeAccount:
 
 
 class StepTimes:
-    """Speed of the steps of one attempt, from windows that begin and end with an idle device.
+    """Speed of an attempt's steps, from windows that begin and end with an idle device.
 
-    The first step stands alone: it pays for what happens only once (buffers, autotuning).
+    The first step is kept apart: it pays for what happens only once (buffers, autotuning).
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class StepTimes:
         Args:
           num_steps: steps in it.
           seconds: from idle device to idle device.
-          num_tokens: positions processed, padding among them.
+          num_tokens: positions processed, padding included.
           mfu: causal and noncausal model FLOPs utilisation, as fractions.
         """
         if self.first_s is None:
@@ -106,9 +106,9 @@ class StepTimes:
         return self._windows[1:] or self._windows
 
     def _by_rank(self) -> tuple[int, Callable[[int], float]]:
-        """The number of steps, and the seconds of the step of a rank, 0 for the fastest; each took its window's mean.
+        """The number of steps, and a function from a rank (0 is the fastest) to the seconds of the step of that rank.
 
-        No list of the steps is made: a long run has far more of them than windows.
+        A step counts with the mean of its window. No list of the steps is made: a long run has far more than windows.
         """
         fastest_first = sorted((seconds / num_steps, num_steps) for num_steps, seconds, *_ in self._steady())
         ends = list(itertools.accumulate(num_steps for _, num_steps in fastest_first))

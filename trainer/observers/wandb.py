@@ -1,6 +1,6 @@
-"""Weights & Biases: the same values as TensorBoard's, in a W&B run for each attempt (the `wandb` extra).
+"""Weights & Biases (the `wandb` extra): TensorBoard's values, in a W&B run for each attempt.
 
-Attempts at one run share a group, named for its workdir. W&B's own files lie in the workdir, under `wandb/`.
+The attempts at one run share a group, which is named for the workdir. W&B's own files lie in the workdir's `wandb/`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import Ending, Evaluated, Observer, Row, Start, Window
+from trainer.observers.observer import Ending, Evaluated, LogEntry, LogWindow, Observer, Start
 
 
 def require_wandb(project: str) -> None:
-    """Raises UserMistake if the `wandb` package isn't installed, which a project needs."""
+    """Raises UserMistake if the `wandb` package isn't installed."""
     if importlib.util.find_spec("wandb") is None:
         raise UserMistake(
             f"wandb.project={project!r} needs the wandb extra: `pip install -e '.[wandb]'`, "
@@ -53,7 +53,7 @@ class WeightsAndBiases(Observer):
                 dir=self._workdir,
                 mode=settings.mode,
                 config=config_to_json(self._config),
-                settings=wandb.Settings(silent=True, console="off"),  # what is printed goes to our console alone
+                settings=wandb.Settings(silent=True, console="off"),  # only our console prints
             )
         except wandb.Error as error:
             raise TrainingFailed(
@@ -64,17 +64,17 @@ class WeightsAndBiases(Observer):
             self._run.summary.update({f"compile/{report.name}": report_scalars(report)})
 
     def recompiled(self, recompile: Recompile) -> None:
-        # Logged with the row of its step: W&B drops values of a step that is behind the newest that it was told.
+        # Logged together with the entry of its step: W&B drops values of an older step than the last one logged.
         scalars = report_scalars(recompile.report).items()
         waiting = self._recompiles.setdefault(recompile.step, {})
         waiting |= {f"compile/{recompile.report.name}/{name}": value for name, value in scalars}
 
-    def window(self, window: Window) -> None:
-        for row in window.rows:
-            self._log(row)
+    def window(self, window: LogWindow) -> None:
+        for entry in window.entries:
+            self._log(entry)
 
     def evaluated(self, evaluated: Evaluated) -> None:
-        self._log(evaluated.row)
+        self._log(evaluated.entry)
 
     def saved(self, step: int, path: Path) -> None:
         self._run.summary.update({"checkpoint": str(path), "checkpoint_step": step})
@@ -85,10 +85,10 @@ class WeightsAndBiases(Observer):
         self._run = None
 
     def close(self) -> None:
-        if self._run is not None:  # it hasn't ended well
+        if self._run is not None:  # the attempt hasn't ended well
             self._run.finish(exit_code=1)
             self._run = None
 
-    def _log(self, row: Row) -> None:
-        values = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
-        self._run.log(values | self._recompiles.pop(row["step"], {}), step=row["step"])
+    def _log(self, entry: LogEntry) -> None:
+        values = {name: value for name, value in entry.items() if name not in ("step", "time") and value is not None}
+        self._run.log(values | self._recompiles.pop(entry["step"], {}), step=entry["step"])

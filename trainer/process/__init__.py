@@ -1,1 +1,1 @@
-"""The process that a run lives in: its signals, streams, memory and packages."""
+"""The process of a run: its signals, streams, memory and packages."""

@@ -1,4 +1,4 @@
-"""Commands whose reader may leave before they are done, `--help | head`, or whose output can't be written."""
+"""For commands whose reader may leave early (`--help | head`), or whose output can't be written."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Ends the process quietly, with status 0, when whoever reads its output has had enough.
+    """Ends the process quietly, with status 0, when the reader of its output leaves.
 
-    Python would end in a traceback, or complain when it flushes the output at its end. Another pipe that breaks is
-    still an error, and an exit with another status than 0 keeps it. Output that can't be written for another reason (a
-    full disk) ends the process with one message.
+    Without this, Python would end in a traceback, or complain when it flushes the output at its end. A broken pipe
+    other than the output is still an error, and an exit status other than 0 is kept. If the output can't be written for
+    another reason (a full disk), the process ends with one message.
 
     Raises:
-      SystemExit: with status 0, when a write failed because the reader had left; with 1, when it failed otherwise.
+      SystemExit: with status 0 when a write failed because the reader had left, with 1 when it failed otherwise.
     """
     try:
         ended: SystemExit | None = None
@@ -32,7 +32,7 @@ def reader_may_leave() -> Iterator[None]:
             if exit_.code:
                 raise
             ended = exit_
-        for stream in _streams():  # what is still in a buffer isn't written yet
+        for stream in _streams():  # buffers may hold text that isn't written yet
             stream.flush()
         if ended is not None:
             raise ended
@@ -49,12 +49,12 @@ def reader_may_leave() -> Iterator[None]:
     finally:
         for stream in _streams():
             if not _can_be_flushed(stream) or _reader_has_left(stream.fileno()):
-                # What is left in the buffer goes nowhere when the interpreter ends.
+                # The interpreter then flushes what is left in the buffer to nowhere.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _streams() -> list[TextIO]:
-    """The process's standard output and error, those that weren't closed by whoever started it."""
+    """Standard output and standard error, unless the process was started without them."""
     return [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
 
 

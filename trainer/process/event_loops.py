@@ -1,8 +1,8 @@
-"""Event loops that finish what was begun in them before they close.
+"""Event loops that finish their tasks before they close.
 
-Orbax writes many arrays at a time, in an event loop of its own, and closes that at the first write that fails. The
-others then have nowhere to report to: TensorStore's threads and asyncio print a traceback or a warning for each, dozens
-around the run's one message, and files are still being written after the save has failed.
+Orbax writes many arrays at a time in its own event loop, and closes the loop at the first write that fails. The other
+writes then have nowhere to report to: TensorStore's threads and asyncio print a traceback or a warning for each of
+them, around the run's one message, and files are still being written after the save has failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 
 
 class DrainingEventLoop(asyncio.SelectorEventLoop):
-    """Waits, when it is closed, for the tasks that it still has."""
+    """When it is closed, it first waits for its remaining tasks."""
 
     def close(self) -> None:
         if not self.is_closed():
@@ -20,10 +20,10 @@ class DrainingEventLoop(asyncio.SelectorEventLoop):
 
 
 def drain_event_loops() -> None:
-    """Makes every event loop of the process, from now on, a draining one; calling it again changes nothing.
+    """Makes every new event loop of the process a draining one. Calling it again changes nothing.
 
-    Orbax makes its loops by `asyncio.new_event_loop`. What that returns is the policy's to say; policies themselves are
-    deprecated since Python 3.14, to go in 3.16.
+    Orbax makes its loops with `asyncio.new_event_loop`, which asks the policy. Policies are deprecated since Python
+    3.14 and will be removed in 3.16.
     """
     asyncio.set_event_loop_policy(_DrainingPolicy())
 
@@ -34,6 +34,6 @@ class _DrainingPolicy(asyncio.DefaultEventLoopPolicy):
 
 
 async def _others_have_ended() -> None:
-    await asyncio.sleep(0)  # whoever waits for a task that has just ended hears of it
+    await asyncio.sleep(0)  # lets those who wait for a task that has just ended run first
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)

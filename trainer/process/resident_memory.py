@@ -1,4 +1,4 @@
-"""Resident memory of a process: now, and at its highest."""
+"""Resident memory of a process, now and at its peak."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def resident_bytes(pid: int | str = "self") -> int | None:
-    """What a process has resident now; None where the system doesn't tell (only Linux does), or it has ended."""
+    """Bytes that a process has resident now; None if it has ended, or the system isn't Linux and can't tell."""
     return _from_proc("VmRSS", pid)
 
 
 def peak_resident_bytes() -> int:
-    """The most that this process has had resident, since it started or since `reset_peak`."""
-    # getrusage goes on from the peak of the process that started this one, and can't be reset; /proc doesn't, and can.
+    """Most bytes that this process has had resident, since it started or since `reset_peak`."""
+    # getrusage starts from the peak of the parent process and can't be reset. /proc has neither fault.
     peak = _from_proc("VmHWM")
     if peak is not None:
         return peak
@@ -24,7 +24,7 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Begins the peak anew from what is resident now, where the system lets it (Linux)."""
+    """Resets the peak to what is resident now, where the system allows it (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 

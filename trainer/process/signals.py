@@ -1,4 +1,4 @@
-"""Stopping on SIGTERM, Ctrl-C and the loss of the terminal (SIGHUP), also while XLA compiles."""
+"""Stops on SIGTERM, Ctrl-C and the loss of the terminal (SIGHUP), even while XLA compiles."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from types import TracebackType
 from typing import Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LAST_WORD_S = 2.0  # for a disk or a terminal that hangs must not keep a process that was told to leave
+_LAST_WORD_S = 2.0  # a disk or terminal that hangs must not keep a process that was told to leave
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: run the same command again
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
 class StopRequest:
-    """Turns the first SIGTERM, SIGHUP or Ctrl-C into a request to stop, and a Ctrl-C after that into an end at once.
+    """Takes the first SIGTERM, SIGHUP or Ctrl-C as a request to stop. A Ctrl-C after that ends the process at once.
 
-    Python runs signal handlers between bytecodes of the main thread, so none would run during a step or a compilation
-    of minutes. The interpreter writes each signal's number to a wake-up socket right away, for a thread to read. A
-    process that was started to outlive its terminal (`nohup`) has SIGHUP ignored, and goes on ignoring it.
+    Python runs signal handlers between bytecodes of the main thread, so none would run during a long step or
+    compilation. Instead, the interpreter writes each signal's number to a wake-up socket right away, and a thread reads
+    it. A process that was started to outlive its terminal (`nohup`) ignores SIGHUP, and continues to.
 
     Args:
       on_request: called once, from a thread, with the signal's name.
-      on_leave: called, from a thread, before a second Ctrl-C ends the process; given two seconds.
+      on_leave: called, from a thread, before a second Ctrl-C ends the process. It gets two seconds.
     """
 
     def __init__(self, on_request: Callable[[str], None], on_leave: Callable[[], None] = lambda: None):
@@ -40,7 +40,7 @@ class StopRequest:
         return self._requested.is_set()
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a request, at most so long, and returns whether there is one."""
+        """Waits for a request for at most some seconds, and returns whether there is one."""
         return self._requested.wait(seconds)
 
     def __enter__(self) -> Self:
@@ -51,7 +51,7 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
@@ -68,7 +68,7 @@ class StopRequest:
                 continue
             if not self._requested.is_set():
                 self._requested.set()
-                # In a thread of its own: it may have to wait for a disk or a terminal, and Ctrl-C must be heard.
+                # In another thread: it may have to wait for a disk or a terminal, and Ctrl-C must still be heard.
                 answer = threading.Thread(target=self._on_request, args=(signal.Signals(number).name,), daemon=True)
                 answer.start()
             elif number == signal.SIGINT:

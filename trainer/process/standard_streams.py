@@ -1,8 +1,8 @@
 """Standard output and standard error that may go away without ending the program.
 
-A reader that leaves (`| head -5`), a closed terminal and a full disk behind `> log.txt` make a `print` raise, or, if
-the text still waited in a buffer, make the interpreter end with status 120 after all has gone well. Training goes on
-without them; a command whose output is all that it is for ends instead (`trainer/process/broken_pipe.py`).
+When a reader leaves (`| head -5`), a terminal closes or the disk behind `> log.txt` is full, a `print` raises. If the
+text still waited in a buffer, the interpreter ends with status 120 although all went well. Training goes on without its
+output. A command that exists only for its output ends instead (`trainer/process/broken_pipe.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
 
 @contextlib.contextmanager
 def outlive_readers() -> Iterator[None]:
-    """Inside, and at the end of the process, text that can't be written to standard output or error is dropped.
+    """Drops text that can't be written to standard output or error, inside and at the end of the process.
 
-    Each write tries again, so a log file is written further once its disk has room.
+    Each write tries again, so a log file grows again once its disk has room.
     """
     streams = sys.stdout, sys.stderr
-    # A process that is started without a stream (`>&-`) has None in its place, and the stream's descriptor is free: no
-    # file may get it, for libraries print there.
+    # A process that is started without a stream (`>&-`) has None in its place, and the stream's descriptor is free. No
+    # file may get that descriptor, since libraries print there.
     wrapped = [_Stream(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in streams]
     sys.stdout, sys.stderr = wrapped  # type: ignore[assignment]
     try:
@@ -63,7 +63,7 @@ class _Stream:
             self._answer(error)
 
     def finish(self) -> None:
-        """Leaves nothing behind that the interpreter would try in vain to write when it ends."""
+        """Leaves nothing in the buffer that the interpreter would fail to write when it ends."""
         try:
             self._stream.flush()
         except OSError:
@@ -74,7 +74,7 @@ class _Stream:
             self._discard()
 
     def _discard(self) -> None:
-        """Sends what is buffered, and all that follows, nowhere."""
+        """Discards what is buffered, and all that follows."""
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())

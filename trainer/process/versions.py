@@ -1,4 +1,4 @@
-"""Which versions of which packages are installed."""
+"""Versions of the installed packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:
-    """Of each distribution; None where it isn't installed."""
+    """The version of each distribution; None if it isn't installed."""
     versions: dict[str, str | None] = {}
     for name in distributions:
         try:

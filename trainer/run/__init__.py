@@ -1,1 +1,1 @@
-"""What a run needs around its steps: resuming, progress, windows, saves. `trainer/train.py` shows the whole."""
+"""What a run needs around its steps: resuming, progress, log windows, evaluations, saves. See `trainer/train.py`."""

@@ -1,4 +1,4 @@
-"""What stands around an attempt at a run: its console and record, stop signals, and what is said of its end."""
+"""What surrounds an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from trainer.workdir import Workdir
 
 
 class Attempt:
-    """What everything in an attempt is told to.
+    """An attempt's console, record, account of time and stop signals.
 
     Args:
       config: the experiment.
       workdir: where everything is written.
       command: the command line, for the record.
       account: of the attempt's time.
-      over: set once the exit status can't be changed by a stop signal any more.
+      over: set once a stop signal can no longer change the exit status.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Attempt:
         )
         self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c)
         self.under_way: Callable[[], str] | None = None
-        """What a stop has to wait for before it saves; None: there is nothing to save yet."""
+        """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
         self._config, self._workdir = config, workdir
 
     def opened(self, setup: Setup) -> None:
-        """Tells what is about to run."""
+        """Records and prints what is about to run."""
         self.record.update(**setup.to_json())
         self.console.opening(self._config.name, setup.facts() | {"workdir": str(self._workdir.path)})
 
@@ -72,10 +72,10 @@ class Attempt:
         else:
             self.record.update(status="preempted", message=f"{name} before the first step of this attempt")
             self.console.note(f"{name}: stopped before the first step; run the same command again")
-            os._exit(PREEMPTED)  # no handler of Python's would run while XLA compiles, and nothing is lost
+            os._exit(PREEMPTED)  # Python runs no handler while XLA compiles; nothing is lost
 
     def _on_second_ctrl_c(self) -> None:
-        if self.record["status"] == "running":  # else the run has had its last word
+        if self.record["status"] == "running":  # otherwise the run's end is recorded already
             self.record.update(status="preempted", message="left at once by Ctrl-C after a stop signal, without saving")
 
 
@@ -90,7 +90,7 @@ def attempt(
       workdir: claimed for this process.
       command: the command line, for the record.
       started: `time.perf_counter()` when the process began.
-      ending: set once the run's exit status can't be changed by a stop signal any more.
+      ending: set once a stop signal can no longer change the run's exit status.
 
     Raises:
       TrainingFailed: memory ran out inside, or something called `sys.exit`.
@@ -98,7 +98,7 @@ def attempt(
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
     drain_event_loops()
     this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event())
-    # Outermost: the outer answer to a signal isn't this run's, and would be untrue while its end is being recorded.
+    # Outermost, so that this run still answers signals while its end is being recorded.
     with this.stop:
         try:
             with explained(config, command, this.record):
@@ -109,11 +109,11 @@ def attempt(
             raise TrainingFailed(message) from exit
         except BaseException as error:
             named = isinstance(error, UserMistake | TrainingFailed)
-            kind = "" if named else type(error).__name__
-            this.fail(": ".join(filter(None, (kind, str(error)))))
+            error_type = "" if named else type(error).__name__
+            this.fail(": ".join(filter(None, (error_type, str(error)))))
             raise
 
 
 def _is_no_exception_of_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log: the exception is raised too, and told in one message."""
+    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and told in one message."""
     return not (record.exc_info and "orbax" in record.pathname)

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: at its place in the data, with a config that may have changed since, which is told."""
+"""Resumes a run from a checkpoint: at its place in the data, with a config that may have changed since."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from trainer.workdir import Workdir
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from."""
+    """What a run goes on from: a checkpoint, or its own beginning."""
 
     step: int
+    """0 at the beginning."""
     state: Any
+    """None at the beginning: it has yet to be initialised."""
     config_history: ConfigHistory
-    origin: dict[str, Any]
-    """What the record says of it."""
+    origin: dict[str, Any] | None
+    """What the record says about the checkpoint."""
 
 
-def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed | None:
-    """Reads the newest whole checkpoint, and says what goes on from there, and how; None: there has never been one.
+def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:
+    """Reads the newest whole checkpoint, if there has ever been one, and tells on the console how the run goes on.
 
     Raises:
       UserMistake, TrainingFailed: as `Checkpoints.restore_newest` and `go_on_from`.
     """
     restored = checkpoints.restore_newest(setup.functions.abstract_state)
     if restored is None:
-        return None
+        return Resumed(0, None, ConfigHistory(setup.config), None)
     for damaged in restored.damaged:
         console.note(f"{damaged}; it is kept, and the run goes on from the one before")
     history, changes = go_on_from(restored, setup, workdir)
@@ -47,19 +49,19 @@ def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: C
 
 
 def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
-    """Puts the data at a checkpoint's place, and compares its config with the run's.
+    """Moves the data to a checkpoint's place, and compares the checkpoint's config with the run's.
 
     Args:
       restored: the checkpoint.
       setup: of the steps to come.
-      workdir: its config.json serves checkpoints that hold no config of their own, and is then the new one.
+      workdir: its config.json serves for checkpoints that hold no config, and is then overwritten with the new config.
 
     Returns:
-      The config with all its changes up to here, and lines that tell what goes on otherwise than before.
+      The config with all its changes so far, and lines that tell what differs from now on.
 
     Raises:
-      UserMistake: the config or the data are such as the run can't go on with.
-      TrainingFailed: the checkpoint tells its config in another form.
+      UserMistake: the run can't go on with this config or this data.
+      TrainingFailed: the checkpoint holds its config in an unknown form.
     """
     before = _held_history(restored, workdir)
     refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
@@ -84,10 +86,10 @@ def _held_history(restored: Restored, workdir: Workdir) -> ConfigHistory:
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
-    """What follows from changes beyond what they say themselves."""
+    """Lines about consequences of the changes that aren't obvious."""
     told = []
-    kinds = {change.kind for change in new}
-    if "schedule" in kinds and step < after.config.num_steps:
+    aspects = {change.aspect for change in new}
+    if "schedule" in aspects and step < after.config.num_steps:
         rates = [
             float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
         ]
@@ -95,6 +97,6 @@ def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: Con
             f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
             f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
-    if kinds & {"evaluation", "sequences"}:
+    if aspects & {"evaluation", "sequences"}:
         told.append("validation losses are measured otherwise from now on, and don't compare with those up to here")
     return told

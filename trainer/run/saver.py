@@ -1,4 +1,4 @@
-"""When a run saves, and what it does about a save that fails."""
+"""When a run saves, and what it does when a save fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer.observers.times import TimeAccount
 from trainer.process.signals import StopRequest
 from trainer.terminal.console import Console
 
-# Pauses before the further tries of the last save: whoever reads the warning may make room meanwhile. After a stop
-# signal there is only the first, since whoever has sent it may not wait for long.
+# Pauses before further tries of the last save: somebody who reads the warning can make room meanwhile. After a stop
+# signal there is only one further try, since its sender may not wait for long.
 _SAVE_AGAIN_AFTER_S = (2.0, 8.0, 20.0, 60.0)
 
 
@@ -30,14 +30,14 @@ class Snapshot(NamedTuple):
 
 
 class Saver:
-    """Saves a run in the background. A failure is told, and the next save tries again.
+    """Saves a run in the background. When a save fails, it warns, and the next save tries again.
 
     Args:
       checkpoints: of the run.
-      console: told of failures.
+      console: warned of failures.
       account: of the run's time.
-      observers: told of checkpoints that lie on the disk.
-      stop: asked how much time there is for further tries.
+      observers: told of checkpoints once they lie on the disk.
+      stop: the stop signals. After one there is little time for further tries.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Saver:
         self._told_step = checkpoints.newest_step
 
     def save(self, take: Callable[[], Snapshot]) -> None:
-        """Starts saving, unless this very step is saved already."""
+        """Starts saving the current step, unless it is saved already."""
         self.finish()
         snapshot = take()
         if snapshot.step != self._checkpoints.newest_step:
@@ -58,10 +58,10 @@ class Saver:
                 self._tell(failure)
 
     def save_at_last(self, take: Callable[[], Snapshot]) -> None:
-        """Saves this very step, with further tries where that fails.
+        """Saves the current step, and tries again if that fails.
 
         Raises:
-          TrainingFailed: none of them succeeded.
+          TrainingFailed: no try succeeded.
         """
         self.save(take)
         self.finish()
@@ -81,7 +81,7 @@ class Saver:
                 self._tell(failure)
 
     def finish(self, *, tries_again: bool = True) -> None:
-        """Waits for the save in progress, and tells if it failed, and whether another will be made."""
+        """Waits for the save in progress; if it failed, warns and says whether another will be tried."""
         try:
             self._wait()
         except TrainingFailed as failure:
@@ -90,7 +90,7 @@ class Saver:
     def close(self) -> None:
         """Finishes a save in progress, and lets its threads go.
 
-        A failure is only told: a run that ends well has waited for its last save, so here another error ends it.
+        A failure is only a warning: a run that ends well has waited for its last save, so another error ends this one.
         """
         try:
             self._checkpoints.close()

@@ -1,4 +1,4 @@
-"""A run before its first step, and what the record and the opening panel say about it."""
+"""What a run is made of before its first step, and how the record and the opening panel describe it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.terminal.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before its first step."""
+    """What a run is made of before its first step."""
 
     config: TrainConfig
     corpus: Corpus
@@ -47,7 +47,7 @@ class Setup:
         return jax.device_put(batch, batch_sharding(self.functions.mesh))
 
     def to_json(self) -> dict[str, Any]:
-        """What the run record says about it."""
+        """The description in the run record."""
         return {
             "name": self.config.name,
             "description": self.config.description,
@@ -61,7 +61,7 @@ class Setup:
         }
 
     def facts(self) -> dict[str, str | list[str]]:
-        """What the opening panel says about it."""
+        """The description in the opening panel."""
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
         gradient_bytes = bytes_per_device(self.functions.abstract_state.params)

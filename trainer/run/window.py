@@ -1,4 +1,4 @@
-"""A log window: steps that the host dispatches ahead of the device, measured from idle device to idle device."""
+"""A log window: steps that the host dispatches ahead of the device, timed from idle device to idle device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import jax
 
 from trainer.compile.history import CompileHistory
 from trainer.errors import TrainingFailed
-from trainer.observers.observer import Window, make_row
+from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
+from trainer.process.signals import StopRequest
 from trainer.run.setup import Setup
 from trainer.step.flops import StepFlops
 from trainer.step.functions import StepMetrics
 
-# Steps that the host may be ahead of the device: enough that the device never waits for the host, few enough that a
-# stop signal is obeyed soon and only few batches wait in the device's memory.
+# Steps that the host may be ahead of the device. With these the device never waits for the host, a stop signal is still
+# obeyed soon, and few batches wait in the device's memory.
 _MAX_STEPS_AHEAD = 2
 
 
@@ -38,15 +39,32 @@ class RunningWindow:
         self._history: list[StepMetrics] = []  # the same on the host
         self._flops, self._num_tokens = StepFlops(0, 0), 0
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that were dispatched."""
+        return len(self._metrics)
+
+    def is_over(self, times: StepTimes, stop: StopRequest) -> bool:
+        """Whether the device has to be waited for now: to log, to evaluate, to save or to stop.
+
+        Args:
+          times: of the attempt's steps. Its first step is a window of its own, so that a first loss shows soon.
+          stop: the stop signals.
+        """
+        config, step = self._setup.config, self._first_step + self.num_steps - 1
+        periods = (config.log_every_num_steps, config.evaluation.every_num_steps, config.checkpoint.every_num_steps)
+        is_due = step == config.num_steps or any(step % period == 0 for period in periods)
+        return self.num_steps > 0 and (times.first_s is None or stop.requested or is_due)
+
     def add(self, batch: Any, metrics: StepMetrics) -> int | None:
-        """Counts a step that was dispatched, and waits where the host is too far ahead.
+        """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
           batch: on the host.
-          metrics: on the device, which may not have made them yet.
+          metrics: on the device, which may not have computed them yet.
 
         Returns:
-          The newest step that is known to be done; None: nothing was waited for.
+          The last step that is known to be done; None: nothing was waited for.
         """
         self._metrics.append(metrics)
         self._flops = StepFlops(*map(sum, zip(self._flops, self._setup.flops(batch["segment_ids"]), strict=True)))
@@ -57,16 +75,16 @@ class RunningWindow:
         return self._first_step + len(self._metrics) - 1 - _MAX_STEPS_AHEAD
 
     def wait(self, state: Any) -> None:
-        """Waits until the device has made the state after the last step, and reads the metrics of all."""
+        """Waits until the device has finished the last step, and reads the metrics of all steps."""
         jax.block_until_ready(state)
         self._history = jax.device_get(self._metrics)
 
-    def result(self, times: StepTimes, compiles: CompileHistory) -> Window:
-        """What came of the steps, once they have been waited for.
+    def result(self, times: StepTimes, compiles: CompileHistory) -> LogWindow:
+        """The losses and the speed of the steps, after `wait`.
 
         Args:
           times: of the attempt's steps; these are added.
-          compiles: tells which steps waited for a program to be compiled again.
+          compiles: tells which steps waited for a recompile.
         """
         metrics = self._history
         # A recompile is no part of a step's speed.
@@ -83,9 +101,9 @@ class RunningWindow:
             "mfu_causal": mfu[0],
             "mfu_noncausal": mfu[1],
         }
-        rows = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
-        rows[-1] |= speed
-        return Window(
+        entries = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
+        entries[-1] |= speed
+        return LogWindow(
             step=step,
             num_steps=num_steps,
             loss=float(metrics[-1].loss),
@@ -94,13 +112,13 @@ class RunningWindow:
             tokens_per_s=speed["tokens_per_s"],
             mfu_causal=mfu[0],
             left_s=(times.typical_step_s() or seconds) * (num_steps - step),
-            rows=[make_row(number, row) for number, row in enumerate(rows, self._first_step)],
+            entries=[make_entry(number, entry) for number, entry in enumerate(entries, self._first_step)],
             overflow=_find_overflow(metrics, self._first_step),
         )
 
 
 def not_finite(overflow: str, checkpoint: Path | None) -> TrainingFailed:
-    """What ends a run whose loss or gradient overflowed.
+    """The error that ends a run whose loss or gradient overflowed.
 
     Args:
       overflow: from the window.

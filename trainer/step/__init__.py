@@ -1,1 +1,1 @@
-"""The training step: optimizer, loss, sharding, and the functions made of them."""
+"""The training step: mesh, optimizer, loss, and the functions made of them."""

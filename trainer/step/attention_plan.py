@@ -1,4 +1,4 @@
-"""Which attention backend serves each mask of a run, known before anything is compiled."""
+"""Finds out which attention backend serves each mask of a run, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
 
     Args:
       config: the experiment.
-      device: one of those that the run is compiled for.
+      device: one of the devices that the run is compiled for.
 
     Raises:
       UserMistake: `model.implementation` names a backend that can't serve the call.

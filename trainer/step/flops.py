@@ -1,8 +1,8 @@
 """FLOPs of a training step and the device's peak: the two sides of model FLOPs utilisation (MFU).
 
-Counted is what the model asks for, forward and backward, as in PaLM's appendix B (arXiv:2204.02311): 6 per
-matmul parameter and token, 12 per query head, head feature and attended pair. What rematerialisation
-recomputes, norms, softmax and the optimizer aren't counted.
+The count is that of PaLM's appendix B (arXiv:2204.02311), forward and backward: 6 per matmul parameter and token, 12
+per query head, head feature and attended pair. Norms, softmax, the optimizer and what rematerialisation recomputes
+don't count.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxtyping import Int
 from kernels import Mask, count_allowed_pairs
 from layers import GPTConfig
 
-# Dense bfloat16 FLOP/s of one JAX device, by device_kind; the first full match counts. GPU: the data sheets at
-# nvidia.com/en-us/data-center (h100, h200, a100, l40s, l4, dgx-b200), whose figures "with sparsity" are halved.
-# TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; only kinds where a device is a whole chip.
+# Dense bfloat16 FLOP/s of one JAX device, by device_kind. The first pattern that matches fully counts.
+# GPU: the data sheets at nvidia.com/en-us/data-center (h100, h200, a100, l40s, l4, dgx-b200), whose figures "with
+# sparsity" are halved. TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; only those whose device is a whole chip.
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     (r"NVIDIA B200", 2250e12),
     (r"NVIDIA (GH|H)200 NVL", 835e12),
@@ -45,20 +45,20 @@ class StepFlops(NamedTuple):
     """FLOPs of one step over all devices, counted in two ways."""
 
     causal: int
-    """Only tokens of documents, and only the pairs that mask and document boundaries allow."""
+    """Counts only tokens of documents, and only pairs that mask and document boundaries allow."""
     noncausal: int
-    """PaLM's: every token of the batch, and all T² pairs of each sequence in every layer."""
+    """PaLM's count: every token of the batch, and all T² pairs of each sequence in every layer."""
 
 
 class FlopCounter:
     """Counts a batch's FLOPs on the host, from its segment ids.
 
-    Pairs are counted once for each document length (masks that allow no later token and whose rows are
-    intervals: for all lengths at once) and remembered.
+    The pairs of each document length are counted once and remembered. If a mask allows no later token and its rows are
+    intervals, all lengths are counted at once.
 
     Args:
       config: the model.
-      sequence_length: the longest a document can be.
+      sequence_length: the length of the longest document.
       keep_documents_apart: as in `DataConfig`; False: all tokens of a sequence are one document.
 
     >>> config = GPTConfig(vocab_size=256, num_layers=1, width=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8)
@@ -101,7 +101,7 @@ class FlopCounter:
 
     def _pairs(self, mask: Mask, lengths: np.ndarray) -> np.ndarray:
         """Pairs allowed in one layer, over all its query heads, in documents of these lengths."""
-        # Positions count from 0 in each document where a mask asks for them, so length decides.
+        # A mask sees positions that count from 0 in each document, so the length alone decides.
         table = self._pairs_by_length[mask]
         for length in lengths[table[lengths] < 0]:
             table[length] = count_allowed_pairs(mask, int(length), int(length))
@@ -109,14 +109,14 @@ class FlopCounter:
 
 
 def num_matmul_parameters(config: GPTConfig) -> int:
-    """Parameters that every token is multiplied by: the head among them, the embedding's lookup not."""
+    """Parameters that every token is multiplied by. The head counts; the embedding, a lookup, doesn't."""
     attention = config.width * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     mlp = (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_width
     return config.num_layers * (attention + mlp) + config.width * config.vocab_size
 
 
 def _document_lengths(segment_ids: np.ndarray) -> np.ndarray:
-    """Lengths of the runs of one id, padding left out."""
+    """Lengths of the runs of equal ids, without padding."""
     is_start = np.ones_like(segment_ids, bool)
     is_start[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
     starts = np.flatnonzero(is_start)
@@ -135,11 +135,11 @@ def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The most that one device can do, and how that is known."""
+    """The peak of one device, and how it is known."""
 
     flops_per_s: float
     source: Literal["table", "measured"]
-    """table: the vendor's figure; measured: the best of some matmuls, which a kernel may well exceed."""
+    """table: the vendor's figure. measured: the best of some matmuls, which a kernel may exceed."""
 
 
 def device_peak(device: jax.Device, compute_dtype: str) -> DevicePeak:
@@ -150,7 +150,7 @@ def device_peak(device: jax.Device, compute_dtype: str) -> DevicePeak:
       compute_dtype: type of the matmuls' operands; the vendors' figures are for bfloat16.
     """
     if jnp.dtype(compute_dtype) == jnp.bfloat16:
-        # A slice of a GPU carries the whole one's name, with its own size after it.
+        # The name of a MIG slice begins with the whole GPU's.
         for pattern, flops_per_s in PEAK_BF16_FLOPS if "MIG" not in device.device_kind else ():
             if re.fullmatch(pattern, device.device_kind):
                 return DevicePeak(flops_per_s, "table")
@@ -158,14 +158,14 @@ def device_peak(device: jax.Device, compute_dtype: str) -> DevicePeak:
 
 
 def _measure_matmul(device: jax.Device, dtype: str) -> float:
-    """FLOP/s of the fastest of three chains of square matmuls; they themselves take a fraction of a second."""
+    """FLOP/s of the fastest of three chains of square matmuls."""
     width, length = (512, 4) if device.platform == "cpu" else (4096, 16)
 
     @jax.jit
     def chain(x, y):
         return lax.fori_loop(0, length, lambda _, x: x @ y, x)
 
-    # Random, since a GPU's clock is higher on constants, and scaled so that products keep their size.
+    # Random numbers, since a GPU's clock is higher on constants, scaled so that products keep their size.
     normal = np.random.default_rng(0).standard_normal((2, width, width), np.float32) / width**0.5
     x, y = jax.device_put(jnp.asarray(normal, dtype), device)
     chain(x, y).block_until_ready()

@@ -56,16 +56,16 @@ class StepMetrics(NamedTuple):
     grad_norm: Float[Array, ""]
     """Global norm of the gradient before clipping."""
     learning_rate: Float[Array, ""]
-    """Of this update."""
+    """The learning rate of this update."""
     num_targets: Int[Array, ""]
-    """Tokens that the loss is a mean over."""
+    """Tokens that the loss is averaged over."""
     finite: Bool[Array, ""]
     """False: loss or gradient overflowed, and the state was left as it was."""
 
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """A config made into functions over one mesh; nothing has run on a device yet."""
+    """The functions of a config over one mesh. Nothing has run on a device yet."""
 
     mesh: Mesh
     graphdef: Any
@@ -73,9 +73,9 @@ class StepFunctions:
     abstract_state: TrainState
     """Shapes, dtypes and shardings of the state."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
-    """The same of a training batch."""
+    """Shapes, dtypes and shardings of a training batch."""
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
-    """The same of an evaluation batch: as many sequences as a micro-batch has."""
+    """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
@@ -95,7 +95,7 @@ class StepFunctions:
 
 
 def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
-    """Build the step functions of a config.
+    """Builds the step functions of a config.
 
     Args:
       config: the experiment.
@@ -140,7 +140,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
         def gradient(micro_batch):
             grads, sums = jax.grad(share_of_loss, has_aux=True)(params, micro_batch)
-            # Kept in the parameters' shards, which makes the sum over devices a reduce-scatter.
+            # Gradients stay in the parameters' shards, so the sum over devices is a reduce-scatter.
             return lax.with_sharding_constraint(grads, shardings.params), sums
 
         if config.gradient_accumulation == 1:
@@ -158,7 +158,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-            # A select fuses into the update; a branch would keep both states alive.
+            # A select fuses into the update. A branch would keep both states alive.
             kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
             learning_rate = schedule(state.step)
         return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
@@ -191,7 +191,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
 
 def _into_micro_batches(x: Array, count: int) -> Array:
-    """[B, T] → [count, B / count, T], every count-th row to each, so that no row leaves its device."""
+    """[B, T] → [count, B / count, T], every count-th sequence to each, so that no sequence leaves its device."""
     return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
 

@@ -1,12 +1,12 @@
 """Cross-entropy over the vocabulary without [tokens, vocabulary] logits, forward or backward.
 
-The head's matmul, the softmax and both gradients are taken a chunk of tokens at a time. Since the loss is
-a scalar, its gradients are known up to one factor as soon as a chunk's logits are, so the forward pass
-under differentiation computes them on the spot and the backward pass only scales them: three matmuls with
-the head instead of the four that recomputing the logits would take.
+The head's matmul, the softmax and both gradients are computed a chunk of tokens at a time. The loss is a scalar, so a
+chunk's logits already determine its gradients up to one factor. The forward pass under differentiation computes them at
+once, and the backward pass only scales them. That takes three matmuls with the head; recomputing the logits would take
+four.
 
-On a mesh this runs in `jax.shard_map`: each device walks through its own tokens, so that no chunk cuts
-across a sharded dim, against its own slice of the vocabulary (as Megatron-LM does, arXiv:1909.08053).
+On a mesh this runs in `jax.shard_map`: each device goes through its own tokens, so that no chunk cuts across a sharded
+dim, and has its own slice of the vocabulary (as Megatron-LM does, arXiv:1909.08053).
 
 Shapes: B batch, T sequence, D width, V vocabulary, C tokens in a chunk.
 """
@@ -102,8 +102,8 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with_gradients: bool):
-    """The loss and, if asked for, the gradients of its total: on one device, or on each of a mesh."""
-    # Cast first, so that gathering the head over fsdp moves the compute dtype.
+    """The loss and, if asked for, the gradients of its total; on one device or over a mesh."""
+    # Cast before the head is gathered over fsdp, so that the gather moves the compute dtype.
     arrays = (hidden, head_kernel.astype(hidden.dtype), targets, target_mask)
     sweep = functools.partial(_sweep_shard, options=options, with_gradients=with_gradients)
     if options.mesh is None:
@@ -114,7 +114,7 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
         mesh=options.mesh,
         in_specs=(tokens, head, tokens, tokens),
         out_specs=(P(), (tokens, head) if with_gradients else None),
-        check_vma=False,  # differentiated by hand, so nothing needs to know what varies over which axis
+        check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
     )(*arrays)
 
 
@@ -170,7 +170,7 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-    """Of each row, read once: the highest logit, and the sum of exp(logit - highest).
+    """The highest logit of each token, and the sum of its exp(logit - highest), in one pass over the logits.
 
     The sum is carried along with the highest so far, as in Milakov and Gimelshein, arXiv:1805.02867.
     """
@@ -182,7 +182,7 @@ def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"
         exp_sum = jnp.where(is_higher, exp_sum + other_exp_sum * factor, exp_sum * factor + other_exp_sum)
         return jnp.where(is_higher, highest, other_highest), exp_sum
 
-    # Not -inf to begin with: its difference from itself is NaN.
+    # Not -inf: its difference from itself is NaN.
     begin = jnp.finfo(logits.dtype).min, jnp.zeros((), logits.dtype)
     return lax.reduce((logits, jnp.ones_like(logits)), begin, combine, (1,))
 

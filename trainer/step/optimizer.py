@@ -11,7 +11,7 @@ import optax
 from trainer.config import OptimizerConfig
 from trainer.step.sharding import path_name
 
-# By the parameter's own name, not its rank: stacked over layers, a norm's scale is a matrix too.
+# Chosen by a parameter's name, not its rank: a norm's scale, stacked over layers, is a matrix too.
 DECAYED = frozenset({"kernel", "embedding"})
 NOT_DECAYED = frozenset({"scale", "bias", "sinks"})
 
@@ -42,8 +42,8 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     num_decay_steps = config.num_decay_steps(num_steps)
 
     def schedule(count):
-        # Counted in integers: from 2**24 on float32 can't tell neighbouring steps apart. And from the end, so that what
-        # is left of the decay comes out as 0 there, to the bit; XLA may multiply by a rounded reciprocal.
+        # Counted in integers: from 2**24 on float32 can't tell neighbouring steps apart. Counted from the end, so that
+        # the rest of the decay is exactly 0 there, even if XLA multiplies by a rounded reciprocal.
         step = jnp.minimum(jnp.asarray(count, jnp.int32), num_steps - 1) + 1
         num_left = jnp.minimum(num_steps - step, num_decay_steps)
         warmup = jnp.where(step < config.num_warmup_steps, _ratio(step, config.num_warmup_steps), 1.0)

@@ -23,8 +23,8 @@ from trainer.errors import TrainingFailed, UserMistake
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
 
-# Where the end of a path matches, each dim lies on the axis named for it. Block parameters are stacked over
-# layers: their leading dim is walked by the scan over layers and is never split. Attention kernels are
+# The rule whose pattern matches the end of a path names the mesh axis of each dim. Block parameters are stacked over
+# layers: the scan over layers goes along their leading dim, which is never split. Attention kernels are
 # [layers, width, heads, head_dim] and, for the output, [layers, heads, head_dim, width].
 PARTITION_RULES: tuple[tuple[str, P], ...] = (
     (r"embedding\.embedding", P("tensor", "fsdp")),
@@ -76,7 +76,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def bytes_per_device(abstract: Any) -> int:
-    """What a tree of `jax.ShapeDtypeStruct`s with shardings takes on each device, in bytes."""
+    """Bytes on each device of a tree of `jax.ShapeDtypeStruct`s with shardings."""
     leaves = jax.tree.leaves(abstract)
     return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
@@ -150,17 +150,17 @@ def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays [batch, sequence]: sequences over data and fsdp, their tokens over context."""
+    """The sharding of arrays [batch, sequence]: sequences over data and fsdp, tokens over context."""
     return NamedSharding(mesh, P(BATCH_AXES, "context"))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same value on every device."""
+    """The sharding of an array that is whole on every device."""
     return NamedSharding(mesh, P())
 
 
 def on_one_device(tree: Any, mesh: Mesh) -> Any:
-    """Gathers arrays on every device of the mesh, and takes one's whole copies, no longer bound to the others.
+    """Gathers arrays on every device of the mesh, and returns one device's copies, not bound to the other devices.
 
     Args:
       tree: arrays on the mesh.

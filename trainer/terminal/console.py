@@ -1,4 +1,4 @@
-"""What the user sees: panels and a progress bar on a terminal, the same facts as plain lines anywhere else."""
+"""Prints for the user: panels and a progress bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Console:
     """Prints a run.
 
     Args:
-      output: where to; by default standard output. Anything but a terminal gets plain lines without control codes.
+      output: where to print; by default standard output. Without a terminal, lines have no control codes.
     """
 
     def __init__(self, output: rich.console.Console | None = None):
@@ -40,26 +40,26 @@ class Console:
         self._task = TaskID(0)
 
     def note(self, line: str, *, whole: bool = False) -> None:
-        """One line of its own.
+        """Prints a line.
 
         Args:
-          whole: whether it's to be copied, or as somebody else wrote it. Others are broken between words where a
-            terminal is too narrow for them.
+          whole: the line must not be broken, since it is to be copied or somebody else wrote it. Other lines are broken
+            between words if the terminal is too narrow.
         """
         self._output.print(line, markup=False, highlight=False, soft_wrap=whole or not self._is_terminal)
 
     def warning(self, line: str) -> None:
-        """One line of its own, which says that it warns."""
+        """Prints a line that begins with "warning"."""
         self.note(f"warning: {line}")
 
     def description(self, line: str) -> None:
-        """What the run is: the first line printed; on a terminal, the first of the opening panel."""
+        """Prints what the run is: as the first line, or on a terminal as the first line of the opening panel."""
         self._description = line
         if line and not self._is_terminal:
             self.note(line)
 
     def opening(self, title: str, facts: Mapping[str, str | Sequence[str]]) -> None:
-        """What is about to run.
+        """Prints what is about to run.
 
         Args:
           facts: label → value, or the lines of one.
@@ -68,7 +68,7 @@ class Console:
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Shows on a terminal that work goes on, and for how long; elsewhere nothing.
+        """Shows on a terminal that work goes on, and for how long. Elsewhere it shows nothing.
 
         Args:
           what: the work, as in "compiling".
@@ -82,7 +82,7 @@ class Console:
             yield
 
     def start_steps(self, done: int, num_steps: int) -> None:
-        """Shows the progress bar, on a terminal."""
+        """Shows the progress bar on a terminal."""
         if self._is_terminal:
             self._progress = self._moving(
                 SpinnerColumn(),
@@ -99,7 +99,7 @@ class Console:
             self._progress.update(self._task, completed=done)
 
     def step_line(self, line: str, *, short: str, done: int, status: str) -> None:
-        """A line about steps, on a terminal above the bar.
+        """Prints a line about steps; on a terminal it stands above the bar.
 
         Args:
           line: what to print.
@@ -112,17 +112,17 @@ class Console:
             self._progress.update(self._task, completed=done, status=status)
 
     def quote(self, label: str, text: str) -> None:
-        """A text that somebody else wrote, unbroken; a terminal gets signs for the characters that would steer it."""
+        """Prints a text that somebody else wrote, unbroken. A terminal gets visible signs for control characters."""
         self.note(f"{label}{visible(text) if self._is_terminal else text}", whole=True)
 
     def stop_steps(self) -> None:
-        """Takes the progress bar off the terminal's hands; safe to call at any time."""
+        """Removes the progress bar. May be called at any time."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
     def closing(self, title: str, facts: Mapping[str, str | Sequence[str]], next_commands: Sequence[str] = ()) -> None:
-        """What came out, where it lies, and what to do with it.
+        """Prints the results, where they lie, and what to do with them.
 
         Args:
           title: how it ended.
@@ -134,10 +134,10 @@ class Console:
             self.note("\n".join(["next:", *(f"  {command}" for command in next_commands)]), whole=True)
 
     def _moving(self, *columns: ProgressColumn, transient: bool = False) -> Progress:
-        """Starts a line at the bottom of the terminal that is drawn anew ten times a second, by a thread of its own."""
+        """Starts a line at the bottom of the terminal, which a thread redraws ten times a second."""
         progress = Progress(*columns, console=self._output, expand=not transient, transient=transient)
         progress.start()
-        self._output.show_cursor(True)  # a process that is killed could not bring it back
+        self._output.show_cursor(True)  # a killed process could not show it again
         return progress
 
     def _facts(self, title: str, description: str, facts: Mapping[str, str | Sequence[str]]) -> None:
@@ -161,7 +161,7 @@ class Console:
 
 
 def visible(text: str) -> str:
-    """Text with a sign in the place of each character that would steer the terminal, but for line ends and tabs.
+    """The text with visible signs in the place of control characters, except line ends and tabs.
 
     >>> visible("red: \\x1b[31m")
     'red: ␛[31m'

@@ -1,17 +1,17 @@
-"""Losses, seconds, bytes and counts as a person says them."""
+"""Formats losses, seconds, bytes and counts for people."""
 
 from __future__ import annotations
 
 
 def format_loss(nats_per_token: float | None, bits_per_byte: float | None) -> str:
-    """A loss with its units; None: it was not finite, which the logs keep as null."""
+    """A loss with its units. None means that it was not finite; the logs have null for it."""
     if nats_per_token is None:
         return "not finite"
     return f"{nats_per_token:.4f} nats/token" + ("" if bits_per_byte is None else f", {bits_per_byte:.4f} bits/byte")
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds as a person says them.
+    """Seconds in a readable unit.
 
     >>> format_seconds(0.0123), format_seconds(4.56), format_seconds(200), format_seconds(7300)
     ('12.3 ms', '4.6 s', '3 min 20 s', '2 h 1 min')

@@ -2,14 +2,15 @@
 
     python -m experiments.benchmarks.decode --sequences 1 8 --prompts 0 8192
 
-`unified` is one slab of cells for all sequences, whose blocks are skipped where a sequence sees nothing;
-`unified_no_skipping` the same with a summary that tells nothing; `per_sequence` a slab for each sequence; `xla_…` is
-`jax.nn.dot_product_attention(implementation="xla")` over every cell of either. A step writes one token of every
-sequence and attends to it, in all layers. The cells are after llama.cpp's batched benchmark.
+The forms: `unified` is one slab of cells for all sequences and skips the blocks in which a sequence sees nothing.
+`unified_no_skipping` is the same with a summary that excludes no block. `per_sequence` has a slab for each sequence.
+`xla_unified` and `xla_per_sequence` run `jax.nn.dot_product_attention(implementation="xla")` over every cell. A step
+writes one token of every sequence and attends to it, in all layers. The grid of workloads follows llama.cpp's batched
+benchmark.
 
-The bytes that a step must read, keys and values that the sequences see, are set against the device's bandwidth for
-copying, measured in the same process: bytes read and bytes written, together, by JAX or by PyTorch where that is
-installed, whichever is faster.
+The table compares the bytes that a step must read (the keys and values that its sequences see) with the device's copy
+bandwidth. That is measured in the same process: bytes read plus bytes written per second, by JAX or, where it is
+installed, by PyTorch, whichever is faster.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
-from experiments.benchmarks.decode.contenders import FORMS, compile_contender
-from experiments.benchmarks.decode.workloads import Workload
+from experiments.benchmarks.decode.forms import FORMS, compile_form
+from experiments.benchmarks.decode.workloads import DecodeWorkload
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DecodeArguments:
     """Times decoding over each form of cache."""
 
     sequences: tuple[int, ...] = (1, 2, 3, 8, 32)
@@ -44,9 +45,9 @@ class Arguments:
     prompts: tuple[int, ...] = (0, 512, 4096, 8192)
     """Tokens that each sequence holds before the first step."""
     generated: int = 32
-    """Tokens that each sequence gains: steps of a run."""
+    """Tokens that each sequence gains, one per step."""
     windows: tuple[int, ...] = (0,)
-    """Tokens that a token sees, itself included; 0 for all before it."""
+    """Tokens that a token sees, itself included; 0: itself and all before it."""
     num_layers: int = 12
     num_heads: int = 12
     num_kv_heads: int = 12
@@ -69,10 +70,10 @@ class Arguments:
             raise ValueError(f"unknown forms {sorted(unknown)}; expected some of {', '.join(FORMS)}")
 
     @property
-    def workloads(self) -> list[Workload]:
-        """The cells to time."""
+    def workloads(self) -> list[DecodeWorkload]:
+        """Every combination to time."""
         return [
-            Workload(
+            DecodeWorkload(
                 num_sequences=num_sequences,
                 prompt=prompt,
                 num_generated=self.generated,
@@ -88,41 +89,39 @@ class Arguments:
         ]
 
 
-def measure(work: Workload, arguments: Arguments) -> list[dict[str, Any]]:
-    """The rows of one cell, one per form."""
+def measure(work: DecodeWorkload, arguments: DecodeArguments) -> list[dict[str, Any]]:
+    """Times every form on one workload; returns a result for each form, of JSON's types."""
     with ThreadPoolExecutor() as pool:
-        contenders = list(
-            pool.map(lambda name: compile_contender(name, work, arguments.implementation), arguments.forms)
-        )
-    for contender in contenders:
-        contender.time()  # A first run also loads the program.
+        forms = list(pool.map(lambda name: compile_form(name, work, arguments.implementation), arguments.forms))
+    for form in forms:
+        form.time()  # A first run also loads the program.
     for _ in range(arguments.num_rounds):
-        for contender in contenders:
-            contender.seconds.append(contender.time())
-    seconds = {contender.name: contender.seconds for contender in contenders}
-    rows = []
-    for contender in contenders:
-        median = statistics.median(contender.seconds)
-        row = {
+        for form in forms:
+            form.seconds.append(form.time())
+    seconds = {form.name: form.seconds for form in forms}
+    results = []
+    for form in forms:
+        median = statistics.median(form.seconds)
+        result = {
             **work.describe(),
-            "form": contender.name,
+            "form": form.name,
             "seconds_per_step": median,
-            "fastest_s": min(contender.seconds),
-            "slowest_s": max(contender.seconds),
+            "fastest_s": min(form.seconds),
+            "slowest_s": max(form.seconds),
             "tokens_per_s": work.num_sequences / median,
             "bytes_per_step": work.bytes_per_step,
             "bytes_per_s": work.bytes_per_step / median,
         }
         if arguments.baseline in seconds:
-            pairs = zip(seconds[arguments.baseline], contender.seconds, strict=True)
-            ratio = statistics.median(theirs / ours for theirs, ours in pairs)
-            row |= {"baseline": arguments.baseline, "speed_ratio": ratio}
-        rows.append(row)
-    return rows
+            rounds = zip(seconds[arguments.baseline], form.seconds, strict=True)
+            ratio = statistics.median(theirs / ours for theirs, ours in rounds)
+            result |= {"baseline": arguments.baseline, "speed_ratio": ratio}
+        results.append(result)
+    return results
 
 
-def main(arguments: Arguments) -> None:
-    """Measures, prints the table and appends the rows."""
+def main(arguments: DecodeArguments) -> None:
+    """Measures, prints the table and appends the results."""
     bandwidths = copy_bandwidths(arguments.copy_gigabytes, arguments.num_rounds)
     bandwidth = max(bandwidths.values())
     common = {
@@ -135,22 +134,22 @@ def main(arguments: Arguments) -> None:
     }
     table = Table("sequences", "prompt", "window", "form", "µs/step", "tokens/s", "× baseline", "of copying")
     for work in arguments.workloads:
-        rows = [{**row, **common} for row in measure(work, arguments)]
-        for row in rows:
+        results = [{**result, **common} for result in measure(work, arguments)]
+        for result in results:
             table.add_row(
                 str(work.num_sequences),
                 f"{work.prompt:,}",
                 "" if work.window is None else f"{work.window:,}",
-                row["form"],
-                f"{row['seconds_per_step'] * 1e6:,.0f}",
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['speed_ratio']:.2f}" if "speed_ratio" in row else "",
-                f"{row['bytes_per_s'] / bandwidth:.0%}",
+                result["form"],
+                f"{result['seconds_per_step'] * 1e6:,.0f}",
+                f"{result['tokens_per_s']:,.0f}",
+                f"{result['speed_ratio']:.2f}" if "speed_ratio" in result else "",
+                f"{result['bytes_per_s'] / bandwidth:.0%}",
             )
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.writelines(json.dumps(result) + "\n" for result in results)
     console = Console()
     (console if console.is_terminal else Console(width=130)).print(table)
     console.print("copying moves " + ", ".join(f"{x / 1e9:,.0f} GB/s ({name})" for name, x in bandwidths.items()))
@@ -158,4 +157,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(DecodeArguments))

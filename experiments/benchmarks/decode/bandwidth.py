@@ -1,4 +1,4 @@
-"""How fast the device copies memory: what the traffic of a decoding step is set against."""
+"""The bandwidth with which the device copies memory. A decoding step's traffic is compared with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def copy_bandwidths(gigabytes: float, num_rounds: int) -> dict[str, float]:
       num_rounds: copies that are timed.
 
     Returns:
-      One figure for JAX, and one for PyTorch if it is installed and there is a GPU: XLA's copy isn't the fastest there.
+      A figure for JAX, and one for PyTorch if it is installed and there is a GPU, where XLA's copy isn't the fastest.
     """
     size = int(gigabytes * 1e9) // 4
     array, copy = jnp.ones(size, jnp.float32), jax.jit(jnp.copy)

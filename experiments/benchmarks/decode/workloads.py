@@ -1,4 +1,4 @@
-"""What is decoded: sequences that each hold a prompt and gain tokens one by one, in the attention of a GPT's layers."""
+"""The workloads of decoding: sequences that each hold a prompt and gain tokens one by one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kernels import CausalMask, LocalMask, Mask
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One cell of the benchmark.
+class DecodeWorkload:
+    """One combination of the benchmark's sizes.
 
     Attributes:
       num_sequences: that are decoded in parallel.
@@ -47,7 +47,7 @@ class Workload:
 
     @property
     def bytes_per_step(self) -> float:
-        """Keys and values that the sequences see, which a step can't do without reading; the mean of all steps."""
+        """Bytes of the keys and values that the sequences see, which a step has to read; the mean over all steps."""
         seen = np.arange(self.prompt, self.length) + 1
         seen = seen if self.window is None else np.minimum(seen, self.window)
         width = self.num_kv_heads * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize

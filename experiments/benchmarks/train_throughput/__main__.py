@@ -29,7 +29,7 @@ from trainer.process.broken_pipe import reader_may_leave
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ThroughputArguments:
     """Measures training steps on an accelerator, one sequence of random tokens to a step."""
 
     workloads: tuple[str, ...] = ("124m_32k",)
@@ -69,12 +69,12 @@ class Arguments:
         return {name: peers[tag] for name in self.workloads if (tag := WORKLOADS[name].peer) in peers}
 
 
-def measure_apart(name: str, arguments: Arguments) -> dict[str, Any] | int:
-    """The row of a workload, measured by a process of its own, or that process's exit status."""
+def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
+    """Measures a workload in a process of its own; returns the result, or that process's exit status."""
     fields = {name: getattr(arguments, name) for name in ("implementation", "remat", "scan_layers", "chunk_size")}
     request = json.dumps({"workload": name, "trace": arguments.trace, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]
-    # JAX leaves a quarter of a GPU alone unless told otherwise; the longest sequences need more than the rest.
+    # By default JAX takes three quarters of a GPU's memory. The longest sequences need more.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.returncode
@@ -82,31 +82,31 @@ def measure_apart(name: str, arguments: Arguments) -> dict[str, Any] | int:
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints the tables and returns the exit status."""
-    arguments = tyro.cli(Arguments, args=list(command_line))
+    arguments = tyro.cli(ThroughputArguments, args=list(command_line))
     try:
         arguments.check()
         baselines = arguments.baselines()
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
-    rows, status = [], 0
+    results, status = [], 0
     for name in arguments.workloads:
-        row = measure_apart(name, arguments)
-        if isinstance(row, int):
-            print(f"{name}: ended with status {row}", file=sys.stderr)
-            status = max(status, 1 if row < 0 else row)
+        result = measure_apart(name, arguments)
+        if isinstance(result, int):
+            print(f"{name}: ended with status {result}", file=sys.stderr)
+            status = max(status, 1 if result < 0 else result)
             continue
-        rows.append(row)
+        results.append(result)
         if arguments.output is not None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(result) + "\n")
     console = Console()
     console = console if console.is_terminal else Console(width=140)
-    if any(row["breakdown"] for row in rows):
-        console.print(breakdown_table(rows))
-    if rows:
-        console.print(throughput_table(rows, baselines))
+    if any(result["breakdown"] for result in results):
+        console.print(breakdown_table(results))
+    if results:
+        console.print(throughput_table(results, baselines))
     return status
 
 

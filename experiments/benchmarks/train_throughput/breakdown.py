@@ -1,7 +1,7 @@
-"""Where a training step's time goes: kernels of a profiler trace, summed by the part of the step that they belong to.
+"""Where a training step's time goes: the kernels of a profiler trace, summed by part of the step.
 
-A kernel's part is decided by the HLO instruction that launched it: by the `jax.named_scope`s of layers and trainer in
-its metadata, and by what it does.
+The HLO instruction that launched a kernel decides its part: by the `jax.named_scope`s of layers and trainer in its
+metadata, and by its opcode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _COLLECTIVES = (
     "collective-broadcast",
 )
 _MATMUL_TARGETS = ("__cublas$", "__triton_gemm", "__cudnn$conv")
-# What a fusion may hold and still only move data. A convert does no more than change how wide it is.
+# A fusion of these alone only moves data. A convert only changes its width.
 _DATA_MOVEMENT = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape", "copy", "transpose", "convert"),
@@ -71,9 +71,9 @@ class Breakdown:
 
     parts: dict[Part, float]
     idle: float
-    """The device waited: for the host, or between kernels."""
+    """The device waited, for the host or between kernels."""
     kernels: tuple[tuple[str, Part, str, float, float], ...]
-    """The longest: name, part, what of the model it is, milliseconds and runs a step."""
+    """The longest: name, part, op name, milliseconds per step and runs per step."""
 
     @property
     def total(self) -> float:
@@ -134,7 +134,7 @@ def break_down(kernels: Sequence[Kernel], module: Module, num_steps: int, *, num
         for computation in module.computations.values()
         for instruction in computation.instructions.values()
     }
-    # Kernels that XLA writes carry their instruction's name, in C's letters.
+    # Kernels that XLA generates have their instruction's name, as a C identifier.
     by_kernel_name = {re.sub(r"\W", "_", name): instruction for name, instruction in instructions.items()}
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     listed: dict[tuple[str, Part, str], list[float]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
     python -m experiments.benchmarks.train_throughput.measure '{"workload": "124m_32k", "trace": true, "fields": {}}'
 
-prints one line of JSON, the row.
+prints one line of JSON, the result.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import StepMetrics, TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh
 
-# In a CUDA graph the profiler names the graph, not the instruction, for every kernel.
+# Inside a CUDA graph the profiler names the graph instead of each kernel's instruction.
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
 
 
 def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) -> dict[str, Any]:
-    """Trains for some steps and returns the row, of JSON's types.
+    """Trains for some steps and returns the result, of JSON's types.
 
     Its `breakdown` is None where no trace was asked for, or the profiler saw no GPU.
 
     Args:
-      name: for the row.
+      name: for the result.
       workload: its batches and numbers of steps.
       config: `workload.config()`, or that with something replaced.
       trace: whether to trace some more steps, for the breakdown.
@@ -73,7 +73,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
         jax.block_until_ready(state)
         return state, metrics, (time.perf_counter() - begun) / num_steps
 
-    # The first step loads the program and takes the device's memory; of steps of minutes that doesn't matter.
+    # The first step also loads the program and allocates memory. For steps of minutes that doesn't matter.
     is_long = workload.num_windows * workload.steps_per_window == 1
     if not is_long:
         state, _, _ = run(train_step, state, 1)
@@ -140,7 +140,7 @@ def override(config: TrainConfig, **fields: Any) -> TrainConfig:
 
 
 def main(request: str) -> int:
-    """Measures what a JSON object asks for, prints the row and returns the exit status."""
+    """Measures what a JSON object asks for, prints the result and returns the exit status."""
     asked = json.loads(request)
     workload = WORKLOADS[asked["workload"]]
     try:

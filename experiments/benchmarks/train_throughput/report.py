@@ -33,39 +33,39 @@ def read_baselines(path: Path) -> dict[str, float]:
     return best
 
 
-def throughput_table(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> Table:
+def throughput_table(results: Sequence[Mapping[str, Any]], baselines: Mapping[str, float]) -> Table:
     """One line for each workload.
 
     Args:
-      rows: from `measure`.
+      results: from `measure`.
       baselines: tokens per second to compare with, by workload.
     """
     table = Table(
         "workload", "attention", "tokens/s", "× baseline", "step", "MFU causal", "noncausal", "peak memory", "compile"
     )
-    for row in rows:
-        baseline = baselines.get(row["workload"])
-        stages = row["compile"]
+    for result in results:
+        baseline = baselines.get(result["workload"])
+        stages = result["compile"]
         table.add_row(
-            row["workload"],
-            ", ".join(dict.fromkeys(row["attention"])),
-            f"{row['tokens_per_s']:,.0f}",
-            "" if baseline is None else f"{row['tokens_per_s'] / baseline:.3f}",
-            f"{row['step_s'] * 1e3:,.1f} ms",
-            f"{row['mfu_causal']:.1%}",
-            f"{row['mfu_noncausal']:.1%}",
-            "" if row["device_peak_bytes"] is None else format_bytes(row["device_peak_bytes"]),
+            result["workload"],
+            ", ".join(dict.fromkeys(result["attention"])),
+            f"{result['tokens_per_s']:,.0f}",
+            "" if baseline is None else f"{result['tokens_per_s'] / baseline:.3f}",
+            f"{result['step_s'] * 1e3:,.1f} ms",
+            f"{result['mfu_causal']:.1%}",
+            f"{result['mfu_noncausal']:.1%}",
+            "" if result["device_peak_bytes"] is None else format_bytes(result["device_peak_bytes"]),
             f"{stages['trace_s'] + stages['lower_s'] + stages['compile_s']:.1f} s",
         )
     return table
 
 
-def breakdown_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def breakdown_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Milliseconds of a step by part, a column for each workload that was traced."""
-    traced = [row for row in rows if row["breakdown"] is not None]
-    table = Table("ms of a step", *(row["workload"] for row in traced))
+    traced = [result for result in results if result["breakdown"] is not None]
+    table = Table("ms of a step", *(result["workload"] for result in traced))
     for part in PARTS:
-        table.add_row(part, *(f"{row['breakdown']['parts_ms'][part]:.2f}" for row in traced))
-    table.add_row("idle", *(f"{row['breakdown']['idle_ms']:.2f}" for row in traced), end_section=True)
-    table.add_row("traced step", *(f"{row['breakdown']['traced_step_s'] * 1e3:.2f}" for row in traced))
+        table.add_row(part, *(f"{result['breakdown']['parts_ms'][part]:.2f}" for result in traced))
+    table.add_row("idle", *(f"{result['breakdown']['idle_ms']:.2f}" for result in traced), end_section=True)
+    table.add_row("traced step", *(f"{result['breakdown']['traced_step_s'] * 1e3:.2f}" for result in traced))
     return table

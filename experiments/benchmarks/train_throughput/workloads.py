@@ -23,7 +23,7 @@ class Workload:
     document_length: int | None = None
     """Median length of packed documents, kept apart; None: a sequence is one document."""
     num_batches: int = 1
-    """Batches that the steps take in turn; a multiple of it should make a window."""
+    """Batches that the steps cycle through. A window should take each equally often."""
     remat: RematPolicy | None = None
     """None: the experiment's own."""
     num_windows: int = 5

@@ -13,7 +13,7 @@ import pytest
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.__main__ import DOES_NOT_FIT, main
 from trainer.compile.command.compile_command import parse_command_line
-from trainer.compile.command.worker import Request, profile_in_fresh_process
+from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
 from trainer.config.file import flag_types
 from trainer.errors import TrainingFailed
 
@@ -308,14 +308,14 @@ def test_a_compiler_that_dies_leaves_a_message(tmp_path, code, told):
     path = tmp_path / "dying.py"
     path.write_text(f"def get_config():\n    {code}\n")
     with pytest.raises(TrainingFailed, match=told):
-        profile_in_fresh_process(Request(("--config", str(path)), None))
+        profile_in_fresh_process(CompileRequest(("--config", str(path)), None))
 
 
 def test_standard_error_is_passed_on_less_libtpus_noise(config, tmp_path, capsys):
     path = tmp_path / "talking.py"
     talk = "import os; os.write(2, b'Failed to find host bounds for accelerator type: WARNING\\nheard\\n')"
     path.write_text(f"{talk}\n{config.read_text()}")
-    profile_in_fresh_process(Request(("--config", str(path)), None))
+    profile_in_fresh_process(CompileRequest(("--config", str(path)), None))
     assert capsys.readouterr().err == "heard\n"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.compile.history import CompileHistory, report_scalars
-from trainer.compile.recompilation import Change, RecompilingFunction
+from trainer.compile.recompilation import ArgumentChange, RecompilingFunction
 from trainer.compile.stages import CompileReport
 from trainer.config.file import load_config
 from trainer.train import prepare, train
@@ -169,7 +169,7 @@ def test_a_function_compiled_for_many_shapes_at_once_is_no_news_until_it_comes_a
 
 def test_a_table_survives_bars_in_its_cells():
     history = CompileHistory("cache")
-    change = Change("mask", "static value", "CausalMask() | PrefixMask(8)", "CausalMask()")
+    change = ArgumentChange("mask", "static value", "CausalMask() | PrefixMask(8)", "CausalMask()")
     recompile = history.add_recompile(3, REPORT, [change])
     assert recompile.to_markdown().splitlines() == [
         "| program | trace | lower | XLA | from | arguments | outputs | aliased | temporaries | code | peak |",

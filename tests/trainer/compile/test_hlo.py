@@ -21,7 +21,9 @@ ADD = """
 
 
 def totals(text: str) -> dict[str, CollectiveTotal]:
-    return {total.kind: total for total in count_collectives(parse_module("HloModule m\n" + textwrap.dedent(text)))}
+    return {
+        total.operation: total for total in count_collectives(parse_module("HloModule m\n" + textwrap.dedent(text)))
+    }
 
 
 def loop(limit: str = "%limit", step: int = 1, backend_config: str = "") -> str:
@@ -241,6 +243,6 @@ def test_a_program_of_eight_devices(rng):
         "all-to-all": (1, shard),
         "collective-permute": (trips, trips * shard),
     }
-    counted = {total["kind"]: (total["count"], total["bytes"]) for total in json.loads(done.stdout)}
+    counted = {total["operation"]: (total["count"], total["bytes"]) for total in json.loads(done.stdout)}
     assert counted == expected
     assert all(total["is_exact"] for total in json.loads(done.stdout))

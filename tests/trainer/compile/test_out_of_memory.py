@@ -22,6 +22,9 @@ from trainer.config import LossConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.evaluate import Evaluation
+from trainer.observers.observer import Observers
+from trainer.observers.times import TimeAccount
+from trainer.run.evaluator import Evaluator
 from trainer.train import TrainingLoop, train
 from trainer.workdir import claim_workdir
 
@@ -210,20 +213,27 @@ def test_the_loop_names_what_ran(config, monkeypatch, place, program):
 
     loop = Anything()
     loop.config, loop.progress, loop.checkpoints, loop.setup = config, Anything(), Anything(), Anything()
-    loop.progress.step = config.num_steps
-    loop.stop, loop.evaluations = SimpleNamespace(requested=False), {}
+    loop.progress.step = config.num_steps - 1 if program == "train_step" else config.num_steps
+    loop.stop = SimpleNamespace(requested=False)
     loop.setup.samples = SimpleNamespace(write=fail)
     loop.checkpoints.restore_newest = fail if place == "restore_newest" else lambda _: None
     monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
-    monkeypatch.setattr("trainer.train.evaluate", fail if place == "evaluate" else lambda *_: Evaluation(1.0, None, 1))
+    monkeypatch.setattr(
+        "trainer.run.evaluator.evaluate", fail if place == "evaluate" else lambda *_: Evaluation(1.0, None, 1)
+    )
     monkeypatch.setattr("trainer.train.jax.block_until_ready", fail)
     loop.account.seconds = lambda _: 0.0
-    loop._window_ends = lambda: True
     loop.programs = SimpleNamespace(train_step=lambda *_: (None, None), eval_step=None)
     loop.setup.flops = lambda _: (0, 0)
-    method = {"sampling": "evaluate_if_due", "eval_step": "evaluate_if_due", "train_step": "run_window"}
+    loop.setup.config = config
+    evaluator = Evaluator(loop.setup, TimeAccount(time.perf_counter()), Observers(), loop.stop)
+    run = {
+        "train_step": lambda: TrainingLoop.run_window(loop),
+        "eval_step": lambda: evaluator.evaluate_if_due(config.num_steps, None, Anything()),
+        "sampling": lambda: evaluator.evaluate_if_due(config.num_steps, None, Anything()),
+    }
     with pytest.raises(OutOfMemory) as caught:
-        getattr(TrainingLoop, method.get(program, "restore_and_compile"))(loop)
+        run.get(program, lambda: TrainingLoop.restore_and_compile(loop))()
     assert caught.value.program == program
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.host_cpus import environment_of_cpus
-from trainer.compile.recompilation import Change, RecompilingFunction, summarize
+from trainer.compile.recompilation import ArgumentChange, RecompilingFunction, summarize
 from trainer.compile.stages import count_compilations
 
 
@@ -257,7 +257,11 @@ def test_a_sharding_other_than_the_declared_one_is_refused_as_jax_does(told_of_s
 
 def test_summaries_put_like_changes_together_and_end():
     shape = ("shape", "(1, 32)", "(2, 32)")
-    changes = [Change("tokens", *shape), Change("targets", *shape), Change("n", "static value", "1", "2")]
+    changes = [
+        ArgumentChange("tokens", *shape),
+        ArgumentChange("targets", *shape),
+        ArgumentChange("n", "static value", "1", "2"),
+    ]
     assert summarize(changes) == "tokens and 1 more: shape (1, 32) → (2, 32); n: static value 1 → 2"
-    many = [Change("x", "static value", str(value), str(value + 1)) for value in range(5)]
+    many = [ArgumentChange("x", "static value", str(value), str(value + 1)) for value in range(5)]
     assert summarize(many) == "x: static value 0 → 1; x: static value 1 → 2; x: static value 2 → 3; …"

@@ -1,4 +1,4 @@
-"""What may change when a run resumes: each field has a kind, changes are kept, what can't be meant is refused."""
+"""What may change when a run resumes: each field has an aspect, changes are kept, what can't be meant is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from trainer.config import (
     TrainConfig,
     WandbConfig,
 )
-from trainer.config.changes import KIND_OF_FIELD, ConfigChange, ConfigHistory, Kind, changes_to_json, refuse_other_run
+from trainer.config.changes import (
+    ASPECT_OF_FIELD,
+    Aspect,
+    ConfigChange,
+    ConfigHistory,
+    changes_to_json,
+    refuse_other_run,
+)
 from trainer.config.file import flag_types
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
@@ -70,16 +77,20 @@ CHANGED = dataclasses.replace(
 )
 
 
-def test_every_field_has_a_kind():
-    assert set(KIND_OF_FIELD) == set(flag_types()), "say in trainer/config/changes.py what a change of the field means"
-    assert set(KIND_OF_FIELD.values()) == set(get_args(Kind)), "each kind is some field's"
+def test_every_field_has_an_aspect():
+    assert set(ASPECT_OF_FIELD) == set(flag_types()), (
+        "say in trainer/config/changes.py what a change of the field means"
+    )
+    assert set(ASPECT_OF_FIELD.values()) == set(get_args(Aspect)), "each aspect is some field's"
 
 
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
     refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
     refused = ("model", "tokenizer", "seed")
-    expected = {name for name, kind in KIND_OF_FIELD.items() if kind not in refused and not name.startswith("mesh.")}
+    expected = {
+        name for name, aspect in ASPECT_OF_FIELD.items() if aspect not in refused and not name.startswith("mesh.")
+    }
     assert {change.field for change in history.changes} == expected
     assert ConfigChange(40, "num_steps", 200, 300) in history.changes
     assert str(history.changes[1]).endswith("up to step 40, 'reference' from now on")

@@ -18,7 +18,7 @@ def random_entries(rng: np.random.Generator, count: int) -> list[bytes]:
 def test_what_a_full_disk_refuses_is_written_once_there_is_room(tmp_path, rng, watched_console, limit_file_size):
     path = tmp_path / "logs" / "log"
     expected = b"begun\n"
-    log = AppendedLog(path, expected, watched_console)
+    log = AppendedLog(path, lambda: [b"begun\n"], watched_console)
     for round_ in range(5):
         entries = random_entries(rng, 20)
         log.append(*entries[:5])
@@ -44,7 +44,7 @@ def test_half_an_entry_that_cannot_be_cut_off_at_once_is_cut_off_later(
     tmp_path, watched_console, limit_file_size, monkeypatch
 ):
     path = tmp_path / "log"
-    log = AppendedLog(path, b"", watched_console)
+    log = AppendedLog(path, list, watched_console)
     log.append(b"first\n")
 
     def fail(*_):
@@ -64,7 +64,7 @@ def test_a_log_that_cannot_even_begin_keeps_the_files_that_it_replaces(tmp_path,
     path.write_bytes(b"before")
     old.write_bytes(b"old")
     with limit_file_size(3):
-        log = AppendedLog(path, b"content\n", watched_console, replaces=[old])
+        log = AppendedLog(path, lambda: [b"content\n"], watched_console, replaces=[old])
         log.append(b"entry\n")
         assert path.read_bytes() == b"before"
         assert sorted(os.listdir(tmp_path)) == ["new", "old"], "nothing half-written stays"
@@ -76,7 +76,7 @@ def test_a_log_that_cannot_even_begin_keeps_the_files_that_it_replaces(tmp_path,
 
 def test_a_log_that_was_removed_is_begun_again(tmp_path, watched_console):
     path = tmp_path / "log"
-    log = AppendedLog(path, b"first\n", watched_console)
+    log = AppendedLog(path, lambda: [b"first\n"], watched_console)
     path.unlink()
     log.append(b"second\n")
     assert path.read_bytes() == b"second\n"
@@ -88,7 +88,7 @@ def test_memory_for_what_waits_is_bounded_and_the_loss_is_told(
 ):
     monkeypatch.setattr(log_file, "MAX_WAITING_BYTES", 1000)
     path, entries = tmp_path / "log", random_entries(rng, 100)
-    log = AppendedLog(path, b"", watched_console)
+    log = AppendedLog(path, list, watched_console)
     with limit_file_size(0):
         for entry in entries:
             log.append(entry)
@@ -104,10 +104,10 @@ def test_memory_for_what_waits_is_bounded_and_the_loss_is_told(
 def test_what_is_lost_in_the_end_is_told(tmp_path, watched_console, limit_file_size, begun):
     path = tmp_path / "log"
     if begun:
-        log = AppendedLog(path, b"content\n", watched_console)
+        log = AppendedLog(path, lambda: [b"content\n"], watched_console)
     with limit_file_size(3):
         if not begun:
-            log = AppendedLog(path, b"content\n", watched_console)
+            log = AppendedLog(path, lambda: [b"content\n"], watched_console)
         log.append(b"1\n", b"2\n")
         log.close()
     lost = "its last 2 entries" if begun else "what this attempt logged"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from trainer.compile.history import Recompile
-from trainer.compile.recompilation import Change
+from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
+from trainer.evaluate import Evaluation
 from trainer.observers.event_file import EventLog
-from trainer.observers.metrics import MetricsFile, last_logged_step, read_logged_rows
-from trainer.observers.observer import Observers, Start, Window, make_row
+from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged_step
+from trainer.observers.observer import Evaluated, LogWindow, Observers, Start, make_entry
 from trainer.observers.tensorboard import TensorBoard
 
 TAGS = {
@@ -25,28 +27,34 @@ TAGS = {
 }
 
 
+def values_of(entry) -> dict[str, float]:
+    return {name: value for name, value in entry.items() if name != "step"}
+
+
 class Logs(Observers):
     """Both logs of an attempt."""
 
-    def write(self, rows) -> None:
-        """Logs rows as a run does, in one window; which of them are evaluations makes no difference to the logs."""
-        rows = [make_row(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
-        self.window(Window(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, rows))
+    def write(self, entries) -> None:
+        """Logs entries as a run does, in one window; which of them are evaluations makes no difference to the logs."""
+        entries = [
+            make_entry(entry["step"], {name: entry[name] for name in entry if name != "step"}) for entry in entries
+        ]
+        self.window(LogWindow(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, entries))
 
 
 @pytest.fixture
-def make_rows(rng: np.random.Generator):
-    """Rows of steps; each fourth ends a window and is evaluated."""
+def make_entries(rng: np.random.Generator):
+    """Entries of steps; each fourth ends a window and is evaluated."""
 
     def make(first: int, last: int) -> list[dict[str, float]]:
-        rows = []
+        entries = []
         for step in range(first, last + 1):
             loss, norm, speed, validation = rng.uniform(0, 9, 4).tolist()
-            rows.append({"step": step, "loss": loss, "grad_norm": norm, "num_targets": int(rng.integers(1, 10**6))})
+            entries.append({"step": step, "loss": loss, "grad_norm": norm, "num_targets": int(rng.integers(1, 10**6))})
             if step % 4 == 0:
-                rows[-1]["step_s"] = speed
-                rows.append({"step": step, "validation_nats_per_token": validation})
-        return rows
+                entries[-1]["step_s"] = speed
+                entries.append({"step": step, "validation_nats_per_token": validation})
+        return entries
 
     return make
 
@@ -58,7 +66,7 @@ def start(tmp_path, watched_console):
     def start(restored_step: int, reports=()) -> Logs:
         path = tmp_path / "metrics.jsonl"
         logs = Logs(MetricsFile(path, watched_console), TensorBoard(tmp_path / "tensorboard", watched_console))
-        logs.started(Start(restored_step, 100, read_logged_rows(path, restored_step, watched_console), reports))
+        logs.started(Start(restored_step, 100, LoggedEntries(path, restored_step, watched_console), reports))
         return logs
 
     return start
@@ -71,11 +79,11 @@ def read_metrics(folder) -> list[dict]:
 def assert_tensorboard_shows_the_metrics(folder, read_tensorboard) -> None:
     shown = read_tensorboard(folder / "tensorboard")
     expected, times = {}, {}
-    for row in read_metrics(folder):
-        for name, value in row.items():
+    for entry in read_metrics(folder):
+        for name, value in entry.items():
             if name in TAGS and value is not None:
-                expected.setdefault(TAGS[name], {})[row["step"]] = value
-                times.setdefault(TAGS[name], {})[row["step"]] = row["time"]
+                expected.setdefault(TAGS[name], {})[entry["step"]] = value
+                times.setdefault(TAGS[name], {})[entry["step"]] = entry["time"]
     assert {tag: points for tag, points in shown.items() if not tag.startswith("compile/")} == {
         tag: pytest.approx(points, rel=1e-6) for tag, points in expected.items()
     }
@@ -83,13 +91,13 @@ def assert_tensorboard_shows_the_metrics(folder, read_tensorboard) -> None:
     assert {tag: shown_times[tag] for tag in times} == times
 
 
-def without_times(rows) -> list[dict]:
-    return [{name: value for name, value in row.items() if name != "time"} for row in rows]
+def without_times(entries) -> list[dict]:
+    return [{name: value for name, value in entry.items() if name != "time"} for entry in entries]
 
 
 @pytest.mark.parametrize("clock", [0.0, -86_400.0], ids=["steady clock", "clock set back by a day"])
 def test_after_every_resumption_tensorboard_shows_the_metrics(
-    tmp_path, rng, start, make_rows, read_tensorboard, monkeypatch, clock
+    tmp_path, rng, start, make_entries, read_tensorboard, monkeypatch, clock
 ):
     real_time, offset, restored, names = time.time, 0.0, 0, []
     monkeypatch.setattr(time, "time", lambda: real_time() + offset)
@@ -103,12 +111,12 @@ def test_after_every_resumption_tensorboard_shows_the_metrics(
         assert [*names, ours] == sorted({*names, ours}), "a name of its own, that sorts last"
         names.append(ours)
         assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
-        assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == list(range(1, restored + 1))
+        assert [entry["step"] for entry in read_metrics(tmp_path) if "loss" in entry] == list(range(1, restored + 1))
         last = restored + int(rng.integers(2, 12))
-        rows = make_rows(restored + 1, last)
-        log.write(rows[:2])
-        log.write(rows[2:])
-        assert without_times(read_metrics(tmp_path))[-len(rows) :] == rows
+        entries = make_entries(restored + 1, last)
+        log.write(entries[:2])
+        log.write(entries[2:])
+        assert without_times(read_metrics(tmp_path))[-len(entries) :] == entries
         assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
         assert last_logged_step(tmp_path / "metrics.jsonl") == last
         restored, offset = int(rng.integers(restored, last + 1)), offset + clock
@@ -117,11 +125,41 @@ def test_after_every_resumption_tensorboard_shows_the_metrics(
     assert foreign.exists()
 
 
-def test_a_kill_between_the_two_logs_is_made_up_for(tmp_path, start, make_rows, read_tensorboard, monkeypatch):
+def test_resuming_keeps_no_list_of_what_was_logged(tmp_path, start, make_entries):
+    num_steps = 1500
+    entries = [entry for entry in make_entries(1, num_steps) if "loss" in entry]
+    start(0).write(entries)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    tracemalloc.start()
+    try:
+        log = start(num_steps)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    log.close()
+    assert last_logged_step(tmp_path / "metrics.jsonl") == num_steps
+    assert peak < size / 2, f"{peak:,} bytes for a log of {size:,}"
+
+
+def test_a_log_that_begins_late_tells_an_evaluation_of_the_last_step_once(
+    tmp_path, start, make_entries, read_tensorboard, limit_file_size
+):
+    start(0).write(make_entries(1, 3))
+    with limit_file_size(10):
+        log = start(3)
+    log.evaluated(Evaluated.now(3, Evaluation(2.5, None, 7)))
+    log.close()
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
+    assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
+    [events] = (tmp_path / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"validation/nats_per_token") == 1
+
+
+def test_a_kill_between_the_two_logs_is_made_up_for(tmp_path, start, make_entries, read_tensorboard, monkeypatch):
     log = start(0)
-    log.write(make_rows(1, 10))
+    log.write(make_entries(1, 10))
     monkeypatch.setattr(EventLog, "write", lambda *_: None)
-    log.write(make_rows(11, 14))
+    log.write(make_entries(11, 14))
     monkeypatch.undo()
     with (tmp_path / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 15, "lo')
@@ -134,8 +172,8 @@ def test_a_kill_between_the_two_logs_is_made_up_for(tmp_path, start, make_rows, 
 
 def test_what_is_not_finite_is_null_and_no_point(tmp_path, start, read_tensorboard):
     start(0).write([{"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "num_targets": 3}])
-    [row] = without_times(read_metrics(tmp_path))
-    assert row == {"step": 1, "loss": None, "grad_norm": None, "num_targets": 3}
+    [entry] = without_times(read_metrics(tmp_path))
+    assert entry == {"step": 1, "loss": None, "grad_norm": None, "num_targets": 3}
     assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
 
 
@@ -144,7 +182,9 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
         return CompileReport(name, seconds, 0.0, 0.0, False, None)
 
     def recompile(step: int, seconds: float) -> Recompile:
-        return Recompile(step, "2026-01-01", report("train_step", seconds), (Change("batch", "shape", "2", "3"),))
+        return Recompile(
+            step, "2026-01-01", report("train_step", seconds), (ArgumentChange("batch", "shape", "2", "3"),)
+        )
 
     log = start(0, [report("init_state", 1.0), report("train_step", 2.0)])
     for step in (3, 6, 9):
@@ -166,19 +206,19 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
 
 
 def test_a_disk_that_fills_and_empties_loses_nothing(
-    tmp_path, rng, start, make_rows, read_tensorboard, watched_console, limit_file_size
+    tmp_path, rng, start, make_entries, read_tensorboard, watched_console, limit_file_size
 ):
     log, expected = start(0), []
     for window in range(20):
-        rows = make_rows(8 * window + 1, 8 * window + 8)
-        expected += rows
+        entries = make_entries(8 * window + 1, 8 * window + 8)
+        expected += entries
         if rng.random() < 0.5 and window < 19:
             begun = time.perf_counter()
             with limit_file_size(int(rng.integers(0, 20_000))):
-                log.write(rows)
+                log.write(entries)
             assert time.perf_counter() - begun < 1
         else:
-            log.write(rows)
+            log.write(entries)
             assert without_times(read_metrics(tmp_path)) == expected
             assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
     log.close()
@@ -187,13 +227,13 @@ def test_a_disk_that_fills_and_empties_loses_nothing(
 
 
 def test_a_file_in_the_place_of_tensorboards_folder_is_told_and_the_metrics_are_written(
-    tmp_path, start, make_rows, watched_console
+    tmp_path, start, make_entries, watched_console
 ):
     (tmp_path / "tensorboard").write_text("mine")
     log = start(0)
-    rows = make_rows(1, 3)
-    log.write(rows)
-    assert without_times(read_metrics(tmp_path)) == rows
+    entries = make_entries(1, 3)
+    log.write(entries)
+    assert without_times(read_metrics(tmp_path)) == entries
     [(kind, line)] = watched_console.told
     assert kind == "warning"
     assert f"{tmp_path}/tensorboard/events.out.tfevents" in line

@@ -10,21 +10,21 @@ import pytest
 
 from layers import GPTConfig
 from trainer.compile.history import Recompile
-from trainer.compile.recompilation import Change
+from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.config import TrainConfig, WandbConfig
 from trainer.errors import UserMistake
 from trainer.evaluate import Evaluation
-from trainer.observers.observer import Ending, Evaluated, Start, Window, make_row
+from trainer.observers.observer import Ending, Evaluated, LogWindow, Start, make_entry
 from trainer.observers.wandb import WeightsAndBiases
 from trainer.train import prepare
 
 CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
 
 
-def make_window(first_step: int, *losses: float) -> Window:
-    rows = [make_row(step, {"loss": loss}) for step, loss in enumerate(losses, first_step)]
-    return Window(rows[-1]["step"], 200, losses[-1], 1.0, 0.0, 1.0, 0.5, 1.0, rows)
+def make_window(first_step: int, *losses: float) -> LogWindow:
+    entries = [make_entry(step, {"loss": loss}) for step, loss in enumerate(losses, first_step)]
+    return LogWindow(entries[-1]["step"], 200, losses[-1], 1.0, 0.0, 1.0, 0.5, 1.0, entries)
 
 
 def read_logged(folder, expected: set[bytes]) -> bytes:
@@ -46,9 +46,9 @@ def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     report = CompileReport("train_step", 1.25, 0.5, 60.0, False, None)
     observer = WeightsAndBiases(CONFIG, tmp_path)
     observer.started(Start(0, 200, [], [report]))
-    observer.recompiled(Recompile(2, "2026-01-01", report, (Change("batch", "shape", "2", "3"),)))
+    observer.recompiled(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
     observer.window(make_window(1, 3.125, 3.0625, float("nan")))
-    loss = make_row(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
+    loss = make_entry(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
     observer.evaluated(Evaluated(3, Evaluation(2.6875, None, 10), loss))
     observer.saved(3, tmp_path / "checkpoints" / "3")
     observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))

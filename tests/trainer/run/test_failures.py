@@ -349,7 +349,7 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
                 loop.checkpoints._saving.join()
 
     monkeypatch.setattr(loop.checkpoints, "save", save_or_fail)
-    loop.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
+    loop.evaluator.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
     loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
     loop.setup.devices = jax.devices()
     loop.programs.eval_step = None

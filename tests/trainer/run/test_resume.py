@@ -10,18 +10,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kernels import CausalMask
 from trainer.checkpoints.folder import read_metadata
 from trainer.checkpoints.saving import Restored
 from trainer.compile.programs import CompiledSteps
-from trainer.config import EvaluationConfig, OptimizerConfig, TrainConfig
+from trainer.config import DataConfig, EvaluationConfig, OptimizerConfig, TrainConfig
 from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
-from trainer.errors import UserMistake
+from trainer.errors import TrainingFailed, UserMistake
 from trainer.run.resume import go_on_from
+from trainer.run.window import RunningWindow
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir
 
@@ -217,3 +219,41 @@ def test_a_config_that_cannot_be_written_stops_nothing(config, place, monkeypatc
     history, told, _ = place(dataclasses.replace(config, log_every_num_steps=5))
     assert len(history.changes) == 1
     assert "config.json can't be written: No space left on device; it stays as it was" in told[-1]
+
+
+def test_data_that_changes_under_a_run_ends_it_after_a_save_and_put_back_it_goes_on_exactly(
+    config, tmp_path, rng, read_run, monkeypatch
+):
+    file = tmp_path / "tokens.bin"
+    documents = [[*rng.integers(0, 256, rng.integers(20, 200)), 256] for _ in range(60)]
+    content = np.concatenate(documents).astype("<u2").tobytes()
+    file.write_bytes(content)
+    data = DataConfig(
+        source="bin", files=(str(file),), end_of_document_token=256, token_cache_dir=str(tmp_path / "cache")
+    )
+    evaluation = EvaluationConfig(every_num_steps=12, num_sequences=2)
+    config = dataclasses.replace(config, data=data, num_steps=24, log_every_num_steps=8, evaluation=evaluation)
+    undisturbed, disturbed = (claim_workdir(tmp_path / name, config) for name in ("undisturbed", "disturbed"))
+    assert train(config, undisturbed, command=[], started=time.perf_counter()) == 0
+
+    add = RunningWindow.add
+
+    def add_and_change(window, *arguments):
+        if window.num_steps == 3:
+            file.write_bytes(content + bytes(2))
+        return add(window, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunningWindow, "add", add_and_change)
+        with pytest.raises(TrainingFailed, match=r"tokens\.bin was changed while this run was reading it"):
+            train(config, disturbed, command=[], started=time.perf_counter())
+    record, steps, _ = read_run(disturbed.path)
+    assert (record["status"], "was changed" in record["message"]) == ("failed", True)
+    assert [entry["step"] for entry in steps] == list(range(1, record["step"] + 1))
+    assert [path.name for path in disturbed.checkpoints.iterdir()] == [str(record["step"])]
+    assert 3 < record["step"] < 24
+
+    file.write_bytes(content)
+    assert train(config, disturbed, command=[], started=time.perf_counter()) == 0
+    (_, expected, _), (_, steps, _) = read_run(undisturbed.path), read_run(disturbed.path)
+    assert [entry["loss"] for entry in steps] == [entry["loss"] for entry in expected]

@@ -28,15 +28,15 @@ from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import UserMistake
-from trainer.observers.console import ConsoleLines
+from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.times import TimeAccount
+from trainer.run.evaluator import Evaluator
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
-from trainer.train import TrainingLoop
 from trainer.workdir import claim_workdir
 
 LENGTH = 64  # of a sequence, whose tokens are bytes
@@ -101,23 +101,16 @@ def without_controls(text: str) -> str:
 
 def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(trained, sample):
     printed = io.StringIO()
-    loop = SimpleNamespace(
-        progress=SimpleNamespace(step=60),
+    setup = SimpleNamespace(
         config=trained.config,
-        state=trained.state,
-        setup=SimpleNamespace(
-            validation_batches=[{}],
-            corpus=SimpleNamespace(bytes_per_token=1.0),
-            samples=Samples(trained.config, ByteTokenizer()),
-            functions=SimpleNamespace(mesh=trained.mesh),
-        ),
-        programs=SimpleNamespace(eval_step=lambda params, batch: (4.0, 2)),
-        evaluations={},
-        observers=ConsoleLines(Console(rich.console.Console(file=printed, highlight=False))),
-        account=TimeAccount(time.perf_counter()),
-        stop=SimpleNamespace(requested=False),
+        validation_batches=[{}],
+        corpus=SimpleNamespace(bytes_per_token=1.0),
+        samples=Samples(trained.config, ByteTokenizer()),
+        functions=SimpleNamespace(mesh=trained.mesh),
     )
-    TrainingLoop.evaluate_if_due(loop)
+    lines = ConsoleLines(Console(rich.console.Console(file=printed, highlight=False)))
+    evaluator = Evaluator(setup, TimeAccount(time.perf_counter()), lines, SimpleNamespace(requested=False))
+    evaluator.evaluate_if_due(60, lambda params, batch: (4.0, 2), trained.state)
     validation, texts = printed.getvalue().split("\n", 1)
     assert validation == "step 60: validation 2.0000 nats/token, 2.8854 bits/byte"
     # Five bytes more, fewer where the document ends; a prompt as long as the context gets one.

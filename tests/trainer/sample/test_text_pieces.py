@@ -75,7 +75,7 @@ def words(kind: str) -> Tokenizer:
 
 
 @dataclass(frozen=True, repr=False)
-class Case:
+class TextCase:
     """A tokenizer, and what is known of it from elsewhere."""
 
     tokenizer: ByteTokenizer
@@ -106,10 +106,10 @@ NAMES = ["byte", "llama", "gemma", "byte level", "wordpiece", "metaspace", "suff
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> dict[str, Case]:
-    def case(name: str) -> Case:
+def cases(tmp_path_factory) -> dict[str, TextCase]:
+    def case(name: str) -> TextCase:
         if name == "byte":
-            return Case(load_tokenizer("byte"), None, lambda i: bytes([i]) if i < 256 else b"")
+            return TextCase(load_tokenizer("byte"), None, lambda i: bytes([i]) if i < 256 else b"")
         fallback = name in ("llama", "gemma")
         library = byte_fallback(name) if fallback else byte_level() if name == "byte level" else words(name)
         library.add_special_tokens(SPECIAL)
@@ -127,12 +127,12 @@ def cases(tmp_path_factory) -> dict[str, Case]:
             return b"" if token in SPECIAL else bytes(BYTE_OF[character] for character in token)
 
         to_bytes = of_fallback if fallback else of_level if name == "byte level" else None
-        return Case(load_tokenizer(str(path)), library, to_bytes, "each byte" if fallback else "replace")
+        return TextCase(load_tokenizer(str(path)), library, to_bytes, "each byte" if fallback else "replace")
 
     return {name: case(name) for name in NAMES}
 
 
-def check(case: Case, before: list[int], ids: list[int]) -> None:
+def check(case: TextCase, before: list[int], ids: list[int]) -> None:
     """After each token all is shown that no other can change, and in the end the whole."""
     text, tokenizer = GrowingText(case.tokenizer, before), case.tokenizer
     begun = case.decode(before)

@@ -11,16 +11,16 @@ import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.evaluate import Evaluation
-from trainer.observers.console import ConsoleLines
-from trainer.observers.observer import Evaluated, Start, Window
+from trainer.observers.console_lines import ConsoleLines
+from trainer.observers.observer import Evaluated, LogWindow, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
 
 SPEED = "loss 3.2500  21,845 tokens/s  1.5 s/step  MFU 41.0%  data wait 4.0 ms  3 min 20 s left"
 
 
-def make_window(step: int) -> Window:
-    return Window(
+def make_window(step: int) -> LogWindow:
+    return LogWindow(
         step=step,
         num_steps=40,
         loss=3.25,

@@ -1,1 +1,1 @@
-"""`python -m trainer.compile`: what is compiled in a process of its own, compared, searched and reported."""
+"""`python -m trainer.compile`: compiles a step in a fresh process, compares, searches and reports."""

@@ -8,23 +8,23 @@ from trainer.config.file import flag_types
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
 
-# What `mask=` compares: the attention backends that differ in nothing but how their masks are made.
+# What `mask=` compares: attention backends that differ only in how they make their masks.
 MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the values."""
+    """One of the values that are compared."""
 
     name: str
     """As written."""
     arguments: tuple[str, ...]
-    """The override that it stands for."""
+    """The override, as on a command line."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The values of a field, in the order of the table's rows."""
+    """The values of a field, in the order in which the table lists them."""
 
     field: str
     variants: tuple[Variant, ...]

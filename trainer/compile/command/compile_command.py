@@ -1,4 +1,4 @@
-"""The command line: a config and flags for its fields, as for training, and what to compile for."""
+"""Parses the command line: a config and flags for its fields, as for training, and what to compile for."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class CompileCommand:
 
 @dataclass(frozen=True)
 class Task:
-    """A command line that has been understood."""
+    """A parsed command line."""
 
     config: TrainConfig
     arguments: tuple[str, ...]
-    """`--config FILE` and the overrides: what makes `config`."""
+    """`--config FILE` and the overrides, from which `config` was made."""
     topology: Topology | None
     comparison: Comparison | None
     output: Path | None
@@ -91,7 +91,7 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
 
 
 def _require_writable(output: Path) -> None:
-    """A compilation takes long, so its report is not to fail at the end."""
+    """Checks early that the report can be written: a compilation takes long."""
     name_fits = len(os.fsencode(output.name)) <= 255
     if os.path.isdir(output) or not name_fits or not os.access(output.parent, os.W_OK | os.X_OK):
         raise UserMistake(f"--output {output} can't be written; name a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""A profile in words for people, and as JSON for programs."""
+"""Reports a profile: in words for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from trainer.compile.collectives import CollectiveTotal
 from trainer.compile.command.comparison import Variant
-from trainer.compile.search import Search, Try
+from trainer.compile.fit_search import SearchResult, Try
 from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
@@ -24,7 +25,7 @@ Facts = dict[str, str | Sequence[str]]
 
 
 def describe_target(config: TrainConfig, topology: Topology | None, profile: StepProfile) -> Facts:
-    """What was compiled, and for what."""
+    """The config that was compiled, and the devices that it was compiled for."""
     used, there_are = profile.num_devices_used, profile.num_devices
     where = f" of {topology.name}" if topology else ""
     micro_batches = f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""
@@ -40,7 +41,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
 
 
 def describe_profile(profile: StepProfile) -> Facts:
-    """What came out."""
+    """The results of compiling."""
     facts: Facts = {"time": describe_times(profile)}
     if profile.size is not None:
         facts["program"] = (
@@ -92,8 +93,8 @@ def describe_try(attempt: Try) -> str:
     return f"{attempt.change}: {verdict}, {about}{format_bytes(fit.needed)} of {format_bytes(fit.available.size)}"
 
 
-def describe_search(search: Search, seconds: float) -> list[str]:
-    """What the search came to."""
+def describe_search(search: SearchResult, seconds: float) -> list[str]:
+    """The result of a search, in lines."""
     out_of_time = "" if search.is_complete else f" (not everything was tried in the {seconds:g} s of --search-seconds)"
     if search.found is not None:
         return [f"smallest single change that makes it fit{out_of_time}:", f"  {search.found.change}"]
@@ -106,18 +107,18 @@ def describe_search(search: Search, seconds: float) -> list[str]:
 
 
 def comparison_table(field: str, profiles: Mapping[Variant, StepProfile]) -> list[str]:
-    """The variants as the rows of a table in aligned columns, each figure with its ratio to the last variant's."""
+    """A table in aligned columns with a line for each variant. Each figure has its ratio to the last variant's."""
     *_, last = profiles.values()
-    rows = [[field, *_measures(last)]]
+    lines = [[field, *_measures(last)]]
     for variant, profile in profiles.items():
         measures = zip(_measures(profile).values(), _measures(last).values(), strict=True)
-        rows.append([variant.name, *(f"{told} {_ratio(value, of_last)}" for (told, value), (_, of_last) in measures)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines.append([variant.name, *(f"{told} {_ratio(value, of_last)}" for (told, value), (_, of_last) in measures)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 
 
 def _measures(profile: StepProfile) -> dict[str, tuple[str, float]]:
-    """What the columns of a comparison show, in words and as the number that ratios are made of; 0: unknown."""
+    """The columns of a comparison: each value in words, and as the number that ratios are made of (0: unknown)."""
     fit, tracing = profile.fit, profile.host.lower - profile.host.start
     return {
         "trace": (format_seconds(profile.compiled.trace_s), profile.compiled.trace_s),
@@ -143,7 +144,7 @@ def to_json(
     command: Sequence[str],
     *,
     profile: StepProfile | None = None,
-    search: Search | None = None,
+    search: SearchResult | None = None,
     field: str | None = None,
     profiles: Mapping[Variant, StepProfile] | None = None,
 ) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
             "cache_hit": profile.compiled.cache_hit,
         },
         "program": None if profile.size is None else asdict(profile.size),
-        "collectives": [asdict(total) for total in profile.collectives],
+        "collectives": [_collective_to_json(total) for total in profile.collectives],
         "memory": asdict(profile.state) | (compiled or {}),
         "host_memory": asdict(profile.host),
         "verdict": None
@@ -208,7 +209,12 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
     }
 
 
-def _search_to_json(search: Search) -> dict[str, Any]:
+def _collective_to_json(total: CollectiveTotal) -> dict[str, Any]:
+    values = asdict(total)
+    return {"kind": values.pop("operation"), **values}
+
+
+def _search_to_json(search: SearchResult) -> dict[str, Any]:
     def try_to_json(attempt: Try | None) -> dict[str, Any] | None:
         if attempt is None:
             return None
@@ -232,7 +238,7 @@ def _describe_collectives(profile: StepProfile) -> list[str]:
     if not profile.collectives:
         return ["none"]
     lines = [
-        f"{total.kind}: {'' if total.is_exact else 'at least '}{total.count:,} a step, {format_bytes(total.bytes)}"
+        f"{total.operation}: {'' if total.is_exact else 'at least '}{total.count:,} a step, {format_bytes(total.bytes)}"
         + ("" if total.count == total.num_instructions else f" ({total.num_instructions} in the program's text)")
         for total in profile.collectives
     ]
@@ -243,22 +249,22 @@ def _describe_collectives(profile: StepProfile) -> list[str]:
 
 def _describe_memory(profile: StepProfile) -> list[str]:
     state, memory = profile.state, profile.compiled.memory
-    rows = [
+    parts = [
         ("parameters", state.parameters, ""),
         ("optimizer state", state.optimizer_state, ""),
         ("batch", state.batch, ""),
     ]
     if memory is not None:
-        rows += [
+        parts += [
             ("arguments", memory.arguments, "the three above, as laid out on the device"),
             ("outputs", memory.outputs, f"of which {format_bytes(memory.aliased)} written over arguments"),
             ("activations and temporaries", memory.temporaries, ""),
             ("code", memory.code, ""),
             ("needed", memory.peak, "the last four, less what is written over"),
         ]
-    width = max(len(label) for label, *_ in rows)
-    sizes = [format_bytes(size) for _, size, _ in rows]
+    width = max(len(label) for label, *_ in parts)
+    sizes = [format_bytes(size) for _, size, _ in parts]
     return [
         f"{label.ljust(width)}  {size.rjust(max(map(len, sizes)))}{f'  {remark}' if remark else ''}"
-        for (label, _, remark), size in zip(rows, sizes, strict=True)
+        for (label, _, remark), size in zip(parts, sizes, strict=True)
     ]

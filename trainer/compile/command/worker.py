@@ -1,7 +1,7 @@
-"""Profiles a training step in a process of its own, and hands the result back: both ends.
+"""Profiles a training step in a fresh process: the asking side and the worker.
 
-So no compilation profits from another's caches, each one's memory can be told, a compiler that crashes (libtpu ends the
-process when one of its checks fails) leaves somebody to say so, and whoever asks starts no device.
+A fresh process keeps a compilation from using another's caches, and its memory can be measured. If the compiler crashes
+(libtpu ends the process when one of its checks fails), the asking process can say so. It starts no device itself.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from trainer.hardware import expected_platform
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be compiled."""
+class CompileRequest:
+    """What the worker is to compile."""
 
     arguments: tuple[str, ...]
-    """`--config FILE` and the overrides, as on a command line: what is compiled is what can be typed."""
+    """`--config FILE` and the overrides, as on a command line."""
     topology: Topology | None
     """None: the local devices."""
     use_cache: bool = True
-    """Whether the persistent cache is used as the config says. For a topology it never is: JAX (0.10.2 to 0.12) can
-    write the program of a TPU that isn't attached, but not read it."""
+    """Whether the persistent cache is used as the config says. It is never used for a topology: JAX
+    (0.10.2 to 0.12) can write the program of a TPU that isn't attached, but can't read it."""
 
 
 # What libtpu says on standard error wherever there is no TPU.
 _NOISE = re.compile(r"Failed to find host bounds|could not determine TPU accelerator type|absl::InitializeLog")
 
 
-def profile_in_fresh_process(request: Request) -> StepProfile:
-    """Has a new process do `profile_step`. What it writes to standard error is passed on, less libtpu's noise.
+def profile_in_fresh_process(request: CompileRequest) -> StepProfile:
+    """Calls `profile_step` in a new process. Its standard error is passed on, without libtpu's noise.
 
     Raises:
       UserMistake, TrainingFailed: as `profile_step`; also TrainingFailed if the process dies.
@@ -70,7 +70,7 @@ def _environment(topology: Topology | None) -> dict[str, str]:
     # A compilation needs no arrays, and a run on the same GPU may need the memory.
     defaults = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if topology is None and expected_platform() == "cpu":
-        defaults["JAX_PLATFORMS"] = "cpu"  # else JAX asks libtpu, if installed, which complains
+        defaults["JAX_PLATFORMS"] = "cpu"  # otherwise JAX asks libtpu, if it is installed, which complains
     return defaults | dict(os.environ) | (topology.environment() if topology else {})
 
 
@@ -84,12 +84,12 @@ def _describe_death(status: int, said: list[str]) -> str:
 
 
 def main(answer: Path) -> None:
-    """The new process: the request comes on standard input, the profile or the error goes to a file."""
+    """The worker: reads the request from standard input, and writes the profile or the error to a file."""
     from trainer.cli.train_command import parse_command_line
     from trainer.compile.stages import use_compilation_cache
     from trainer.hardware import compiling_for
 
-    request: Request = pickle.load(sys.stdin.buffer)
+    request: CompileRequest = pickle.load(sys.stdin.buffer)
     result: StepProfile | Exception
     try:
         with compiling_for("tpu" if request.topology else None):

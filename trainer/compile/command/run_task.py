@@ -1,4 +1,4 @@
-"""From an understood command line to the report: what is compiled when, and what is said of it."""
+"""Runs a parsed command: compiles the step, searches or compares, and reports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from trainer.compile.command import report
 from trainer.compile.command.comparison import Comparison
 from trainer.compile.command.compile_command import Task
-from trainer.compile.command.worker import Request, profile_in_fresh_process
-from trainer.compile.search import Change, Search, search
+from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
+from trainer.compile.fit_search import Remedy, SearchResult, search_remedy
 from trainer.compile.step_profile import StepProfile
 from trainer.files.atomic import write_atomically
 from trainer.terminal.console import Console
@@ -36,10 +36,10 @@ def run(task: Task, *, command: Sequence[str]) -> bool | None:
         return _compare(task, task.comparison, command, console)
     name = task.config.name
     with console.working(f"compiling the training step of {name}"):
-        profile = profile_in_fresh_process(Request(task.arguments, task.topology))
+        profile = profile_in_fresh_process(CompileRequest(task.arguments, task.topology))
     facts = report.describe_target(task.config, task.topology, profile) | report.describe_profile(profile)
     console.opening(name, facts)
-    found: Search | None = None
+    found: SearchResult | None = None
     fits = None if profile.fit is None else profile.fit.fits
     if fits is False and task.search_seconds > 0:
         found = _search(task, profile, console)
@@ -47,12 +47,12 @@ def run(task: Task, *, command: Sequence[str]) -> bool | None:
     return fits
 
 
-def _search(task: Task, profile: StepProfile, console: _Progress) -> Search:
-    def compile_with(change: Change) -> StepProfile:
+def _search(task: Task, profile: StepProfile, console: _Progress) -> SearchResult:
+    def compile_with(change: Remedy) -> StepProfile:
         with console.working(f"trying {change}"):
-            return profile_in_fresh_process(Request((*task.arguments, *change.arguments), task.topology))
+            return profile_in_fresh_process(CompileRequest((*task.arguments, *change.arguments), task.topology))
 
-    result = search(
+    result = search_remedy(
         task.config,
         profile.num_devices,
         compile_with,
@@ -74,8 +74,8 @@ def _compare(task: Task, comparison: Comparison, command: Sequence[str], console
     profiles = {}
     for variant in comparison.variants:
         with console.working(f"compiling with {comparison.field}={variant.name}"):
-            # Without the cache, from which a variant that was compiled earlier would come in no time.
-            request = Request((*task.arguments, *variant.arguments), task.topology, use_cache=False)
+            # Without the cache: a variant that was compiled earlier would seem to compile in no time.
+            request = CompileRequest((*task.arguments, *variant.arguments), task.topology, use_cache=False)
             profiles[variant] = profile_in_fresh_process(request)
     last = profiles[comparison.variants[-1]]
     facts = report.describe_target(task.config, task.topology, last)
@@ -97,11 +97,11 @@ def _write(task: Task, content: dict[str, object]) -> None:
 
 
 class _Progress(Console):
-    """The trainer's console, which says everywhere what is being compiled."""
+    """The trainer's console, which tells what is being compiled, on a terminal or not."""
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """As the trainer's, and a line where there is no terminal."""
+        """As the trainer's; without a terminal it prints a line."""
         if not self._is_terminal:
             self.note(f"{what} …")
         with super().working(what):

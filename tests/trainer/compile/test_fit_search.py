@@ -8,7 +8,7 @@ import pytest
 from layers import GPTConfig
 from layers.config import RematPolicy
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
-from trainer.compile.search import REMAT_POLICIES, Change, search, single_changes
+from trainer.compile.fit_search import REMAT_POLICIES, Remedy, search_remedy, single_remedies
 from trainer.compile.stages import CompileReport
 from trainer.compile.step_profile import HostMemory, StepProfile
 from trainer.config import LossConfig, MeshConfig, TrainConfig
@@ -45,7 +45,7 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
 def run(config: TrainConfig, needed_with, *, num_devices: int = 8, seconds: float = 1000.0):
     """The search, where `needed_with(change)` is what a change needs of 100."""
     told = []
-    result = search(
+    result = search_remedy(
         config,
         num_devices,
         lambda change: make_profile(needed_with(change)),
@@ -61,7 +61,7 @@ def test_every_remat_policy_has_its_place():
 
 
 def test_all_changes_in_the_order_of_harm():
-    changes = [[str(change) for change in kind] for kind in single_changes(make_config(), 8)]
+    changes = [[str(change) for change in field] for field in single_remedies(make_config(), 8)]
     assert changes == [
         ["--model.remat save_matmuls", "--model.remat save_attention", "--model.remat full"],
         [f"--loss.chunk-size {size}" for size in (2048, 1024, 512, 256, 128)],
@@ -76,16 +76,18 @@ def test_only_what_can_change_anything_and_is_valid():
     config = make_config(
         remat="full", batch_size=2, gradient_accumulation=2, sequence_length=200, mesh=MeshConfig(tensor=2)
     )
-    changes = [[str(change) for change in kind] for kind in single_changes(config, 4)]
+    changes = [[str(change) for change in field] for field in single_remedies(config, 4)]
     # 200 tokens at once, whatever the chunk is set to: no half of that is worth it. A batch of 1 can't be split.
     assert changes == [["--mesh.context 2"]]
-    assert single_changes(config, 2) == []
+    assert single_remedies(config, 2) == []
 
 
 def test_the_mesh_takes_a_divisor_of_the_devices():
-    kinds = single_changes(make_config(remat="full", batch_size=1, sequence_length=960, mesh=MeshConfig(context=2)), 12)
-    assert [change.value for change in kinds[-2]] == [4, 6, 12]
-    assert all(change.field == "mesh.context" for change in kinds[-2])
+    fields = single_remedies(
+        make_config(remat="full", batch_size=1, sequence_length=960, mesh=MeshConfig(context=2)), 12
+    )
+    assert [change.value for change in fields[-2]] == [4, 6, 12]
+    assert all(change.field == "mesh.context" for change in fields[-2])
 
 
 def test_the_first_that_fits_is_the_end_of_it():
@@ -95,8 +97,8 @@ def test_the_first_that_fits_is_the_end_of_it():
     assert str(result.found.change) == told[0]
 
 
-def test_the_least_value_of_the_least_harmful_kind_that_can():
-    def needed(change: Change) -> int:
+def test_the_least_value_of_the_least_harmful_field_that_can():
+    def needed(change: Remedy) -> int:
         return {2048: 120, 1024: 110, 512: 100}.get(change.value, 60) if change.field == "loss.chunk_size" else 130
 
     result, told = run(make_config(), needed)
@@ -123,7 +125,7 @@ def test_nothing_fits():
 
 
 def test_a_change_that_cannot_be_compiled_is_passed_over():
-    def needed(change: Change) -> int:
+    def needed(change: Remedy) -> int:
         if change.field == "model.remat":
             raise TrainingFailed("the compiler crashed")
         return 90
@@ -136,7 +138,7 @@ def test_a_change_that_cannot_be_compiled_is_passed_over():
 
 def test_time_runs_out(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("trainer.compile.search.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("trainer.compile.fit_search.time.monotonic", lambda: next(clock))
     result, told = run(make_config(), lambda change: 300, seconds=4)
     assert told == ["--model.remat save_matmuls", "--model.remat full", "--loss.chunk-size 2048"]
     assert (result.found, result.is_complete) == (None, False)
@@ -144,7 +146,7 @@ def test_time_runs_out(monkeypatch):
 
 def test_what_was_found_before_the_time_ran_out_is_kept(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("trainer.compile.search.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("trainer.compile.fit_search.time.monotonic", lambda: next(clock))
     result, told = run(make_config(), lambda change: 300 if change.value == "save_matmuls" else 50, seconds=3)
     assert told == ["--model.remat save_matmuls", "--model.remat full"]
     assert str(result.found.change) == "--model.remat full"
@@ -152,7 +154,7 @@ def test_what_was_found_before_the_time_ran_out_is_kept(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", [Change("model.remat", "full"), Change("gradient_accumulation", 2), Change("mesh.fsdp", 4)]
+    "change", [Remedy("model.remat", "full"), Remedy("gradient_accumulation", 2), Remedy("mesh.fsdp", 4)]
 )
 def test_a_change_applied_is_the_field_set(change):
     changed = change.apply(make_config())

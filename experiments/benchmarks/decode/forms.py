@@ -1,7 +1,7 @@
-"""What is timed: a form of the cache and an attention over it, as one compiled program of all steps.
+"""The forms that are timed: a cache and an attention over it, as one compiled program of all steps.
 
-Each step writes a token of every sequence in each layer and attends to it; a layer's output is the next one's query.
-Every layer has a cache of its own, so that a step finds no more of them in the device's caches than a model's would.
+In each layer, a step writes a token of every sequence and attends to it. A layer's output is the next layer's query.
+Every layer has its own keys and values, so that the device's caches help a step no more than they would help a model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.benchmarks.decode.workloads import Workload, normal
+from experiments.benchmarks.decode.workloads import DecodeWorkload, normal
 from kernels import CellTable, SlabCache, UnifiedCache, decode_attention
 
 Layers = list[tuple[jax.Array, jax.Array]]
 
 
 @dataclass
-class Contender:
+class CompiledForm:
     """One form of the cache, filled with the prompts, and its program.
 
     Attributes:
-      layers: keys and values of each layer, which a run gives back updated.
-      start: what tells whose the cells are, before the first step.
+      layers: keys and values of each layer. A run donates them and returns them updated.
+      start: says which cells belong to which sequence before the first step: lengths or a cell table.
       seconds: of one step, one per round.
     """
 
@@ -42,14 +42,14 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
     def time(self) -> float:
-        """Seconds of one step, from one run of all steps."""
+        """Runs all steps once; returns the seconds of one step."""
         begin = time.perf_counter()
         self.layers, output = self.program(self.layers, self.start, self.tokens)
         jax.block_until_ready(output)
         return (time.perf_counter() - begin) / self.num_steps
 
 
-def compile_contender(name: str, work: Workload, implementation: str | None) -> Contender:
+def compile_form(name: str, work: DecodeWorkload, implementation: str | None) -> CompiledForm:
     """Fills a cache of a form and compiles its steps.
 
     Raises:
@@ -63,7 +63,7 @@ def compile_contender(name: str, work: Workload, implementation: str | None) -> 
     one_step = functools.partial(step, work, implementation)
     run = jax.jit(functools.partial(_run, one_step), donate_argnums=0)
     program = run.lower(layers, start, tokens).compile()
-    return Contender(name, layers, start, tokens, program, work.num_generated)
+    return CompiledForm(name, layers, start, tokens, program, work.num_generated)
 
 
 def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.Array]):
@@ -77,20 +77,20 @@ def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.A
     return layers, output
 
 
-def _slabs(work: Workload, rng: np.random.Generator):
+def _slabs(work: DecodeWorkload, rng: np.random.Generator):
     shape = (work.num_sequences, work.length, work.num_kv_heads, work.head_dim)
     layers = [(normal(rng, shape, work.dtype), normal(rng, shape, work.dtype)) for _ in range(work.num_layers)]
     return layers, jnp.full(work.num_sequences, work.prompt, jnp.int32)
 
 
-def _cells(work: Workload, rng: np.random.Generator, *, skipping: bool = True):
+def _cells(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = True):
     block_size = 128
     capacity = work.num_sequences * -(-work.length // block_size) * block_size
     table = CellTable.empty(work.num_sequences, capacity, block_size=block_size)
     if work.prompt:
         table, _ = table.allocate(work.prompt)
     if not skipping:
-        # A summary that says nothing of a block: any position, any sequence.
+        # A summary that excludes no block: each may hold any position of any sequence.
         table = dataclasses.replace(
             table,
             lowest=jnp.zeros_like(table.lowest),
@@ -103,7 +103,7 @@ def _cells(work: Workload, rng: np.random.Generator, *, skipping: bool = True):
     return layers, table
 
 
-def _step_slabs(work: Workload, implementation: str | None, layers: Layers, lengths, new, attend=None):
+def _step_slabs(work: DecodeWorkload, implementation: str | None, layers: Layers, lengths, new, attend=None):
     query, written, cache = new["query"], [], None
     for key, value in layers:
         cache = SlabCache(key, value, lengths).write(new["key"], new["value"])
@@ -113,7 +113,7 @@ def _step_slabs(work: Workload, implementation: str | None, layers: Layers, leng
     return written, cache.lengths, query
 
 
-def _step_cells(work: Workload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
+def _step_cells(work: DecodeWorkload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
     query, written = new["query"], []
     table, cells = table.allocate(1)
     for key, value in layers:
@@ -123,11 +123,11 @@ def _step_cells(work: Workload, implementation: str | None, layers: Layers, tabl
     return written, table, query
 
 
-def _decode(work: Workload, implementation: str | None, query, cache):
+def _decode(work: DecodeWorkload, implementation: str | None, query, cache):
     return decode_attention(query, cache, work.mask, implementation=implementation)
 
 
-def _dense(work: Workload, implementation: str | None, query, cache):
+def _dense(work: DecodeWorkload, implementation: str | None, query, cache):
     """XLA's attention over every cell, under a mask of every cell."""
     cell = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (work.num_sequences, cache.capacity))
     position, seen = cache.cells(None, cell)

@@ -1,4 +1,4 @@
-"""The console's part in a run: a line for each event, above a progress bar."""
+"""Prints a line on the console for each event of a run, above a progress bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport, format_stages
-from trainer.observers.observer import Evaluated, Observer, Start, Window
+from trainer.observers.observer import Evaluated, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_loss, format_seconds
 
@@ -32,9 +32,9 @@ class ConsoleLines(Observer):
     def recompiled(self, recompile: Recompile) -> None:
         self._console.warning(str(recompile))
 
-    def window(self, window: Window) -> None:
+    def window(self, window: LogWindow) -> None:
         if window.overflow is not None:
-            return  # the message that ends the run says so
+            return  # the message that ends the run tells it
         place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"
         short = (
             f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  MFU {window.mfu_causal:.1%}  {left}"
@@ -59,7 +59,7 @@ class ConsoleLines(Observer):
 
 
 def describe_reports(reports: Sequence[CompileReport]) -> list[str]:
-    """What compiling took, a line each, and what the training step takes in memory."""
+    """A line for each program's compilation, and one for the training step's memory."""
     lines = [f"compile {report.name}: {format_stages(report)}" for report in reports]
     memory = next((report.memory for report in reports if report.name == "train_step"), None)
     if memory is not None:

@@ -1,7 +1,7 @@
-"""The smallest single change that makes a training step fit, found by compiling with it.
+"""Searches for the smallest change of one config field with which a training step fits in the devices' memory.
 
-Kinds of change are tried in the order of what they cost a run, the least harmful first; the first kind that can make it
-fit is taken, and of that kind the least value that does:
+Each remedy (a field set to another value) is compiled. The fields are tried in the order of what they cost a run, the
+least harmful first. The first field that can make the step fit is taken, with the least value that does:
 
 1. `model.remat`: a policy that recomputes more. Takes time, changes no number.
 2. `loss.chunk_size`: halved, down to 128. Smaller matmuls.
@@ -9,8 +9,8 @@ fit is taken, and of that kind the least value that does:
 4. `mesh.fsdp`, 5. `mesh.context`, 6. `mesh.tensor`: more of the devices that there are, in the order of what they make
    the devices send.
 
-Of each kind the least value is tried first, which often does; then the greatest, since if that doesn't fit, the kind is
-given up; then the others, from the least up, to the first that fits.
+The least value of a field is tried first: it often suffices. The greatest is tried next: if that doesn't fit either,
+the field is given up. Then the others are tried from the least up, to the first that fits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "save_matmuls", "save_attenti
 
 
 @dataclass(frozen=True)
-class Change:
-    """One field of the config set to another value."""
+class Remedy:
+    """One field of the config set to another value, which makes the step smaller."""
 
     field: str
     value: Any
@@ -63,9 +63,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Try:
-    """A change, and what compiling with it gave."""
+    """A remedy, and what compiling with it gave."""
 
-    change: Change
+    change: Remedy
     profile: StepProfile | None
     problem: str | None = None
     """Why there is no profile."""
@@ -81,51 +81,51 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Search:
-    """What was tried."""
+class SearchResult:
+    """What a search has tried."""
 
     tries: tuple[Try, ...]
     """In the order of trying."""
     is_complete: bool
-    """False: the time ran out before everything that could have been smaller, or have fitted, was tried."""
+    """False: the time ran out before every remedy that might fit, or be smaller, was tried."""
 
     @property
     def found(self) -> Try | None:
-        """The smallest change that fits: the last that does, since after one that fits only smaller ones are tried."""
+        """The smallest remedy that fits. It is the last that does: after one that fits only smaller ones are tried."""
         return next((attempt for attempt in reversed(self.tries) if attempt.fits), None)
 
     @property
     def closest(self) -> Try | None:
-        """Where nothing fits: the change that comes nearest."""
+        """The remedy that needs the least memory, for when nothing fits."""
         compiled = [attempt for attempt in self.tries if attempt.profile is not None]
         return min(compiled, key=lambda attempt: attempt.needed, default=None)
 
 
 class _OutOfTime(Exception):
-    """Ends a search."""
+    """Ends a search whose time is up."""
 
 
-def search(
+def search_remedy(
     config: TrainConfig,
     num_devices: int,
-    compile_with: Callable[[Change], StepProfile],
+    compile_with: Callable[[Remedy], StepProfile],
     *,
     seconds: float,
     on_try: Callable[[Try], None],
-) -> Search:
-    """Looks for the smallest single change.
+) -> SearchResult:
+    """Looks for the smallest remedy.
 
     Args:
-      config: what doesn't fit.
-      num_devices: that there are.
-      compile_with: compiles the config with a change.
-      seconds: no compilation is begun after these.
-      on_try: told of each try.
+      config: the experiment whose step doesn't fit.
+      num_devices: devices that there are.
+      compile_with: compiles the config with a remedy.
+      seconds: no compilation begins after these.
+      on_try: called with each try.
     """
     deadline = time.monotonic() + seconds
     tries: list[Try] = []
 
-    def attempt(change: Change) -> Try:
+    def attempt(change: Remedy) -> Try:
         if time.monotonic() >= deadline:
             raise _OutOfTime
         try:
@@ -137,43 +137,42 @@ def search(
         return tried
 
     try:
-        for changes in single_changes(config, num_devices):
+        for changes in single_remedies(config, num_devices):
             if _narrow_down(changes, attempt):
                 break
     except _OutOfTime:
-        return Search(tuple(tries), is_complete=False)
-    return Search(tuple(tries), is_complete=True)
+        return SearchResult(tuple(tries), is_complete=False)
+    return SearchResult(tuple(tries), is_complete=True)
 
 
-def _narrow_down(changes: Sequence[Change], attempt: Callable[[Change], Try]) -> bool:
-    """Tries changes of one kind until the least that fits has been tried. Returns whether any fits."""
+def _narrow_down(changes: Sequence[Remedy], attempt: Callable[[Remedy], Try]) -> bool:
+    """Tries the values of one field until the least that fits has been tried. Returns whether any fits."""
     if attempt(changes[0]).fits:
         return True
     if len(changes) == 1 or not attempt(changes[-1]).fits:
         return False
-    # From the least up, not by bisection: libtpu refuses what doesn't fit within seconds, and compiles what does for
-    # half a minute.
+    # Not by bisection: libtpu refuses within seconds what doesn't fit, but takes far longer to compile what does.
     for change in changes[1:-1]:
         if attempt(change).fits:
             break
     return True
 
 
-def single_changes(config: TrainConfig, num_devices: int) -> list[list[Change]]:
-    """Every change worth trying: kinds in order of harm, each from its least value to its greatest."""
-    kinds = [
-        [Change("model.remat", policy) for policy in _stricter(config.model.remat)],
-        [Change("loss.chunk_size", size) for size in _halvings(_tokens_at_once(config))],
+def single_remedies(config: TrainConfig, num_devices: int) -> list[list[Remedy]]:
+    """Every remedy worth trying: the fields in the order of harm, each from its least value to its greatest."""
+    fields = [
+        [Remedy("model.remat", policy) for policy in _stricter(config.model.remat)],
+        [Remedy("loss.chunk_size", size) for size in _halvings(_tokens_at_once(config))],
         [
-            Change("gradient_accumulation", count)
+            Remedy("gradient_accumulation", count)
             for count in range(config.gradient_accumulation + 1, config.batch_size + 1)
         ],
         *(
-            [Change(f"mesh.{axis}", size) for size in _larger(config, axis, num_devices)]
+            [Remedy(f"mesh.{axis}", size) for size in _larger(config, axis, num_devices)]
             for axis in ("fsdp", "context", "tensor")
         ),
     ]
-    valid = [[change for change in changes if _is_valid(change, config)] for changes in kinds]
+    valid = [[change for change in changes if _is_valid(change, config)] for changes in fields]
     return [changes for changes in valid if changes]
 
 
@@ -197,13 +196,13 @@ def _halvings(size: int) -> list[int]:
 
 
 def _larger(config: TrainConfig, axis: str, num_devices: int) -> list[int]:
-    """Sizes of an axis with which the mesh takes more of the devices: a divisor of them, as JAX wants it on TPUs."""
+    """Larger sizes of a mesh axis. The mesh then takes a divisor of the devices, which JAX requires on TPUs."""
     size = getattr(config.mesh, axis)
     used = math.prod(dataclasses.asdict(config.mesh).values())
     return [size * times for times in range(2, num_devices // used + 1) if num_devices % (used * times) == 0]
 
 
-def _is_valid(change: Change, config: TrainConfig) -> bool:
+def _is_valid(change: Remedy, config: TrainConfig) -> bool:
     try:
         change.apply(config)
     except ValueError:

@@ -1,0 +1,40 @@
+"""How an attempt ends that ends well: completed, or stopped after saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.observers.observer import Ending, Observers
+from trainer.observers.record import measured_memory
+from trainer.process.signals import PREEMPTED
+from trainer.run.evaluator import Evaluator
+from trainer.run.setup import Setup
+
+COMPLETED = 0
+
+
+def tell_ending(
+    observers: Observers, setup: Setup, step: int, evaluator: Evaluator, newest_checkpoint: Path | None
+) -> int:
+    """Tells the observers how the attempt ended, and returns its exit status.
+
+    Args:
+      observers: of the run.
+      setup: of the run.
+      step: steps that are done.
+      evaluator: holds the evaluations. A run is completed once its last step is evaluated.
+      newest_checkpoint: None: there was nothing to save.
+    """
+    is_completed = step >= setup.config.num_steps and step in evaluator.evaluations
+    observers.stopped()
+    observers.finished(
+        Ending(
+            status="completed" if is_completed else "preempted",
+            step=step,
+            checkpoint=newest_checkpoint,
+            evaluation=evaluator.newest,
+            unigram_nats_per_token=setup.corpus.unigram_nats_per_token,
+            memory=measured_memory(setup.devices[0]),
+        )
+    )
+    return COMPLETED if is_completed else PREEMPTED
