@@ -10,7 +10,7 @@ H head dim of query and key, V head dim of value.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,11 @@ class AttentionCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
+
+    @property
+    def task(self) -> Literal["attention"]:
+        """What its backends are for."""
+        return "attention"
 
     @property
     def has_positions(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,9 @@ from jaxtyping import Array, Float
 from kernels.attention.head_groups import attend_by_distinct_mask
 from kernels.backends import Backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import Tuning
+
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
 
 class _Forward(Protocol):

@@ -1,21 +1,35 @@
-"""`dot_product_attention`: validates a call, chooses a backend, calls it."""
+"""`dot_product_attention`, and the choice of a backend for it and for `kernels.decode_attention`."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import attend
-from kernels.backends import BACKENDS, Backend
-from kernels.call import AttentionCall, make_call
+from kernels.backends import TABLES, Backend, Call, Task, find_backend
+from kernels.call import make_call
 from kernels.masks import Mask
-from kernels.tuning import Tuning
+
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
 _logger = logging.getLogger(__name__)
+
+
+class CantServe(ValueError):
+    """A backend that was asked for can't serve a call.
+
+    Attributes:
+      task: of the call: "attention" or "decoding".
+    """
+
+    def __init__(self, message: str, task: Task):
+        super().__init__(message)
+        self.task = task
 
 
 class Selection(NamedTuple):
@@ -30,24 +44,21 @@ class Selection(NamedTuple):
     passed_over: tuple[tuple[str, str], ...]
 
 
-@overload
-def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Mask | None = None,
-    *,
-    query_segment_ids: Array | None = None,
-    key_value_segment_ids: Array | None = None,
-    query_positions: Array | None = None,
-    key_value_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | Tuning | None = None,
-    device: jax.Device | None = None,
-    return_lse: Literal[False] = False,
-) -> Array: ...
+class LogitsOptions(TypedDict, total=False):
+    """Arguments that `dot_product_attention` and `decode_attention` share, for type checkers."""
+
+    scale: float | None
+    logits_soft_cap: float | None
+    sinks: Array | None
+    implementation: str | Tuning | None
+    device: jax.Device | None
+
+
+class _More(LogitsOptions, total=False):
+    query_segment_ids: Array | None
+    key_value_segment_ids: Array | None
+    query_positions: Array | None
+    key_value_positions: Array | None
 
 
 @overload
@@ -57,17 +68,21 @@ def dot_product_attention(
     value: Array,
     mask: Mask | None = None,
     *,
-    query_segment_ids: Array | None = None,
-    key_value_segment_ids: Array | None = None,
-    query_positions: Array | None = None,
-    key_value_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | Tuning | None = None,
-    device: jax.Device | None = None,
     return_lse: Literal[True],
+    **_: Unpack[_More],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **_: Unpack[_More],
+) -> Array: ...
 
 
 def dot_product_attention(
@@ -147,49 +162,47 @@ def dot_product_attention(
         return_lse=return_lse,
         device=device,
     )
-    selection = select_backend(call, implementation)
-    for name, reason in selection.passed_over:
-        _log_once(selection.name, name, reason)
-    tuning = None if isinstance(implementation, str) else implementation
-    output, lse = attend(_backend(selection.name), inputs, call, tuning)
+    backend, tuning = choose_backend(call, implementation)
+    output, lse = attend(backend, inputs, call, tuning)
     return (output, lse) if return_lse else output
 
 
-def select_backend(call: AttentionCall, implementation: str | Tuning | None = None) -> Selection:
+def choose_backend(call: Call, implementation: str | Tuning | None) -> tuple[Backend, Any]:
+    """The backend of a call and the tuning object given for it. Faster backends passed over are logged once."""
+    selection = select_backend(call, implementation)
+    for name, reason in selection.passed_over:
+        _log_once(call.task, selection.name, name, reason)
+    return find_backend(selection.name, call.task), None if isinstance(implementation, str) else implementation
+
+
+def select_backend(call: Call, implementation: str | Tuning | None = None) -> Selection:
     """The backend that a call gets.
 
     Args:
-      call: the static description (`kernels.call.make_call`), the kind of device included.
+      call: the static description of an attention or a decoding call (`kernels.call.make_call`,
+        `kernels.decode.call.make_decode_call`), which includes the device.
       implementation: a backend's name or tuning object, or None for the fastest automatic one.
 
     Raises:
-      ValueError: an unknown name, or a named backend that can't serve the call.
+      ValueError: an unknown name.
+      CantServe: a named backend that can't serve the call.
     """
     if implementation is not None:
-        tuning = None if isinstance(implementation, str) else implementation
-        backend = _backend(implementation if isinstance(implementation, str) else implementation.backend)
-        reason = backend.unsupported_reason(call, tuning)
+        backend = find_backend(implementation, call.task)
+        reason = backend.unsupported_reason(call, None if isinstance(implementation, str) else implementation)
         if reason is not None:
-            raise ValueError(f"implementation={implementation!r} can't serve this call: {reason}")
+            raise CantServe(f"implementation={implementation!r} can't serve this call: {reason}", call.task)
         return Selection(backend.name, ())
     passed_over: list[tuple[str, str]] = []
-    for backend in BACKENDS:
-        if not backend.automatic:
-            continue
-        reason = backend.unsupported_reason(call)
-        if reason is None:
-            return Selection(backend.name, tuple(passed_over))
-        passed_over.append((backend.name, reason))
+    for backend in TABLES[call.task]:
+        if backend.automatic:
+            reason = backend.passed_over_reason(call)
+            if reason is None:
+                return Selection(backend.name, tuple(passed_over))
+            passed_over.append((backend.name, reason))
     raise AssertionError(f"no backend serves {call}: blockwise serves every call")
 
 
-def _backend(name: str) -> Backend:
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
-    raise ValueError(f"unknown implementation {name!r}; expected one of {', '.join(b.name for b in BACKENDS)}, or None")
-
-
 @functools.lru_cache(maxsize=256)
-def _log_once(chosen: str, name: str, reason: str) -> None:
-    _logger.info("attention uses %s; %s passed over: %s", chosen, name, reason)
+def _log_once(task: Task, chosen: str, name: str, reason: str) -> None:
+    _logger.info("%s uses %s; %s passed over: %s", task, chosen, name, reason)

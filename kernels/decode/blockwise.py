@@ -22,17 +22,14 @@ from kernels.varying import vary
 _CPU_CELLS, _ACCELERATOR_CELLS = 256, 2048
 
 
-def unsupported_reason(call: DecodeCall) -> str | None:
+def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
     """Serves every call."""
     return None
 
 
-def slower_reason(call: DecodeCall) -> str | None:
-    """No other implementation comes after it."""
-    return None
-
-
-def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(
+    inputs: DecodeInputs, call: DecodeCall, tuning: None = None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of one call. See `kernels.decode_attention`."""
     cache, sequences = inputs.cache, inputs.sequences
     visits = list_visits(block_kinds(call.mask, inputs.query_positions, cache.blocks(sequences)))

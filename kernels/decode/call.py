@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.backends import Task
 from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import MOST_TOKENS, integers, of_rows, which_sequences
@@ -61,6 +62,11 @@ class DecodeCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
+
+    @property
+    def task(self) -> Task:
+        """What its backends are for."""
+        return "decoding"
 
     @property
     def softmax_dtype(self) -> np.dtype:

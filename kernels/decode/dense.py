@@ -25,7 +25,7 @@ _MOST_SHARED_CELLS, _MOST_OWN_CELLS = 1280, 160
 _MOST_MULTIPLICATIONS = 8 * 12 * 1024 * (64 + 64)
 
 
-def unsupported_reason(call: DecodeCall) -> str | None:
+def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
     """Serves every call."""
     return None
 
@@ -49,7 +49,9 @@ def slower_reason(call: DecodeCall) -> str | None:
     return None
 
 
-def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(
+    inputs: DecodeInputs, call: DecodeCall, tuning: None = None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of one call. See `kernels.decode_attention`."""
     position, seen = inputs.cache.all_cells(inputs.sequences)
     key, value = (

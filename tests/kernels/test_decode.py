@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import LocalMask, MultiHeadMask, decode_attention, slab_capacity
+from kernels import LocalMask, MultiHeadMask, TritonDecodeTuning, TritonTuning, decode_attention, slab_capacity
 from kernels.decode.blocks import BlockSummary, block_kinds, list_visits
 from kernels.masks import TileKind
 from tests.kernels.decode_session import (
@@ -155,9 +155,12 @@ def test_a_block_counts_for_all_heads_together():
         ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 must be positive"),
         ({"sinks": jnp.zeros(3)}, "sinks must be floating [4]"),
         (
-            {"implementation": "flash"},
-            "unknown implementation 'flash'; expected one of dense, triton, blockwise, or None",
+            {"implementation": "mosaic_gpu"},
+            "'mosaic_gpu' is no backend of decoding; expected one of dense, triton, blockwise, a tuning object (Triton",
         ),
+        ({"implementation": "bockwise"}, "; did you mean 'blockwise'?"),
+        ({"implementation": TritonTuning()}, "query=None, interpret=False) is no backend of decoding; expected one of"),
+        ({"implementation": TritonDecodeTuning()}, "interpret=False) can't serve this call: runs on gpu, not on cpu"),
     ],
 )
 def test_arguments_that_dont_fit(change, message):

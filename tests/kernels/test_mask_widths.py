@@ -25,6 +25,7 @@ from kernels import (
     SplashTuning,
     Target,
     TileKind,
+    TritonDecodeTuning,
     TritonTiles,
     TritonTuning,
     count_allowed_pairs,
@@ -262,14 +263,8 @@ def test_decoding_at_the_last_positions(implementation, rng):
         SlabCache.empty(2, 32, 4, 16, dtype=dtype, block_size=16), key=key, value=value, lengths=jnp.asarray(lengths)
     )
     mask = MultiHeadMask([spec.mask() for spec in heads])
-    if implementation == "blockwise":
-        output = decode_attention(query, cache, mask, implementation="blockwise")
-    else:
-        from kernels.decode.call import make_decode_call
-        from kernels.decode.triton.split import attend_split
-
-        nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
-        output, _ = attend_split(*make_decode_call(query, cache, mask, **nothing), num_programs=4, interpret=True)
+    tuning = TritonDecodeTuning(num_programs=4, interpret=True) if implementation == "triton" else implementation
+    output = decode_attention(query, cache, mask, implementation=tuning)
     for row, length in enumerate(lengths):
         held = np.arange(max(0, length - 32), length)
         dense = np.stack([spec.dense(range(length - 3, length), held) for spec in heads])

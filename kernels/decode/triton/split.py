@@ -19,7 +19,7 @@ from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.tokens import numbers_of_rows
 from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, put_together_kernel
 from kernels.decode.unified import UnifiedCache
-from kernels.tuning import TritonTiles
+from kernels.tuning import TritonDecodeTuning, TritonTiles
 
 _LOG2_E = math.log2(math.e)
 # The smallest side of a matrix product, and rows of a tile beyond which registers run out.
@@ -27,7 +27,6 @@ _SMALLEST_DOT, _MOST_ROWS = 16, 64
 # The fastest of 32 to 128 cells in a tile and 264 to 1,584 programs, for 1 sequence of 32,768 and 8 of 8,192 tokens
 # with 12 heads of 64, and 1 of 32,768 with 8 of 128 (H200, 2026-11-21): four small programs on each multiprocessor.
 _TILE_CELLS = 32
-_NUM_PROGRAMS = 528
 # Where sequences share so few cells, a program has one block or two, and half the warps are faster. Chosen on an H200
 # (2026-11-22) for 8 sequences of 512 tokens, 12 heads of 64: `python -m experiments.benchmarks.decode --sequences 8
 # --prompts 512`.
@@ -36,26 +35,14 @@ _LIST_CHUNK, _PUT_TOGETHER_ELEMENTS = 1024, 8192
 
 
 def attend_split(
-    inputs: DecodeInputs,
-    call: DecodeCall,
-    tiles: TritonTiles | None = None,
-    *,
-    num_programs: int = _NUM_PROGRAMS,
-    interpret: bool = False,
+    inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call.
-
-    Args:
-      inputs, call: the call.
-      tiles: rows and cells of a tile, warps and stages; None for the best known.
-      num_programs: how many programs to split the call into, at most, if there's at least one for each head.
-      interpret: run the kernels in Triton's interpreter, on the host.
-    """
-    tiles = default_tiles(call) if tiles is None else tiles
+    """Attention of one call."""
+    tiles, interpret = tuning.tiles or default_tiles(call), tuning.interpret
     kinds = block_kinds(call.mask, inputs.query_positions, inputs.cache.blocks(inputs.sequences))
     visits = _list_visits(kinds, call, interpret=interpret)
     num_row_tiles = -(-call.num_new * call.group_size // tiles.block_q)
-    num_parts = num_programs // (call.num_kv_heads * num_row_tiles * call.batch)
+    num_parts = tuning.num_programs // (call.num_kv_heads * num_row_tiles * call.batch)
     num_parts = max(1, min(num_parts, call.num_blocks))
     output, lse = _attend_parts(inputs, call, visits, tiles, num_row_tiles, num_parts, interpret=interpret)
     return _put_together(output, lse, inputs.sinks, call, interpret=interpret)
