@@ -13,10 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Mask, SlabCache, decode_attention, dot_product_attention
+from kernels import CausalMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
-from layers.config import RopeScaling, check_heads
+from layers.config import RopeScaling, check_heads, check_implementation
 from layers.initializers import small_init
 from layers.norm import RMSNorm
 from layers.rotary import Rotation, make_rotation, rotate
@@ -36,7 +36,9 @@ class Attention(nnx.Module):
       qk_norm: RMS-normalise queries and keys per head, before the rotary embedding (arXiv:2302.05442).
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       sinks: learn a logit per head that takes part in the softmax and has no value (arXiv:2309.17453), starting at 0.
-      implementation: attention backend; None: the fastest that serves the call.
+      implementation: attention backend of a call and of `prefill`, by name or as a tuning object; None: the fastest
+        that serves the call.
+      decode_implementation: the same for `decode`, which other backends serve (`kernels.decode_attention`).
       compute_dtype: type of the matmuls' operands and of the output, whatever the input's: float32 comes out as
         bfloat16 unless this says "float32".
       param_dtype: type that parameters are stored in.
@@ -47,7 +49,8 @@ class Attention(nnx.Module):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: for head counts or sizes that don't fit together, or a soft cap that isn't a positive number.
+      ValueError: for head counts or sizes that don't fit together, a soft cap that isn't a positive number, or a
+        backend that there isn't.
 
     Example:
       >>> from kernels import LocalMask
@@ -71,7 +74,8 @@ class Attention(nnx.Module):
         qk_norm: bool = False,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
-        implementation: str | None = None,
+        implementation: str | Tuning | None = None,
+        decode_implementation: str | Tuning | None = None,
         compute_dtype: jnp.dtype | str = "bfloat16",
         param_dtype: jnp.dtype | str = "float32",
         norm_epsilon: float = 1e-6,
@@ -96,7 +100,10 @@ class Attention(nnx.Module):
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
+        check_implementation(implementation, "attention", "implementation")
+        check_implementation(decode_implementation, "decoding", "decode_implementation")
         self.implementation = implementation
+        self.decode_implementation = decode_implementation
         self.activation_sharding = activation_sharding
 
         kernel_init = kernel_init or small_init(width)
@@ -201,6 +208,7 @@ class Attention(nnx.Module):
             query_positions=positions,
             sinks=None if self.sinks is None else self.sinks[...],
             logits_soft_cap=self.logits_soft_cap,
+            implementation=self.decode_implementation,
         )
         return self.output(attended), cache
 

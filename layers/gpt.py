@@ -65,6 +65,7 @@ class Block(nnx.Module):
             logits_soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
             implementation=config.implementation,
+            decode_implementation=config.decode_implementation,
             compute_dtype=config.compute_dtype,
             param_dtype=config.param_dtype,
             norm_epsilon=config.norm_epsilon,

@@ -100,7 +100,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
 
     Raises:
       UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, or the
-        attention backend can't serve a mask.
+        attention backend can't serve a mask or a sample.
       TrainingFailed: the devices can't be started.
     """
     if config.wandb.project is not None:
@@ -111,6 +111,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
     attention = plan_attention(config, device)
+    if samples is not None:
+        samples.check()
     functions = make_step_functions(config, mesh)
     batches = make_train_iterator(
         corpus,

@@ -24,12 +24,14 @@ class CantServe(ValueError):
     """A backend that was asked for can't serve a call.
 
     Attributes:
+      implementation: its name or tuning object.
       task: of the call: "attention" or "decoding".
+      reason: why it can't.
     """
 
-    def __init__(self, message: str, task: Task):
-        super().__init__(message)
-        self.task = task
+    def __init__(self, implementation: str | Tuning, task: Task, reason: str):
+        super().__init__(f"implementation={implementation!r} can't serve this call: {reason}")
+        self.implementation, self.task, self.reason = implementation, task, reason
 
 
 class Selection(NamedTuple):
@@ -191,7 +193,7 @@ def select_backend(call: Call, implementation: str | Tuning | None = None) -> Se
         backend = find_backend(implementation, call.task)
         reason = backend.unsupported_reason(call, None if isinstance(implementation, str) else implementation)
         if reason is not None:
-            raise CantServe(f"implementation={implementation!r} can't serve this call: {reason}", call.task)
+            raise CantServe(implementation, call.task, reason)
         return Selection(backend.name, ())
     passed_over: list[tuple[str, str]] = []
     for backend in TABLES[call.task]:
