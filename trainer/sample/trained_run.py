@@ -54,7 +54,7 @@ class TrainedRun:
 
 
 def open_run(
-    path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling, implementations: Mapping[str, str | None]
+    path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling, implementations: Mapping[str, Any]
 ) -> TrainedRun:
     """Opens a workdir, without writing to it.
 
