@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from flax_longcontext import require_ours
 from kernels.call import AttentionCall
-from kernels.tuning import Tuning
 from kernels.varying import CHECK_VMA_REASON
+
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
 # The distribution `kernels` on PyPI has a module of this name: installed over ours, it imports this folder for it.
 require_ours("kernels", importer=__name__)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kernels.backends.mosaic_gpu.kinds import mask_family
 
 from kernels import (
     BlockwiseTuning,
@@ -35,7 +36,6 @@ from kernels import (
     select_backend,
     slab_capacity,
 )
-from kernels.backends.mosaic_gpu.kinds import mask_family
 from kernels.backends.splash.upstream_lazy import lazy_mask
 from kernels.call import make_call
 from kernels.masks.drawing import block_map

@@ -8,8 +8,8 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.backends.triton.tuning import TritonTuning
 from kernels.call import AttentionCall
-from kernels.tuning import TritonTuning
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256

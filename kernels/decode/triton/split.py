@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import next_power_of_2
+from kernels.backends.triton.tuning import TritonTiles
 from kernels.decode.blocks import Visits, block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.tokens import numbers_of_rows
 from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, put_together_kernel
 from kernels.decode.unified import UnifiedCache
-from kernels.tuning import TritonTiles
 
 _LOG2_E = math.log2(math.e)
 # The smallest side of a matrix product, and rows of a tile beyond which registers run out.
