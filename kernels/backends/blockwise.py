@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +25,26 @@ from jaxtyping import Array, Float, Int
 
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Row, Rows, make_rows
-from kernels.tuning import BlockwiseTuning
 from kernels.varying import vary
 
 # Masked logits and the softmax's initial maximum: finite, so that no inf − inf arises, and apart, so that
 # exp(masked − initial) is 0.
 _MASKED = -0.7 * float(np.finfo(np.float32).max)
 _INITIAL_MAX = 0.5 * _MASKED
+
+
+@dataclass(frozen=True)
+class BlockwiseTuning:
+    """Sides of a tile of the `blockwise` backend, in tokens."""
+
+    backend: ClassVar[str] = "blockwise"
+
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self):
+        if self.block_q < 1 or self.block_kv < 1:
+            raise ValueError(f"block_q={self.block_q} and block_kv={self.block_kv} must be at least 1")
 
 
 # On a CPU, large enough for XLA to split a tile's matmuls over the cores and small enough for the caches; elsewhere,

@@ -17,10 +17,8 @@ from jaxtyping import Array, Float
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
 
-# Up to these, reading everything is faster on GPUs than reading only the blocks that a row sees: cells of one slab that
-# all rows look at, cells of each row's own, and multiplications. Chosen on an H200 (2026-11-22) for 12 heads of 64 in
-# bfloat16 and 1 to 32 sequences. To choose them anew, compare `python -m experiments.benchmarks.decode
-# --implementation dense` with `--implementation triton`.
+# Up to these, reading everything is faster on GPUs than reading only the visited blocks: cells of one slab that all
+# sequences share, cells of each sequence's own, and multiplications. Chosen on an H200 (docs/benchmarks.md, "Decoding").
 _MOST_SHARED_CELLS, _MOST_OWN_CELLS = 1280, 160
 _MOST_MULTIPLICATIONS = 8 * 12 * 1024 * (64 + 64)
 

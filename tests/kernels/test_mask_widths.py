@@ -36,7 +36,7 @@ from kernels import (
     select_backend,
     slab_capacity,
 )
-from kernels.backends.mosaic_gpu.kinds import mask_family
+from kernels.backends.mosaic_gpu.tuning import call_family
 from kernels.backends.splash.upstream_lazy import lazy_mask
 from kernels.call import make_call
 from kernels.masks.drawing import block_map
@@ -149,7 +149,7 @@ def test_a_width_that_no_position_reaches_is_no_bound(mask, same):
     """So everything that is chosen by a mask's structure is chosen as for the mask without it."""
     assert mask.band == same.band
     assert mask.translation_invariant == same.translation_invariant
-    assert mask_family(mask, packed=False) == mask_family(same, packed=False)
+    assert call_family(mask, packed=False) == call_family(same, packed=False)
     assert slab_capacity(mask, 1000) == slab_capacity(same, 1000)
     assert str(mask).splitlines()[1:] == str(same).splitlines()[1:]
     x = jnp.zeros((1, 8, 2, 16), jnp.bfloat16)

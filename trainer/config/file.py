@@ -134,7 +134,8 @@ def _from_json(value: Any, hint: Any, name: str = "") -> Any:
 
 def _class_of(value: dict[str, Any], hint: Any) -> tuple[dict[str, Any], Any]:
     """An object's own fields, and which of the hint's classes it is of: the tuning that it names, or the only one."""
-    classes = {cls.__name__: cls for cls in get_args(hint) if dataclasses.is_dataclass(cls)}
+    options: tuple[type, ...] = get_args(hint)
+    classes = {cls.__name__: cls for cls in options if dataclasses.is_dataclass(cls)}
     if len(classes) == 1:
         return value, next(iter(classes.values()))
     name = value.get("tuning")

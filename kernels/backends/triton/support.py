@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.backends.triton.tuning import TritonTuning
 from kernels.call import AttentionCall
-from kernels.tuning import TritonDecodeTuning, TritonTuning
 
 if TYPE_CHECKING:
     from kernels.decode.call import DecodeCall
+    from kernels.decode.triton.tuning import TritonDecodeTuning
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.triton import support
 from kernels.decode.call import DecodeCall, DecodeInputs
-from kernels.tuning import TritonDecodeTuning
+from kernels.decode.triton.tuning import TritonDecodeTuning, resolve
 
 __all__ = ["attend", "unsupported_reason"]
 
@@ -32,4 +32,4 @@ def attend(
     """Attention of one call. See `kernels.decode_attention`."""
     from kernels.decode.triton.split import attend_split
 
-    return attend_split(inputs, call, tuning or TritonDecodeTuning())
+    return attend_split(inputs, call, resolve(tuning, call))

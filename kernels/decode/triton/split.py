@@ -14,31 +14,25 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import next_power_of_2
+from kernels.backends.triton.tuning import TritonTiles
 from kernels.decode.blocks import Visits, block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.tokens import numbers_of_rows
 from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, put_together_kernel
+from kernels.decode.triton.tuning import TritonDecodeTuning
 from kernels.decode.unified import UnifiedCache
-from kernels.tuning import TritonDecodeTuning, TritonTiles
 
 _LOG2_E = math.log2(math.e)
-# The smallest side of a matrix product, and rows of a tile beyond which registers run out.
-_SMALLEST_DOT, _MOST_ROWS = 16, 64
-# The fastest of 32 to 128 cells in a tile and 264 to 1,584 programs, for 1 sequence of 32,768 and 8 of 8,192 tokens
-# with 12 heads of 64, and 1 of 32,768 with 8 of 128 (H200, 2026-11-21): four small programs on each multiprocessor.
-_TILE_CELLS = 32
-# Where sequences share so few cells, a program has one block or two, and half the warps are faster. Chosen on an H200
-# (2026-11-22) for 8 sequences of 512 tokens, 12 heads of 64: `python -m experiments.benchmarks.decode --sequences 8
-# --prompts 512`.
-_FEW_SHARED_CELLS = 5120
+_SMALLEST_DOT = 16
 _LIST_CHUNK, _PUT_TOGETHER_ELEMENTS = 1024, 8192
 
 
 def attend_split(
     inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Attention of one call."""
-    tiles, interpret = tuning.tiles or default_tiles(call), tuning.interpret
+    """Attention of one call, by a resolved tuning."""
+    tiles, interpret = tuning.tiles, tuning.interpret
+    assert tiles is not None, "resolve settled them"
     kinds = block_kinds(call.mask, inputs.query_positions, inputs.cache.blocks(inputs.sequences))
     visits = _list_visits(kinds, call, interpret=interpret)
     num_row_tiles = -(-call.num_new * call.group_size // tiles.block_q)
@@ -46,14 +40,6 @@ def attend_split(
     num_parts = max(1, min(num_parts, call.num_blocks))
     output, lse = _attend_parts(inputs, call, visits, tiles, num_row_tiles, num_parts, interpret=interpret)
     return _put_together(output, lse, inputs.sinks, call, interpret=interpret)
-
-
-def default_tiles(call: DecodeCall) -> TritonTiles:
-    """Tiles of a call: all rows that read one key/value head, as far as the registers hold them."""
-    rows = min(max(next_power_of_2(call.num_new * call.group_size), _SMALLEST_DOT), _MOST_ROWS)
-    power_of_2_in_block = call.block_size & -call.block_size
-    rows_per_warp = 16 if call.one_slab and call.num_cells <= _FEW_SHARED_CELLS else 8
-    return TritonTiles(rows, min(_TILE_CELLS, power_of_2_in_block), num_warps=rows // rows_per_warp, num_stages=3)
 
 
 def _width(head_dim: int) -> int:
