@@ -1,9 +1,9 @@
-"""The softmax of a decoding step in plain XLA: query tiles, masked logits, and the output from a row's sums.
+"""The softmax of a decoding step in plain XLA: query tiles, masked logits, and the output from a row's statistics.
 
 A query tile holds the rows that read one key/value head, so that its keys and values are read once for all of them.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), R = G·T rows of a query tile, c cells, H and V head dims of key and value.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+R = G·T rows of a query tile, c cells, H and V head dims of key and value.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def finish(
     sinks: Float[Array, " N"] | None,
     call: DecodeCall,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse from the sums of a softmax, which start from `INITIAL_MAX`; the sinks join here."""
+    """Output and lse from the statistics of an online softmax that started from `INITIAL_MAX`; adds the sinks."""
     attends = row_sum != 0  # True for NaN: it must come out.
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(call.softmax_dtype).reshape(call.num_kv_heads, -1), call.num_new, axis=1)
         new_max = jnp.maximum(row_max, sinks)
-        rescale = jnp.exp(row_max - new_max)
-        acc, row_max, row_sum = acc * rescale[..., None], new_max, row_sum * rescale + jnp.exp(sinks - new_max)
+        alpha = jnp.exp(row_max - new_max)
+        acc, row_max, row_sum = acc * alpha[..., None], new_max, row_sum * alpha + jnp.exp(sinks - new_max)
     row_sum = jnp.where(attends, row_sum, 1)
     lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
     output = jnp.where(attends[..., None], acc / row_sum[..., None], 0).astype(call.dtype)

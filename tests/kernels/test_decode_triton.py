@@ -126,7 +126,7 @@ def test_a_small_cache_is_read_whole_on_gpus(monkeypatch):
     ):
         assert select_backend(small) == ("dense", ())
     for large, name, reason in (
-        (call_of(), "triton", "reads all 1048576 cells of each row; over 160, skipping blocks is faster"),
+        (call_of(), "triton", "reads all 1048576 cells of each sequence; over 160, skipping blocks is faster"),
         (call_of(num_cells=1281)._replace(one_slab=True), "triton", "reads all 1281 cells in the slab; over 1280"),
         (
             call_of(num_cells=160)._replace(num_new=2000),

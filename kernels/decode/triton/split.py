@@ -1,12 +1,13 @@
-"""A decoding step on the GPU: list the blocks to visit, attend to parts of the list, put the parts together.
+"""A decoding step on the GPU: list the blocks to visit, attend to parts of the list, merge the parts.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), J blocks of cells, P parts that a sequence's visited blocks are split into, V head dim of value.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+J blocks of cells, P parts that a sequence's visited blocks are split into, V head dim of value.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +16,16 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import next_power_of_2
 from kernels.backends.triton.tuning import TritonTiles
-from kernels.decode.blocks import Visits, block_kinds
+from kernels.decode.blocks import block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs
-from kernels.decode.tokens import numbers_of_rows
-from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, put_together_kernel
+from kernels.decode.tokens import numbered
+from kernels.decode.triton.kernels import attend_part_kernel, list_blocks_kernel, merge_parts_kernel
 from kernels.decode.triton.tuning import TritonDecodeTuning
 from kernels.decode.unified import UnifiedCache
 
 _LOG2_E = math.log2(math.e)
 _SMALLEST_DOT = 16
-_LIST_CHUNK, _PUT_TOGETHER_ELEMENTS = 1024, 8192
+_LIST_CHUNK, _MERGED_ELEMENTS = 1024, 8192
 
 
 def attend_split(
@@ -39,7 +40,7 @@ def attend_split(
     num_parts = tuning.num_programs // (call.num_kv_heads * num_row_tiles * call.batch)
     num_parts = max(1, min(num_parts, call.num_blocks))
     output, lse = _attend_parts(inputs, call, visits, tiles, num_row_tiles, num_parts, interpret=interpret)
-    return _put_together(output, lse, inputs.sinks, call, interpret=interpret)
+    return _merge_parts(output, lse, inputs.sinks, call, interpret=interpret)
 
 
 def _width(head_dim: int) -> int:
@@ -47,8 +48,20 @@ def _width(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), _SMALLEST_DOT)
 
 
+class Visits(NamedTuple):
+    """The blocks that each sequence reads: FULL ones first, then PARTIAL ones, then anything.
+
+    Attributes:
+      blocks: their numbers.
+      counts: how many are FULL, and how many are read in all.
+    """
+
+    blocks: Int[Array, "B J"]
+    counts: Int[Array, "B 2"]
+
+
 def _list_visits(kinds: Int[Array, "B J"], call: DecodeCall, *, interpret: bool) -> Visits:
-    """As `kernels.decode.blocks.list_visits`, in one kernel: XLA would sort."""
+    """Lists the blocks that aren't EMPTY, in one kernel: `kernels.plan.list_rows` would sort."""
     blocks, counts = launch(
         list_blocks_kernel,
         (kinds.astype(jnp.int32),),
@@ -75,7 +88,7 @@ def _attend_parts(
     """Output and lse of each part; the output of a part without blocks, whose lse is −inf, is anything."""
     cache, cap = inputs.cache, call.logits_soft_cap
     first, last = _intervals(inputs, call)
-    sequences = numbers_of_rows(inputs.sequences, cache.num_sequences)
+    sequences = numbered(inputs.sequences, cache.num_sequences)
     # A slab's positions follow from its lengths; the kernel doesn't read the last two.
     whose = (cache.lengths,) * 3
     if isinstance(cache, UnifiedCache):
@@ -123,7 +136,7 @@ def _intervals(inputs: DecodeInputs, call: DecodeCall) -> tuple[Int[Array, "B T 
     return first, last
 
 
-def _put_together(
+def _merge_parts(
     part_output: Float[Array, "P B T N V"],
     part_lse: Float[Array, "P B T N"],
     sinks: Float[Array, " N"] | None,
@@ -134,7 +147,7 @@ def _put_together(
     """Output and lse of all parts together, sinks included."""
     num_parts, *rows, _ = part_output.shape
     output, lse = launch(
-        put_together_kernel,
+        merge_parts_kernel,
         (part_output, part_lse, part_lse if sinks is None else sinks.astype(jnp.float32)),
         (
             jax.ShapeDtypeStruct((*rows, call.value_dim), call.dtype),
@@ -147,7 +160,7 @@ def _put_together(
             "num_heads": call.num_heads,
             "value_dim": call.value_dim,
             "has_sinks": sinks is not None,
-            "chunk": min(next_power_of_2(num_parts), _PUT_TOGETHER_ELEMENTS // _width(call.value_dim)),
+            "chunk": min(next_power_of_2(num_parts), _MERGED_ELEMENTS // _width(call.value_dim)),
             "block_v": _width(call.value_dim),
         },
         tiles=TritonTiles(_SMALLEST_DOT, _SMALLEST_DOT, num_warps=4, num_stages=1),
