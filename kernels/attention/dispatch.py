@@ -10,11 +10,12 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import attend
-from kernels.backends import TABLES, Backend, Call, Task, find_backend
-from kernels.call import make_call
+from kernels.backends import TABLES, Backend, Task, find_backend
+from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
+    from kernels.decode.call import DecodeCall
     from kernels.tuning import Tuning
 
 _logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def dot_product_attention(
     return (output, lse) if return_lse else output
 
 
-def choose_backend(call: Call, implementation: str | Tuning | None) -> tuple[Backend, Any]:
+def choose_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None) -> tuple[Backend, Any]:
     """The backend of a call and the tuning object given for it. Faster backends passed over are logged once."""
     selection = select_backend(call, implementation)
     for name, reason in selection.passed_over:
@@ -177,7 +178,7 @@ def choose_backend(call: Call, implementation: str | Tuning | None) -> tuple[Bac
     return find_backend(selection.name, call.task), None if isinstance(implementation, str) else implementation
 
 
-def select_backend(call: Call, implementation: str | Tuning | None = None) -> Selection:
+def select_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None = None) -> Selection:
     """The backend that a call gets.
 
     Args:

@@ -9,13 +9,14 @@ import difflib
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax_longcontext import require_ours
-from kernels.target import Target
 from kernels.varying import CHECK_VMA_REASON
 
 if TYPE_CHECKING:
+    from kernels.call import AttentionCall
+    from kernels.decode.call import DecodeCall
     from kernels.tuning import Tuning
 
 # The distribution `kernels` on PyPI has a module of this name: installed over ours, it imports this folder for it.
@@ -24,26 +25,16 @@ require_ours("kernels", importer=__name__)
 Task = Literal["attention", "decoding"]
 
 
-class Call(Protocol):
-    """What the choice of a backend reads of an `AttentionCall` or a `DecodeCall`; backends read the rest of it."""
-
-    @property
-    def task(self) -> Task: ...
-    @property
-    def target(self) -> Target: ...
-    @property
-    def varying_axes(self) -> tuple[str, ...]: ...
-
-
 @dataclass(frozen=True)
 class Backend:
     """An entry of a table.
 
     Attributes:
       name: what `implementation=` calls it.
-      module: has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's own. For attention it has
-        either `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two halves that
-        `kernels.attention.core` describes, or `attention(inputs, call)`; for decoding `attend(inputs, call, tuning)`.
+      module: path within `kernels`. It has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's
+        own. For attention it has either `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two
+        halves that `kernels.attention.core` describes, or `attention(inputs, call)`. For decoding it has
+        `attend(inputs, call, tuning)`.
       platforms: where it runs.
       tuning: name of the class of its tuning objects; None if it has none.
       automatic: whether `implementation=None` may choose it.
@@ -65,9 +56,9 @@ class Backend:
 
     def load(self) -> ModuleType:
         """Imports the backend."""
-        return importlib.import_module(self.module)
+        return importlib.import_module(f"kernels.{self.module}")
 
-    def unsupported_reason(self, call: Call, tuning: Tuning | None = None) -> str | None:
+    def unsupported_reason(self, call: AttentionCall | DecodeCall, tuning: Tuning | None = None) -> str | None:
         """Why the backend can't serve a call, or None if it can."""
         interpreted = getattr(tuning, "interpret", False)
         if call.target.platform not in self.platforms and not interpreted:
@@ -76,7 +67,7 @@ class Backend:
             return CHECK_VMA_REASON
         return self.load().unsupported_reason(call, tuning)
 
-    def passed_over_reason(self, call: Call) -> str | None:
+    def passed_over_reason(self, call: AttentionCall | DecodeCall) -> str | None:
         """Why `implementation=None` doesn't choose the backend for a call, or None if it may."""
         reason = self.unsupported_reason(call)
         return self.load().slower_reason(call) if reason is None and self.may_be_slower else reason
@@ -85,33 +76,24 @@ class Backend:
 _ALL = ("cpu", "gpu", "tpu")
 
 BACKENDS = (
-    Backend("splash", "kernels.backends.splash", ("tpu",), "SplashTuning"),
-    Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
-    Backend("cudnn", "kernels.backends.cudnn", ("gpu",), differentiates_itself=True),
-    Backend("triton", "kernels.backends.triton", ("gpu",), "TritonTuning"),
-    Backend("blockwise", "kernels.backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),
+    Backend("splash", "backends.splash", ("tpu",), "SplashTuning"),
+    Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
+    Backend("cudnn", "backends.cudnn", ("gpu",), differentiates_itself=True),
+    Backend("triton", "backends.triton", ("gpu",), "TritonTuning"),
+    Backend("blockwise", "backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),
     Backend(
-        "reference",
-        "kernels.backends.reference",
-        _ALL,
-        automatic=False,
-        differentiates_itself=True,
-        says_what_varies=True,
+        "reference", "backends.reference", _ALL, automatic=False, differentiates_itself=True, says_what_varies=True
     ),
     Backend(
-        "splash_upstream_lazy",
-        "kernels.backends.splash.upstream_lazy",
-        ("tpu",),
-        automatic=False,
-        takes_masks_of_heads=True,
+        "splash_upstream_lazy", "backends.splash.upstream_lazy", ("tpu",), automatic=False, takes_masks_of_heads=True
     ),
-    Backend("splash_dense", "kernels.backends.splash.dense", ("tpu",), automatic=False, takes_masks_of_heads=True),
+    Backend("splash_dense", "backends.splash.dense", ("tpu",), automatic=False, takes_masks_of_heads=True),
 )
 
 DECODE_BACKENDS = (
-    Backend("dense", "kernels.decode.dense", _ALL, may_be_slower=True, says_what_varies=True),
-    Backend("triton", "kernels.decode.triton", ("gpu",), "TritonDecodeTuning"),
-    Backend("blockwise", "kernels.decode.blockwise", _ALL, says_what_varies=True),
+    Backend("dense", "decode.dense", _ALL, may_be_slower=True, says_what_varies=True),
+    Backend("triton", "decode.triton", ("gpu",), "TritonDecodeTuning"),
+    Backend("blockwise", "decode.blockwise", _ALL, says_what_varies=True),
 )
 
 TABLES: dict[Task, tuple[Backend, ...]] = {"attention": BACKENDS, "decoding": DECODE_BACKENDS}

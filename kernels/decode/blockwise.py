@@ -14,8 +14,9 @@ from jaxtyping import Array, Float
 
 from kernels.decode.blocks import block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs
-from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
+from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
 from kernels.plan import list_rows
+from kernels.softmax import RunningSoftmax, matmul
 from kernels.varying import vary
 
 # Cells of a sequence that one step of the loop reads: on a CPU few, so that short sequences pay for little; elsewhere
@@ -40,8 +41,7 @@ def attend(
     blocks_per_step = min(max(1, num_cells // call.block_size), call.num_blocks)
     query = query_tiles(inputs.query, call)
 
-    def attend_step(step, carry):
-        acc, row_max, row_sum = carry
+    def attend_step(step, softmax):
         rank = step * blocks_per_step + jnp.arange(blocks_per_step, dtype=jnp.int32)
         first_cell = blocks.at[:, rank].get(mode="clip")[..., None] * call.block_size
         cell = (first_cell + jnp.arange(call.block_size, dtype=jnp.int32)).reshape(call.batch, -1)
@@ -52,26 +52,11 @@ def attend(
         # Multiplied by a probability of 0, another sequence's NaN would still come through.
         value = jnp.where(allowed.any((1, 2))[..., None, None], value, 0)
 
-        logits = capped_logits(_matmul(call, "bkrh,bckh->bkrc", query, key), allowed, call)
-        new_max = jnp.maximum(row_max, logits.max(-1))
-        p = jnp.exp(logits - new_max[..., None])
-        alpha = jnp.exp(row_max - new_max)
-        acc = acc * alpha[..., None] + _matmul(call, "bkrc,bckv->bkrv", p.astype(call.dtype), value)
-        return acc, new_max, row_sum * alpha + p.sum(-1)
+        logits = capped_logits(matmul("bkrh,bckh->bkrc", query, key, call.softmax_dtype), allowed, call)
+        return softmax.add_tile(
+            logits, lambda p: matmul("bkrc,bckv->bkrv", p.astype(call.dtype), value, call.softmax_dtype)
+        )
 
-    rows = query.shape[:3]
-    carry = (
-        jnp.zeros((*rows, call.value_dim), call.softmax_dtype),
-        jnp.full(rows, INITIAL_MAX, call.softmax_dtype),
-        jnp.zeros(rows, call.softmax_dtype),
-    )
-    num_steps = -(-num_visited.max() // blocks_per_step)
-    acc, row_max, row_sum = jax.lax.fori_loop(0, num_steps, attend_step, vary(carry, call.varying_axes))
-    return finish(acc, row_max, row_sum, inputs.sinks, call)
-
-
-def _matmul(call: DecodeCall, subscripts: str, a: Array, b: Array) -> Array:
-    """Operands in the call's dtype, at its full precision; sums in the softmax's."""
-    # By default GPUs and TPUs round 32-bit operands to fewer bits.
-    precision = None if call.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=call.softmax_dtype)
+    start = vary(RunningSoftmax.start(query.shape[:3], call.value_dim, call.softmax_dtype), call.varying_axes)
+    softmax = jax.lax.fori_loop(0, -(-num_visited.max() // blocks_per_step), attend_step, start)
+    return finish(softmax, inputs.sinks, call)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels.decode.call import DecodeCall, DecodeInputs
-from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
+from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
+from kernels.softmax import INITIAL_MAX, RunningSoftmax
 
 # Up to these, GPUs read everything faster than only the visited blocks: cells of a slab that all sequences share, cells
 # of each sequence's own, and multiplications. Chosen on an H200 (docs/benchmarks.md, "Decoding").
@@ -59,4 +60,4 @@ def attend(
     p = jnp.exp(logits - row_max[..., None])
     # Not even multiplied by 0: what a row may not see can be NaN.
     acc = jnp.where(allowed[..., None], p[..., None] * value, 0).sum(-2)
-    return finish(acc, row_max, p.sum(-1), inputs.sinks, call)
+    return finish(RunningSoftmax(acc, row_max, p.sum(-1)), inputs.sinks, call)

@@ -190,8 +190,8 @@ class UnifiedCache:
           sequences: those that grow; all by default.
 
         Raises:
-          CacheFull: there's no room, with the blocks needed and free, or a sequence that isn't freed yet has lost tokens
-            that found none.
+          CacheFull: there's no room, with the blocks needed and free, or a sequence not freed yet has lost tokens that
+            found none.
           ValueError: traced arguments, sequences that the cache hasn't, counts below 0.
         """
         self.table.check_room(num_tokens, sequences=sequences)

@@ -348,7 +348,7 @@ def test_slab_capacity(mask, capacity):
             lambda: jax.jit(lambda x: decode_attention(ONES[0], filled(), query_positions=x))(
                 np.zeros((2, 1), "uint32")
             ),
-            "query_positions is traced uint32, whose values may be beyond int32; pass query_positions.astype(jnp.int32)",
+            "query_positions is traced uint32, whose values may be beyond int32; pass query_positions.astype",
         ),
         (lambda: decode_attention(ONES[0], filled(), sequences=[True, False]), "sequences must be integers, got bool"),
         (lambda: UnifiedCache.empty(2.0, 128, 1, 1), "num_sequences must be integers, got float64[]"),

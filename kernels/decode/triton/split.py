@@ -6,8 +6,9 @@ J blocks of cells, P parts that a sequence's visited blocks are split into, V he
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from kernels.decode.unified import UnifiedCache
 
 _LOG2_E = math.log2(math.e)
 _SMALLEST_DOT = 16
+# Kernels without tiles need the warps and stages alone.
+_ANY_TILES = TritonTiles(_SMALLEST_DOT, _SMALLEST_DOT, num_warps=4, num_stages=1)
 _LIST_CHUNK, _MERGED_ELEMENTS = 1024, 8192
 
 
@@ -32,15 +35,16 @@ def attend_split(
     inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of one call, by a resolved tuning."""
-    tiles, interpret = tuning.tiles, tuning.interpret
+    tiles = tuning.tiles
     assert tiles is not None, "resolve settled them"
     kinds = block_kinds(call.mask, inputs.query_positions, inputs.cache.blocks(inputs.sequences))
-    visits = _list_visits(kinds, call, interpret=interpret)
     num_row_tiles = -(-call.num_new * call.group_size // tiles.block_q)
     num_parts = tuning.num_programs // (call.num_kv_heads * num_row_tiles * call.batch)
     num_parts = max(1, min(num_parts, call.num_blocks))
-    output, lse = _attend_parts(inputs, call, visits, tiles, num_row_tiles, num_parts, interpret=interpret)
-    return _merge_parts(output, lse, inputs.sinks, call, interpret=interpret)
+    start = functools.partial(launch, compute_capability=call.target.compute_capability, interpret=tuning.interpret)
+    blocks, counts = _list_visits(kinds, call, start)
+    output, lse = _attend_parts(inputs, call, blocks, counts, tiles, num_row_tiles, num_parts, start)
+    return _merge_parts(output, lse, inputs.sinks, call, start)
 
 
 def _width(head_dim: int) -> int:
@@ -48,42 +52,32 @@ def _width(head_dim: int) -> int:
     return max(next_power_of_2(head_dim), _SMALLEST_DOT)
 
 
-class Visits(NamedTuple):
-    """The blocks that each sequence reads: FULL ones first, then PARTIAL ones, then anything.
+def _list_visits(
+    kinds: Int[Array, "B J"], call: DecodeCall, start: Callable
+) -> tuple[Int[Array, "B J"], Int[Array, "B 2"]]:
+    """The blocks that each sequence reads, and how many: of FULL ones, which come first, and in all.
 
-    Attributes:
-      blocks: their numbers.
-      counts: how many are FULL, and how many are read in all.
+    `kernels.plan.list_rows` would sort; this is one kernel.
     """
-
-    blocks: Int[Array, "B J"]
-    counts: Int[Array, "B 2"]
-
-
-def _list_visits(kinds: Int[Array, "B J"], call: DecodeCall, *, interpret: bool) -> Visits:
-    """Lists the blocks that aren't EMPTY, in one kernel: `kernels.plan.list_rows` would sort."""
-    blocks, counts = launch(
+    return start(
         list_blocks_kernel,
         (kinds.astype(jnp.int32),),
         (jax.ShapeDtypeStruct(kinds.shape, jnp.int32), jax.ShapeDtypeStruct((call.batch, 2), jnp.int32)),
         grid=(call.batch,),
         constants={"num_blocks": call.num_blocks, "chunk": min(next_power_of_2(call.num_blocks), _LIST_CHUNK)},
-        tiles=TritonTiles(_SMALLEST_DOT, _SMALLEST_DOT, num_warps=4, num_stages=1),
-        compute_capability=call.target.compute_capability,
-        interpret=interpret,
+        tiles=_ANY_TILES,
     )
-    return Visits(blocks, counts)
 
 
 def _attend_parts(
     inputs: DecodeInputs,
     call: DecodeCall,
-    visits: Visits,
+    blocks: Int[Array, "B J"],
+    counts: Int[Array, "B 2"],
     tiles: TritonTiles,
     num_row_tiles: int,
     num_parts: int,
-    *,
-    interpret: bool,
+    start: Callable,
 ) -> tuple[Float[Array, "P B T N V"], Float[Array, "P B T N"]]:
     """Output and lse of each part; the output of a part without blocks, whose lse is −inf, is anything."""
     cache, cap = inputs.cache, call.logits_soft_cap
@@ -94,9 +88,9 @@ def _attend_parts(
     if isinstance(cache, UnifiedCache):
         whose = (cache.lengths, cache.table.positions, cache.table.owners)
     rows = (num_parts, call.batch, call.num_new, call.num_heads)
-    output, lse = launch(
+    return start(
         attend_part_kernel,
-        (inputs.query, cache.key, cache.value, first, last, visits.blocks, visits.counts, sequences, *whose),
+        (inputs.query, cache.key, cache.value, first, last, blocks, counts, sequences, *whose),
         (jax.ShapeDtypeStruct((*rows, call.value_dim), jnp.float32), jax.ShapeDtypeStruct(rows, jnp.float32)),
         grid=(call.num_kv_heads * num_row_tiles, num_parts, call.batch),
         constants={
@@ -119,10 +113,7 @@ def _attend_parts(
             "block_v": _width(call.value_dim),
         },
         tiles=tiles,
-        compute_capability=call.target.compute_capability,
-        interpret=interpret,
     )
-    return output, lse
 
 
 def _intervals(inputs: DecodeInputs, call: DecodeCall) -> tuple[Int[Array, "B T n"], Int[Array, "B T n"]]:
@@ -141,12 +132,11 @@ def _merge_parts(
     part_lse: Float[Array, "P B T N"],
     sinks: Float[Array, " N"] | None,
     call: DecodeCall,
-    *,
-    interpret: bool,
+    start: Callable,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse of all parts together, sinks included."""
     num_parts, *rows, _ = part_output.shape
-    output, lse = launch(
+    return start(
         merge_parts_kernel,
         (part_output, part_lse, part_lse if sinks is None else sinks.astype(jnp.float32)),
         (
@@ -163,8 +153,5 @@ def _merge_parts(
             "chunk": min(next_power_of_2(num_parts), _MERGED_ELEMENTS // _width(call.value_dim)),
             "block_v": _width(call.value_dim),
         },
-        tiles=TritonTiles(_SMALLEST_DOT, _SMALLEST_DOT, num_warps=4, num_stages=1),
-        compute_capability=call.target.compute_capability,
-        interpret=interpret,
+        tiles=_ANY_TILES,
     )
-    return output, lse
