@@ -137,8 +137,8 @@ class Attention(nnx.Module):
 
         Args:
           inputs: any float type; computed in the compute dtype.
-          segment_ids: document of each token; tokens attend within their own only. None: one document per row.
-          positions: each token's place in its document, counting up by one there. None: its place in the row.
+          segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
+          positions: each token's place in its document, counting up by one there. None: its place in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
 
         Returns:
@@ -147,8 +147,8 @@ class Attention(nnx.Module):
         if rotation is None:
             rotation = self.make_rotation(inputs.shape[1], positions)
         query, key, value = self._project(inputs, rotation)
-        # A mask that only looks at kv - q gives the same answer on a token's place in the row, which is known ahead of
-        # time and lets the kernel plan its tiles then.
+        # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
+        # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions)
         return checkpoint_name(self.output(attended), "projection")
@@ -165,11 +165,11 @@ class Attention(nnx.Module):
         """A call on sequences that begin here, whose keys and values are kept for `decode`.
 
         Args:
-          inputs: as in a call. What follows a row's tokens is padding, unseen by a mask that only looks back.
-          cache: what its sequences that the rows become held before is dropped.
+          inputs: as in a call. What follows a sequence's tokens is padding, unseen if the mask doesn't look ahead.
+          cache: whatever these sequences held before is dropped.
           rotation: the rotary embedding's angles at positions 0, 1, …
-          sequences: the cache's sequence of each row; None: row i is sequence i.
-          num_tokens: tokens of each row, 0 for a sequence that is to stay as it is; None: all.
+          sequences: the cache's sequence of each batch element; None: element i is sequence i.
+          num_tokens: tokens of each batch element, 0 for a sequence that is to stay as it is; None: all.
 
         Returns:
           What a call returns, and the cache.
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
           inputs: 1 to 16 tokens of each sequence.
           cache: the sequences so far; the new tokens are added to it.
           rotation: the rotary embedding's angles at the new tokens' positions.
-          num_tokens: tokens of each row that count, 0 for a sequence that isn't to grow; None: all.
+          num_tokens: tokens of each sequence that count, 0 for one that isn't to grow; None: all.
 
         Returns:
           The attention's contribution to the residual stream, and the cache. What comes out for a token that doesn't

@@ -99,7 +99,7 @@ class FlaxAttention:
         Args:
           query, key, value: any number of leading batch dims.
           mask: Flax's dense mask, broadcastable to [*batch, N, T, S]. A mask over keys alone, [*batch, 1, 1, S], is
-            honoured in O(S) memory: key padding and `decode=True` are of this kind. Any other must be a concrete
+            honoured in O(S) memory: so are key padding and `decode=True`. Any other must be a concrete
             array, the same for the whole batch: it exists T×T already, and becomes a `NumpyMask`.
           is_causal: adds `CausalMask()`.
           dtype: type to compute in; None: the inputs' common type.

@@ -1,4 +1,4 @@
-"""What all backends repeat, once: the custom gradient, delta, the sinks' gradient, the names for remat policies.
+"""What all backends share: the custom gradient, delta, the sinks' gradient, the names for remat policies.
 
 A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
 cotangent)` returns the gradients of query, key and value from the whole row's lse, so that attention over several

@@ -110,27 +110,27 @@ def dot_product_attention(
     Differentiable in query, key, value and sinks. Query head n reads key/value head n // (N / K). A query
     that may attend to nothing gets output 0, lse −inf and no gradient.
 
-    NaN isn't hidden: a query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
-    NaN, forward and backward; a logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
-    infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite; but kernels multiply
-    whole tiles by weights of 0, so it can reach other queries where the mask cuts a tile (on GPUs those that may attend
-    to nothing, too), and so can any NaN in the backward pass. What fills up a batch should therefore be finite.
+    NaN isn't hidden. A query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
+    NaN, forward and backward. A logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
+    infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite. It can also reach other
+    queries where the mask cuts a tile (on GPUs those that may attend to nothing, too), since kernels multiply whole
+    tiles by probabilities of 0; so can any NaN in the backward pass. What pads a batch should therefore be finite.
     (`implementation="reference"` leaks no values.)
 
     Args:
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
       mask: which pairs may attend (`kernels.masks`); None allows all. Static under `jax.jit`.
-      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Those beyond
-        int32 (hashes) are numbered anew; but JAX cuts NumPy's 64-bit integers before they get here, in `jnp.asarray`
-        and as arguments of `jax.jit`, unless `jax_enable_x64` is set.
+      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Ids beyond int32
+        (hashes) are numbered anew. But `jnp.asarray` and `jax.jit` cut NumPy's 64-bit integers before they get here,
+        unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions. Within int32.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).
-      implementation: name of a backend, or a tuning object (`kernels.tuning`), which names one and says how it
-        runs; None for the fastest that serves the call on this device.
+      implementation: name of a backend, or a tuning object (`kernels.tuning`), which also says how it runs; None for
+        the fastest that serves the call on this device.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default: of a mesh, or
         of a topology that isn't attached (`jax.experimental.topologies`).
       return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
@@ -142,8 +142,8 @@ def dot_product_attention(
       ValueError: arguments that don't fit together, an unknown implementation, or a named implementation
         that can't serve the call (it never falls back).
 
-    Inside `jax.shard_map`: "blockwise" and "reference" serve it as it comes; the others need `check_vma=False`, and are
-    passed over or refuse without it.
+    Inside `jax.shard_map` all backends but "blockwise" and "reference" need `check_vma=False`; without it they are
+    passed over, or refuse.
 
     >>> from kernels import CausalMask, LocalMask
     >>> x = jax.numpy.ones((1, 1024, 4, 64))

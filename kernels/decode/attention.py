@@ -59,9 +59,9 @@ def decode_attention(
       cache: a `SlabCache` or a `UnifiedCache`.
       mask: which pairs may attend (`kernels.masks`), evaluated on the tokens' positions in their sequences; None
         allows all. Static under `jax.jit`.
-      sequences: the cache's sequence that each row of `query` belongs to; by default row i is sequence i.
-      query_positions: of the new tokens. By default they're the last T of each sequence; rows of which fewer count
-        (`write(..., num_tokens=...)`) need theirs given.
+      sequences: the cache's sequence of each batch element; by default element i is sequence i.
+      query_positions: of the new tokens. By default they're the last T of each sequence; give them where fewer than T
+        count (`write(..., num_tokens=...)`).
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value.

@@ -152,7 +152,7 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
                     f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
                     f"{context_length:,} tokens can hold; shorten it"
                 )
-            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any kind of line end becomes \n.
+            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any line end becomes \n.
         except OSError as error:
             raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -174,7 +174,7 @@ def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, 
             f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
             + (stretch if trained.model.rope_base is not None else "")
         )
-    # The last token is never looked back on, so it needs no cell of the cache.
+    # Nothing attends to the last token, so it needs no cell of the cache.
     room = context - length + 1
     if command.num_tokens is None:
         return min(_DEFAULT_NUM_TOKENS, room)

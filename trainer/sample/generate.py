@@ -37,7 +37,7 @@ class SampleRequest:
     num_new_tokens: int
     """Tokens to add at most, at least one."""
     seed: int
-    """Of the choices: prompt and seed make the text, whatever grows beside it."""
+    """Of the random choices. Prompt and seed alone determine a text, whatever is written beside it."""
     stop_token: int
     """Ends the text."""
 

@@ -34,7 +34,7 @@ class TrainedRun:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model can look back on: the trained length, times what RoPE scaling makes of it."""
+        """Tokens that the model can attend to: the trained length, times what RoPE scaling makes of it."""
         return int(self.config.sequence_length * self.model.rope_scaling.factor)
 
     def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
@@ -61,8 +61,8 @@ def open_run(
     Args:
       path: the workdir; its run may be under way.
       tokenizer: `byte`, or the path of a `tokenizer.json`; None: the one that the config names.
-      rope_scaling: in the place of the model's own; of kind none: the model's own.
-      implementations: attention backends in the place of the model's own, by the field of `GPTConfig`.
+      rope_scaling: replaces the model's own, unless its kind is none.
+      implementations: attention backends that replace the model's own, by the field of `GPTConfig`.
 
     Raises:
       UserMistake: there is no run or no checkpoint, the tokenizer isn't training's, or the model can't be sampled from.

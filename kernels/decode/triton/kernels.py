@@ -48,8 +48,8 @@ def attend_part_kernel(
 ):  # fmt: skip
     """One part of one sequence's visited blocks, for one key/value head and some of the rows that read it.
 
-    Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's cells, or None for
-    cells that all sequences share. The output is normalised by the part's own denominator, in float32.
+    Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's cells, or None if all
+    sequences share theirs. The output is float32, divided by the part's own row_sum.
     """
     num_row_tiles: tl.constexpr = (num_new * group_size + tile_rows - 1) // tile_rows
     tiles_per_block: tl.constexpr = block_size // tile_cells
@@ -80,7 +80,7 @@ def attend_part_kernel(
 
     acc = tl.zeros((tile_rows, block_v), tl.float32)
     row_sum = tl.zeros((tile_rows,), tl.float32)
-    # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed cell.
+    # Below any logit, but finite: exp2(−inf − it) is 0 while a row has seen no allowed cell.
     row_max = tl.full((tile_rows,), -1e30, tl.float32)
 
     # A block's number is loaded one step ahead: a load that waits for another in the same step can't be pipelined.
@@ -112,7 +112,7 @@ def attend_part_kernel(
             back = (newest - cell) % slab_capacity
             position = newest - tl.where(back < 0, back + slab_capacity, back)
             seen = (cell < slab_capacity) & (position >= 0)
-        # What no row may see isn't even read: a weight of 0 doesn't stop a NaN.
+        # What no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
         at = tl.cast(first_of_tile, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
@@ -144,7 +144,7 @@ def merge_parts_kernel(
     column = tl.arange(0, block_v)
     acc = tl.zeros((block_v,), tl.float32)
     row_sum = 0.0
-    # As above: less than any lse, but finite.
+    # As above: below any lse, but finite.
     row_max = -1e30
     for start in range(0, num_parts, chunk):
         part = start + tl.arange(0, chunk)
