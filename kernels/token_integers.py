@@ -81,7 +81,7 @@ def int32_segment_ids(
 
 
 def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
-    """Numbers ids of which some are traced, unless int32 holds all; known ids take the other side's type if they fit."""
+    """Numbers ids of which some are traced, unless int32 holds all; known ids take the other side's type if it fits."""
     by_side: list[Any] = list(sides)
     for mine, other in ((0, 1), (1, 0)):
         values, wanted = known[mine], sides[other].dtype

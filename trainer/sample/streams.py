@@ -72,7 +72,7 @@ class _OnceWhole:
 
 
 class _LabelledLines:
-    """Shows each line of the text behind a label, cut to the terminal's width. ⏎ marks the end of the text's own line."""
+    """Shows each line of the text behind a label, cut to the terminal's width. ⏎ marks the end of the text's line."""
 
     def __init__(self, write: Write, label: str, width: int):
         self._write, self._label, self._width = write, label, width
