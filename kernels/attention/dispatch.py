@@ -40,7 +40,7 @@ class Selection(NamedTuple):
 
     Attributes:
       name: the backend's name in the table.
-      passed_over: name and reason of each faster backend that can't serve the call.
+      passed_over: name and reason of each backend further up in the table that can't serve the call, or is slower.
     """
 
     name: str

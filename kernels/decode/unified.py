@@ -115,7 +115,7 @@ class UnifiedCache:
 
         A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
         to the tokens that are there, and a batch element is left out if the cache hasn't its sequence, or if an earlier
-        element names it too.
+        element names it too. Other numbers are checked, and those in JAX arrays read from the device for it.
 
         Args:
           key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
