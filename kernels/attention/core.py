@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from kernels.attention.head_groups import attend_by_distinct_mask
 from kernels.backends import Backend
-from kernels.call import AttentionCall, AttentionInputs, Cotangent
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 
 if TYPE_CHECKING:
     from kernels.tuning import Tuning
@@ -66,7 +66,7 @@ def _attend_forward(forward: Callable, backward: Callable, tuning: Any, inputs: 
 
 
 def _attend_backward(
-    forward: Callable, backward: Callable, tuning: Any, call: AttentionCall, residuals, cotangents
+    forward: Callable, backward: Callable[..., Gradients], tuning: Any, call: AttentionCall, residuals, cotangents
 ) -> tuple[AttentionInputs]:
     inputs, output, lse = residuals
     cotangent = Cotangent.of(output, lse, *cotangents)
