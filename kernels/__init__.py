@@ -1,7 +1,7 @@
 """Attention kernels that never build a T×T mask: the mask algebra, block plans and their backends."""
 
 from flax_longcontext import warn_of_neighbours
-from kernels.attention import Selection, dot_product_attention, select_backend
+from kernels.attention import CantServe, Selection, dot_product_attention, select_backend
 from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     CausalMask,
@@ -24,6 +24,7 @@ from kernels.tuning import (
     MosaicForwardTuning,
     MosaicGpuTuning,
     SplashTuning,
+    TritonDecodeTuning,
     TritonTiles,
     TritonTuning,
     Tuning,
@@ -35,6 +36,7 @@ __all__ = [
     "BlockPlan",
     "BlockwiseTuning",
     "CacheFull",
+    "CantServe",
     "CausalMask",
     "CellTable",
     "ChunkedCausalMask",
@@ -53,6 +55,7 @@ __all__ = [
     "SplashTuning",
     "Target",
     "TileKind",
+    "TritonDecodeTuning",
     "TritonTiles",
     "TritonTuning",
     "Tuning",

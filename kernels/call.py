@@ -1,7 +1,6 @@
 """An attention call, split into what is traced and what is static.
 
-Every backend is a pair of functions of these two (`kernels.attention.core`), and may refuse a call by its static part
-alone.
+A backend is two functions of both parts (`kernels.attention.core`). It may refuse a call by its static part alone.
 
 Dimensions: B batch, T query length, S key/value length, N query heads, K key/value heads (N = K·G),
 H head dim of query and key, V head dim of value.
@@ -10,7 +9,7 @@ H head dim of query and key, V head dim of value.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from kernels.varying import vary, varying_axes
 
 
 class AttentionInputs(NamedTuple):
-    """The traced arguments. Segment ids come in pairs, positions too."""
+    """The traced arguments. Segment ids are given for both sides or neither, and so are positions."""
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
@@ -38,7 +37,7 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """The static description: hashable, all that selection and planning look at."""
+    """The static description: hashable, all that the choice of a backend and planning look at."""
 
     batch: int
     q_len: int
@@ -61,6 +60,11 @@ class AttentionCall(NamedTuple):
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
 
     @property
+    def task(self) -> Literal["attention"]:
+        """What its backends are for."""
+        return "attention"
+
+    @property
     def has_positions(self) -> bool:
         """Whether either side's positions are traced; the other side's then count from 0."""
         return self.has_query_positions or self.has_key_value_positions
@@ -77,7 +81,7 @@ class AttentionCall(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """What a backward starts from.
+    """What a backward pass starts from.
 
     Attributes:
       d_output: the output's gradient, in the call's dtype.
@@ -171,13 +175,8 @@ def make_call(
             checked_tokens("key_value_segment_ids", key_value_segment_ids, batch, kv_len),
         )
     if has_positions:
-        query_positions, key_value_positions = (
-            int32_positions(name, checked_tokens(name, given, batch, length))
-            for name, given, length in (
-                ("query_positions", _or_counted(query_positions, q_len), q_len),
-                ("key_value_positions", _or_counted(key_value_positions, kv_len), kv_len),
-            )
-        )
+        query_positions = _positions("query_positions", query_positions, batch, q_len)
+        key_value_positions = _positions("key_value_positions", key_value_positions, batch, kv_len)
 
     inputs = AttentionInputs(
         query, key, value, sinks, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions
@@ -208,11 +207,7 @@ def make_call(
 
 
 def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
-    """The sinks as an array, or None.
-
-    Raises:
-      ValueError: not one floating logit for each query head.
-    """
+    """The sinks as an array, or None; refuses what isn't one floating logit for each query head."""
     if sinks is None:
         return None
     sinks = jnp.asarray(sinks)
@@ -223,5 +218,7 @@ def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
     return sinks
 
 
-def _or_counted(positions, length: int):
-    return jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+def _positions(name: str, positions, batch: int, length: int) -> Int[Array, "B L"]:
+    """Positions as int32; by default they count from 0."""
+    positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
+    return int32_positions(name, checked_tokens(name, positions, batch, length))

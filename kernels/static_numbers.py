@@ -61,6 +61,5 @@ def _static_number(name: str, value: Any, default: str, instead: str) -> float:
 def _is_real(value: Any) -> bool:
     """Whether it is one real number: of Python, of NumPy, or an array without dimensions. A bool isn't one."""
     if isinstance(value, np.generic | np.ndarray | jax.Array):
-        kinds = (jnp.floating, jnp.integer)
-        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, wanted) for wanted in (jnp.floating, jnp.integer))
     return isinstance(value, numbers.Real) and not isinstance(value, bool)

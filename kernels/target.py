@@ -1,4 +1,4 @@
-"""The kind of device that a call is compiled for: what backends choose and tune by."""
+"""The device that a call is compiled for, as backends choose and tune by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of device, attached or not.
+    """What a device is, attached or not.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
@@ -25,7 +25,7 @@ class Target:
 
     @staticmethod
     def of(device: jax.Device | None = None) -> Target:
-        """What a device is.
+        """The target of a device.
 
         Args:
           device: any device, those of an ahead-of-time topology included; None: the one JAX uses by default.

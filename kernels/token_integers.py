@@ -1,7 +1,7 @@
-"""Segment ids and positions in 32 bits, as kernels compare them: renumbered or refused where they don't fit, never cut.
+"""Segment ids and positions as int32, as kernels compare them: renumbered or refused where they don't fit, never cut.
 
-JAX cuts NumPy's 64-bit integers to 32 bits wherever it makes arrays of them (unless `jax_enable_x64` is set), so what
-comes as NumPy is looked at as NumPy.
+JAX cuts NumPy's 64-bit integers to 32 bits where it converts them (unless `jax_enable_x64` is set). NumPy arrays are
+therefore checked before JAX gets them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ Sides = tuple[Any, ...]  # of queries and of keys
 
 
 def _uncut(integers: Any) -> jax.Array | np.ndarray:
-    """An array of what may be 64 bits wide: NumPy's, unless it is JAX's already."""
+    """The integers as an array that keeps 64 bits: NumPy's, unless it is JAX's already."""
     return integers if isinstance(integers, jax.Array) else np.asarray(integers)
 
 
 def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array | np.ndarray, "B L"]:
-    """One integer for each token, `[B, L]`, of any integer type.
-
-    Raises:
-      ValueError: not integers `[B, L]` or `[L]`, called by their name.
-    """
+    """Integers of any type, `[B, L]` or `[L]`, as `[B, L]`; refuses anything else by its name."""
     tokens = _uncut(tokens)
     if tokens.shape not in ((length,), (batch, length)) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {tokens.dtype}{tokens.shape}")
     if not _fits(tokens.dtype, np.int32):
-        # Known values stay known: under jit, an operation of JAX's would trace them.
+        # Under jit, an operation of JAX's would trace values that are known.
         known = _on_host(tokens)
         tokens = tokens if known is None else known
     xp = jnp if isinstance(tokens, jax.Array) else np
@@ -40,11 +36,7 @@ def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array
 
 
 def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
-    """Positions as int32.
-
-    Raises:
-      ValueError: no integers, values beyond int32, or traced ones of a type that holds such.
-    """
+    """Positions as int32; refuses values beyond it, and traced positions of a type that could hold such."""
     positions = _uncut(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {positions.dtype}{positions.shape}")
@@ -67,10 +59,10 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
 def int32_segment_ids(
     query_ids: Int[Array | np.ndarray, "B T"], key_value_ids: Int[Array | np.ndarray, "B S"]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Segment ids as int32, of which the same are equal: as they are if they fit, else numbered anew.
+    """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew.
 
     Raises:
-      ValueError: ids of two types, one of them traced, that no 32 or 64 bits at hand hold together.
+      ValueError: ids of two types, one of them traced, that no integer type at hand holds together.
     """
     sides: Sides = (query_ids, key_value_ids)
     if not all(_fits(ids.dtype, np.int32) for ids in sides):
@@ -89,10 +81,7 @@ def int32_segment_ids(
 
 
 def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
-    """Numbers ids of which some are traced, unless int32 holds them all.
-
-    What is known ahead of time takes the other side's type if it can.
-    """
+    """Numbers ids of which some are traced, unless int32 holds all; known ids take the other side's type if it fits."""
     by_side: list[Any] = list(sides)
     for mine, other in ((0, 1), (1, 0)):
         values, wanted = known[mine], sides[other].dtype
@@ -110,12 +99,12 @@ def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
         return tuple(by_side)
     if common == np.uint32:
         return tuple(jax.lax.bitcast_convert_type(ids, jnp.int32) for ids in by_side)
-    # By rows, lest a batch that is split over devices be gathered.
+    # Each batch element by itself: a batch that is split over devices isn't gathered.
     return jax.vmap(lambda *ids: _numbered(jnp, ids))(*by_side)
 
 
 def _numbered(xp: Any, sides: Sequence[Any]) -> Sides:
-    """In place of each id the place where it first appears: numbers that rise along a row keep tiles' ranges narrow."""
+    """Replaces each id by the place where it first appears, which rises along a sequence: tiles' ranges stay narrow."""
     ids = xp.concatenate([side.reshape(-1) for side in sides])
     # Under jit, how many there are isn't known.
     size = {} if xp is np else {"size": ids.size}
@@ -136,7 +125,7 @@ def _all_fit(values: np.ndarray, into) -> bool:
 
 
 def _on_host(tokens: Int[Array | np.ndarray, ...]) -> np.ndarray | None:
-    """The values, where they are known while the call is made."""
+    """The values if the host knows them, else None."""
     if isinstance(tokens, jax.core.Tracer) or not getattr(tokens, "is_fully_addressable", True):
         return None
     return np.asarray(tokens)

@@ -1,7 +1,7 @@
-"""Mesh axes over which an array differs from device to device, as `jax.shard_map` keeps account of them.
+"""The mesh axes over which an array differs between devices: its "varying" axes inside `jax.shard_map`.
 
-With `check_vma=True`, its default, JAX wants to know of each array which axes these are, and a loop's carry must start
-with those that it ends with. Everywhere else the functions here do nothing.
+With `check_vma=True`, the default, JAX tracks them for each array, and a loop's carry must start with the axes that it
+ends with. Everywhere else the functions here do nothing.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ActivationSharding:
         return self._constrain(hidden, self.batch_axes, self.sequence_axis, None)
 
     def constrain_embedding(self, table: Float[Array, "V W"]) -> Float[Array, "V W"]:
-        """The embedding for a lookup: split over its tokens, whole in its features, as the rows looked up are to be."""
+        """The embedding for a lookup: split over its tokens, whole in its features, as what is looked up."""
         return self._constrain(table, self.head_axis, None)
 
     def constrain_mlp(self, hidden: Float[Array, "B T F"]) -> Float[Array, "B T F"]:

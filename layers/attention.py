@@ -13,10 +13,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Mask, SlabCache, decode_attention, dot_product_attention
+from kernels import CausalMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
-from layers.config import RopeScaling, check_heads
+from layers.config import RopeScaling, check_heads, check_implementation
 from layers.initializers import small_init
 from layers.norm import RMSNorm
 from layers.rotary import Rotation, make_rotation, rotate
@@ -36,7 +36,9 @@ class Attention(nnx.Module):
       qk_norm: RMS-normalise queries and keys per head, before the rotary embedding (arXiv:2302.05442).
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       sinks: learn a logit per head that takes part in the softmax and has no value (arXiv:2309.17453), starting at 0.
-      implementation: attention backend; None: the fastest that serves the call.
+      implementation: attention backend of a call and of `prefill`, by name or as a tuning object; None: the fastest
+        that serves the call.
+      decode_implementation: the same for `decode`, which other backends serve (`kernels.decode_attention`).
       compute_dtype: type of the matmuls' operands and of the output, whatever the input's: float32 comes out as
         bfloat16 unless this says "float32".
       param_dtype: type that parameters are stored in.
@@ -47,7 +49,8 @@ class Attention(nnx.Module):
       rngs: source of the initial values.
 
     Raises:
-      ValueError: for head counts or sizes that don't fit together, or a soft cap that isn't a positive number.
+      ValueError: for head counts or sizes that don't fit together, a soft cap that isn't a positive number, or a
+        backend that there isn't.
 
     Example:
       >>> from kernels import LocalMask
@@ -71,7 +74,8 @@ class Attention(nnx.Module):
         qk_norm: bool = False,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
-        implementation: str | None = None,
+        implementation: str | Tuning | None = None,
+        decode_implementation: str | Tuning | None = None,
         compute_dtype: jnp.dtype | str = "bfloat16",
         param_dtype: jnp.dtype | str = "float32",
         norm_epsilon: float = 1e-6,
@@ -96,7 +100,10 @@ class Attention(nnx.Module):
         self.rope_base = rope_base
         self.rope_scaling = rope_scaling
         self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
+        check_implementation(implementation, "attention", "implementation")
+        check_implementation(decode_implementation, "decoding", "decode_implementation")
         self.implementation = implementation
+        self.decode_implementation = decode_implementation
         self.activation_sharding = activation_sharding
 
         kernel_init = kernel_init or small_init(width)
@@ -130,8 +137,8 @@ class Attention(nnx.Module):
 
         Args:
           inputs: any float type; computed in the compute dtype.
-          segment_ids: document of each token; tokens attend within their own only. None: one document per row.
-          positions: each token's place in its document, counting up by one there. None: its place in the row.
+          segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
+          positions: each token's place in its document, counting up by one there. None: its place in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
 
         Returns:
@@ -140,8 +147,8 @@ class Attention(nnx.Module):
         if rotation is None:
             rotation = self.make_rotation(inputs.shape[1], positions)
         query, key, value = self._project(inputs, rotation)
-        # A mask that only looks at kv - q gives the same answer on a token's place in the row, which is known ahead of
-        # time and lets the kernel plan its tiles then.
+        # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
+        # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions)
         return checkpoint_name(self.output(attended), "projection")
@@ -158,11 +165,11 @@ class Attention(nnx.Module):
         """A call on sequences that begin here, whose keys and values are kept for `decode`.
 
         Args:
-          inputs: as in a call. What follows a row's tokens is padding, unseen by a mask that only looks back.
-          cache: what its sequences that the rows become held before is dropped.
+          inputs: as in a call. What follows a sequence's tokens is padding, unseen if the mask doesn't look ahead.
+          cache: whatever these sequences held before is dropped.
           rotation: the rotary embedding's angles at positions 0, 1, …
-          sequences: the cache's sequence of each row; None: row i is sequence i.
-          num_tokens: tokens of each row, 0 for a sequence that is to stay as it is; None: all.
+          sequences: the cache's sequence of each batch element; None: element i is sequence i.
+          num_tokens: tokens of each batch element, 0 for a sequence that is to stay as it is; None: all.
 
         Returns:
           What a call returns, and the cache.
@@ -185,7 +192,7 @@ class Attention(nnx.Module):
           inputs: 1 to 16 tokens of each sequence.
           cache: the sequences so far; the new tokens are added to it.
           rotation: the rotary embedding's angles at the new tokens' positions.
-          num_tokens: tokens of each row that count, 0 for a sequence that isn't to grow; None: all.
+          num_tokens: tokens of each sequence that count, 0 for one that isn't to grow; None: all.
 
         Returns:
           The attention's contribution to the residual stream, and the cache. What comes out for a token that doesn't
@@ -201,6 +208,7 @@ class Attention(nnx.Module):
             query_positions=positions,
             sinks=None if self.sinks is None else self.sinks[...],
             logits_soft_cap=self.logits_soft_cap,
+            implementation=self.decode_implementation,
         )
         return self.output(attended), cache
 

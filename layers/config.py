@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
-from kernels import CausalMask, Mask
-from kernels.backends import BACKENDS
+from kernels import CausalMask, Mask, Tuning
+from kernels.backends import Task, find_backend
 from kernels.static_numbers import checked_soft_cap
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -94,8 +94,11 @@ class GPTConfig:
     """Attention logits become cap * tanh(logits / cap); None: as they are."""
     sinks: bool = False
     """A learned logit per head that takes part in the softmax and has no value (arXiv:2309.17453)."""
-    implementation: str | None = None
-    """Attention backend; None: the fastest that serves the call."""
+    implementation: str | Tuning | None = None
+    """Attention backend of training and of prompts: its name, or in a config file a tuning object from `kernels`, which
+    also says how it runs; None: the fastest that serves the call."""
+    decode_implementation: str | Tuning | None = None
+    """The same for the tokens that are written one after another: dense, triton, blockwise or None."""
     remat: RematPolicy = "full"
     """What the backward pass recomputes. none: nothing; full: each block from its input; save_attention: all
     but the attention kernel; save_matmuls: only what is elementwise."""
@@ -118,12 +121,8 @@ class GPTConfig:
         check_choice("model.remat", self.remat, RematPolicy)
         check_choice("model.compute_dtype", self.compute_dtype, DTypeName)
         check_choice("model.param_dtype", self.param_dtype, DTypeName)
-        backends = [backend.name for backend in BACKENDS]
-        if self.implementation is not None and self.implementation not in backends:
-            raise ValueError(
-                f"model.implementation={self.implementation!r} is not one of {', '.join(backends)}; "
-                "None takes the fastest that serves the call"
-            )
+        check_implementation(self.implementation, "attention", "model.implementation")
+        check_implementation(self.decode_implementation, "decoding", "model.decode_implementation")
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_base)
         if not self.masks:
             raise ValueError("model.masks is empty; give at least one mask, for example (CausalMask(),)")
@@ -170,6 +169,12 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
         return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
+
+
+def check_implementation(implementation: str | Tuning | None, task: Task, argument: str) -> None:
+    """Raises ValueError if there is no such backend."""
+    if implementation is not None:
+        find_backend(implementation, task, argument)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None) -> None:

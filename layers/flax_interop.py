@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
-from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, dot_product_attention
+from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
 from kernels.static_numbers import checked_scale, checked_soft_cap
 
 
 def attention_fn(
     mask: Mask | None = None,
     *,
-    implementation: str | None = None,
+    implementation: str | Tuning | None = None,
     logits_soft_cap: float | None = None,
     scale: float | None = None,
 ) -> FlaxAttention:
@@ -31,7 +31,7 @@ def attention_fn(
 
     Args:
       mask: who may attend to whom, from `kernels`; None: everyone, but for the Flax module's own `mask`.
-      implementation: attention backend; None: the fastest that serves the call.
+      implementation: attention backend, by name or as a tuning object; None: the fastest that serves the call.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       scale: factor on the logits; None: 1 / √head_dim, as Flax.
 
@@ -56,7 +56,7 @@ class FlaxAttention:
     """A `flax.nnx.dot_product_attention` on our kernels; made by `attention_fn`, which documents the fields."""
 
     mask: Mask | None
-    implementation: str | None
+    implementation: str | Tuning | None
     logits_soft_cap: float | None
     scale: float | None
 
@@ -99,7 +99,7 @@ class FlaxAttention:
         Args:
           query, key, value: any number of leading batch dims.
           mask: Flax's dense mask, broadcastable to [*batch, N, T, S]. A mask over keys alone, [*batch, 1, 1, S], is
-            honoured in O(S) memory: key padding and `decode=True` are of this kind. Any other must be a concrete
+            honoured in O(S) memory: so are key padding and `decode=True`. Any other must be a concrete
             array, the same for the whole batch: it exists T×T already, and becomes a `NumpyMask`.
           is_causal: adds `CausalMask()`.
           dtype: type to compute in; None: the inputs' common type.

@@ -65,6 +65,7 @@ class Block(nnx.Module):
             logits_soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
             implementation=config.implementation,
+            decode_implementation=config.decode_implementation,
             compute_dtype=config.compute_dtype,
             param_dtype=config.param_dtype,
             norm_epsilon=config.norm_epsilon,
@@ -99,17 +100,17 @@ class Block(nnx.Module):
         return self._add_mlp(hidden)
 
     def prefill(
-        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **rows: Any
+        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.prefill` for the arguments."""
-        attended, cache = self.attention.prefill(self.attention_norm(hidden), cache, rotation, **rows)
+        attended, cache = self.attention.prefill(self.attention_norm(hidden), cache, rotation, **options)
         return self._add_mlp(hidden + attended), cache
 
     def decode(
-        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **rows: Any
+        self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.decode` for the arguments."""
-        attended, cache = self.attention.decode(self.attention_norm(hidden), cache, rotation, **rows)
+        attended, cache = self.attention.decode(self.attention_norm(hidden), cache, rotation, **options)
         return self._add_mlp(hidden + attended), cache
 
     def _add_mlp(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
@@ -127,7 +128,7 @@ class GPT(nnx.Module):
     every parameter with a leading layer dim. One scan runs over the repeats of the pattern; the layers of a last,
     incomplete repeat run after it.
 
-    Matrices start as `small_init` says, norm scales at 1, sinks at 0.
+    Matrices are initialised by `small_init`, norm scales to 1, sinks to 0.
 
     Args:
       config: what it is made of.
@@ -187,8 +188,8 @@ class GPT(nnx.Module):
 
         Args:
           tokens: token ids, less than vocab_size.
-          segment_ids: document of each token; attention stays within one. None: one document per row.
-          positions: each token's place in its document. None: its place in the row.
+          segment_ids: document of each token; attention stays within one. None: one document per batch element.
+          positions: each token's place in its document. None: its place in the sequence.
 
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
@@ -211,10 +212,10 @@ class GPT(nnx.Module):
         """Runs the network on prompts as in training, and keeps their keys and values for `decode`.
 
         Args:
-          tokens: token ids; what follows a row's own is padding, which no other token sees.
-          caches: from `init_caches`; what the sequences that the rows become held before is dropped.
-          sequences: which sequence of the caches each row becomes; None: row i is sequence i.
-          num_tokens: tokens of each row, 0 for a sequence that is to stay as it is; None: all.
+          tokens: token ids; what follows a prompt's own is padding, which no other token sees.
+          caches: from `init_caches`; whatever these sequences held before is dropped.
+          sequences: the caches' sequence of each prompt; None: prompt i is sequence i.
+          num_tokens: tokens of each prompt, 0 for a sequence that is to stay as it is; None: all.
 
         Returns:
           Hidden states as from a call, and the caches.
@@ -252,7 +253,7 @@ class GPT(nnx.Module):
         Args:
           tokens: 1 to 16 new tokens of each of the caches' sequences, no more than `init_caches` was told of.
           caches: what `prefill` or `decode` returned last.
-          num_tokens: tokens of each row that count, from its first: 0 leaves a sequence as it is; None: all.
+          num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
 
         Returns:
           Hidden states of the new tokens, those of a call on the whole sequence, and the caches.

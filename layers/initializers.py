@@ -1,4 +1,4 @@
-"""How matrices start."""
+"""Weight initialisers."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
 
     Raises:
       UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, or the
-        attention backend can't serve a mask.
+        attention backend can't serve a mask or a sample.
       TrainingFailed: the devices can't be started.
     """
     if config.wandb.project is not None:
@@ -104,6 +104,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
     attention = plan_attention(config, mesh.devices.flat[0])
+    if samples is not None:
+        samples.check()
     functions = make_step_functions(config, mesh)
     batches, validation_batches = make_batches(config, corpus, on_progress)
     validation_batches = jax.device_put(validation_batches, batch_sharding(mesh))

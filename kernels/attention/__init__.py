@@ -1,5 +1,5 @@
 """Attention of one call: `dispatch` chooses a backend, `core` makes its two halves one differentiable function."""
 
-from kernels.attention.dispatch import Selection, dot_product_attention, select_backend
+from kernels.attention.dispatch import CantServe, Selection, dot_product_attention, select_backend
 
-__all__ = ["Selection", "dot_product_attention", "select_backend"]
+__all__ = ["CantServe", "Selection", "dot_product_attention", "select_backend"]

@@ -1,4 +1,4 @@
-"""What all backends repeat, once: the custom gradient, delta, the sinks' gradient, the names for remat policies.
+"""What all backends share: the custom gradient, delta, the sinks' gradient, the names for remat policies.
 
 A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
 cotangent)` returns the gradients of query, key and value from the whole row's lse, so that attention over several
@@ -14,8 +14,9 @@ Dimensions: B batch, T and S query and key/value length, N query heads, K key/va
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +26,9 @@ from jaxtyping import Array, Float
 from kernels.attention.head_groups import attend_by_distinct_mask
 from kernels.backends import Backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import Tuning
 
-
-class _Forward(Protocol):
-    def __call__(self, inputs: AttentionInputs, call: AttentionCall, tuning: Any) -> tuple[Array, Array]: ...
-
-
-class _Backward(Protocol):
-    def __call__(
-        self, inputs: AttentionInputs, call: AttentionCall, tuning: Any, cotangent: Cotangent
-    ) -> Gradients: ...
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
 
 def attend(
@@ -61,11 +54,11 @@ def attend(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 4))
-def _attend(forward: _Forward, backward: _Backward, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+def _attend(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
     return forward(inputs, call, tuning)
 
 
-def _attend_forward(forward: _Forward, backward: _Backward, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+def _attend_forward(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
     output, lse = forward(inputs, call, tuning)
     # The names let a remat policy keep these two, all that the backward needs besides the inputs.
     output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
@@ -73,7 +66,7 @@ def _attend_forward(forward: _Forward, backward: _Backward, tuning: Any, inputs:
 
 
 def _attend_backward(
-    forward: _Forward, backward: _Backward, tuning: Any, call: AttentionCall, residuals, cotangents
+    forward: Callable, backward: Callable[..., Gradients], tuning: Any, call: AttentionCall, residuals, cotangents
 ) -> tuple[AttentionInputs]:
     inputs, output, lse = residuals
     cotangent = Cotangent.of(output, lse, *cotangents)

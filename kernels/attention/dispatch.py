@@ -1,21 +1,38 @@
-"""`dot_product_attention`: validates a call, chooses a backend, calls it."""
+"""`dot_product_attention`, and the choice of a backend for it and for `kernels.decode_attention`."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from typing import Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import attend
-from kernels.backends import BACKENDS, Backend
+from kernels.backends import TABLES, Backend, Task, find_backend
 from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
-from kernels.tuning import Tuning
+
+if TYPE_CHECKING:
+    from kernels.decode.call import DecodeCall
+    from kernels.tuning import Tuning
 
 _logger = logging.getLogger(__name__)
+
+
+class CantServe(ValueError):
+    """A backend that was asked for can't serve a call.
+
+    Attributes:
+      implementation: its name or tuning object.
+      task: of the call: "attention" or "decoding".
+      reason: why it can't.
+    """
+
+    def __init__(self, implementation: str | Tuning, task: Task, reason: str):
+        super().__init__(f"implementation={implementation!r} can't serve this call: {reason}")
+        self.implementation, self.task, self.reason = implementation, task, reason
 
 
 class Selection(NamedTuple):
@@ -23,31 +40,28 @@ class Selection(NamedTuple):
 
     Attributes:
       name: the backend's name in the table.
-      passed_over: name and reason of each faster backend that can't serve the call.
+      passed_over: name and reason of each backend further up in the table that can't serve the call, or is slower.
     """
 
     name: str
     passed_over: tuple[tuple[str, str], ...]
 
 
-@overload
-def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Mask | None = None,
-    *,
-    query_segment_ids: Array | None = None,
-    key_value_segment_ids: Array | None = None,
-    query_positions: Array | None = None,
-    key_value_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | Tuning | None = None,
-    device: jax.Device | None = None,
-    return_lse: Literal[False] = False,
-) -> Array: ...
+class LogitsOptions(TypedDict, total=False):
+    """Arguments that `dot_product_attention` and `decode_attention` share, for type checkers."""
+
+    scale: float | None
+    logits_soft_cap: float | None
+    sinks: Array | None
+    implementation: str | Tuning | None
+    device: jax.Device | None
+
+
+class _More(LogitsOptions, total=False):
+    query_segment_ids: Array | None
+    key_value_segment_ids: Array | None
+    query_positions: Array | None
+    key_value_positions: Array | None
 
 
 @overload
@@ -57,17 +71,21 @@ def dot_product_attention(
     value: Array,
     mask: Mask | None = None,
     *,
-    query_segment_ids: Array | None = None,
-    key_value_segment_ids: Array | None = None,
-    query_positions: Array | None = None,
-    key_value_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | Tuning | None = None,
-    device: jax.Device | None = None,
     return_lse: Literal[True],
+    **_: Unpack[_More],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **_: Unpack[_More],
+) -> Array: ...
 
 
 def dot_product_attention(
@@ -92,27 +110,27 @@ def dot_product_attention(
     Differentiable in query, key, value and sinks. Query head n reads key/value head n // (N / K). A query
     that may attend to nothing gets output 0, lse −inf and no gradient.
 
-    NaN isn't hidden: a query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
-    NaN, forward and backward; a logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
-    infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite; but kernels multiply
-    whole tiles by weights of 0, so it can reach other queries where the mask cuts a tile (on GPUs those that may attend
-    to nothing, too), and so can any NaN in the backward pass. What fills up a batch should therefore be finite.
+    NaN isn't hidden. A query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
+    NaN, forward and backward. A logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
+    infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite. It can also reach other
+    queries where the mask cuts a tile (on GPUs those that may attend to nothing, too), since kernels multiply whole
+    tiles by probabilities of 0; so can any NaN in the backward pass. What pads a batch should therefore be finite.
     (`implementation="reference"` leaks no values.)
 
     Args:
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
       mask: which pairs may attend (`kernels.masks`); None allows all. Static under `jax.jit`.
-      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Those beyond
-        int32 (hashes) are numbered anew; but JAX cuts NumPy's 64-bit integers before they get here, in `jnp.asarray`
-        and as arguments of `jax.jit`, unless `jax_enable_x64` is set.
+      query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Ids beyond int32
+        (hashes) are numbered anew. But `jnp.asarray` and `jax.jit` cut NumPy's 64-bit integers before they get here,
+        unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions. Within int32.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).
-      implementation: name of a backend, or a tuning object (`kernels.tuning`), which names one and says how it
-        runs; None for the fastest that serves the call on this device.
+      implementation: name of a backend, or a tuning object (`kernels.tuning`), which also says how it runs; None for
+        the fastest that serves the call on this device.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default: of a mesh, or
         of a topology that isn't attached (`jax.experimental.topologies`).
       return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
@@ -124,8 +142,8 @@ def dot_product_attention(
       ValueError: arguments that don't fit together, an unknown implementation, or a named implementation
         that can't serve the call (it never falls back).
 
-    Inside `jax.shard_map`: "blockwise" and "reference" serve it as it comes; the others need `check_vma=False`, and are
-    passed over or refuse without it.
+    Inside `jax.shard_map` all backends but "blockwise" and "reference" need `check_vma=False`; without it they are
+    passed over, or refuse.
 
     >>> from kernels import CausalMask, LocalMask
     >>> x = jax.numpy.ones((1, 1024, 4, 64))
@@ -147,49 +165,47 @@ def dot_product_attention(
         return_lse=return_lse,
         device=device,
     )
-    selection = select_backend(call, implementation)
-    for name, reason in selection.passed_over:
-        _log_once(selection.name, name, reason)
-    tuning = None if isinstance(implementation, str) else implementation
-    output, lse = attend(_backend(selection.name), inputs, call, tuning)
+    backend, tuning = choose_backend(call, implementation)
+    output, lse = attend(backend, inputs, call, tuning)
     return (output, lse) if return_lse else output
 
 
-def select_backend(call: AttentionCall, implementation: str | Tuning | None = None) -> Selection:
+def choose_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None) -> tuple[Backend, Any]:
+    """The backend of a call and the tuning object given for it. Faster backends passed over are logged once."""
+    selection = select_backend(call, implementation)
+    for name, reason in selection.passed_over:
+        _log_once(call.task, selection.name, name, reason)
+    return find_backend(selection.name, call.task), None if isinstance(implementation, str) else implementation
+
+
+def select_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None = None) -> Selection:
     """The backend that a call gets.
 
     Args:
-      call: the static description (`kernels.call.make_call`), the kind of device included.
+      call: the static description of an attention or a decoding call (`kernels.call.make_call`,
+        `kernels.decode.call.make_decode_call`), which includes the device.
       implementation: a backend's name or tuning object, or None for the fastest automatic one.
 
     Raises:
-      ValueError: an unknown name, or a named backend that can't serve the call.
+      ValueError: an unknown name.
+      CantServe: a named backend that can't serve the call.
     """
     if implementation is not None:
-        tuning = None if isinstance(implementation, str) else implementation
-        backend = _backend(implementation if isinstance(implementation, str) else implementation.backend)
-        reason = backend.unsupported_reason(call, tuning)
+        backend = find_backend(implementation, call.task)
+        reason = backend.unsupported_reason(call, None if isinstance(implementation, str) else implementation)
         if reason is not None:
-            raise ValueError(f"implementation={implementation!r} can't serve this call: {reason}")
+            raise CantServe(implementation, call.task, reason)
         return Selection(backend.name, ())
     passed_over: list[tuple[str, str]] = []
-    for backend in BACKENDS:
-        if not backend.automatic:
-            continue
-        reason = backend.unsupported_reason(call)
-        if reason is None:
-            return Selection(backend.name, tuple(passed_over))
-        passed_over.append((backend.name, reason))
+    for backend in TABLES[call.task]:
+        if backend.automatic:
+            reason = backend.passed_over_reason(call)
+            if reason is None:
+                return Selection(backend.name, tuple(passed_over))
+            passed_over.append((backend.name, reason))
     raise AssertionError(f"no backend serves {call}: blockwise serves every call")
 
 
-def _backend(name: str) -> Backend:
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
-    raise ValueError(f"unknown implementation {name!r}; expected one of {', '.join(b.name for b in BACKENDS)}, or None")
-
-
 @functools.lru_cache(maxsize=256)
-def _log_once(chosen: str, name: str, reason: str) -> None:
-    _logger.info("attention uses %s; %s passed over: %s", chosen, name, reason)
+def _log_once(task: Task, chosen: str, name: str, reason: str) -> None:
+    _logger.info("%s uses %s; %s passed over: %s", task, chosen, name, reason)

@@ -1,34 +1,44 @@
-"""The backends, in one literal table: the only place that knows which exist.
+"""The backends of attention and of decoding, in two literal tables: the only place that knows which exist.
 
-Listed fastest first for each platform; a row imports its module when it is first asked about.
+Each table lists the fastest first for each platform. An entry imports its module when it is first asked about.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax_longcontext import require_ours
-from kernels.call import AttentionCall
-from kernels.tuning import Tuning
 from kernels.varying import CHECK_VMA_REASON
+
+if TYPE_CHECKING:
+    from kernels.call import AttentionCall
+    from kernels.decode.call import DecodeCall
+    from kernels.tuning import Tuning
 
 # The distribution `kernels` on PyPI has a module of this name: installed over ours, it imports this folder for it.
 require_ours("kernels", importer=__name__)
 
+Task = Literal["attention", "decoding"]
+
 
 @dataclass(frozen=True)
 class Backend:
-    """A row of the table.
+    """An entry of a table.
 
     Attributes:
       name: what `implementation=` calls it.
-      module: has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's own, and either
-        `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two halves that `kernels.attention.core`
-        describes, or `attention(inputs, call)`.
+      module: path within `kernels`. It has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's
+        own. For attention it has either `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two
+        halves that `kernels.attention.core` describes, or `attention(inputs, call)`. For decoding it has
+        `attend(inputs, call, tuning)`.
       platforms: where it runs.
+      tuning: name of the class of its tuning objects; None if it has none.
       automatic: whether `implementation=None` may choose it.
+      may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
       differentiates_itself: whether it has `attention`, which JAX differentiates.
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
@@ -37,16 +47,18 @@ class Backend:
     name: str
     module: str
     platforms: tuple[str, ...]
+    tuning: str | None = None
     automatic: bool = True
+    may_be_slower: bool = False
     differentiates_itself: bool = False
     takes_masks_of_heads: bool = False
     says_what_varies: bool = False
 
     def load(self) -> ModuleType:
         """Imports the backend."""
-        return importlib.import_module(self.module)
+        return importlib.import_module(f"kernels.{self.module}")
 
-    def unsupported_reason(self, call: AttentionCall, tuning: Tuning | None = None) -> str | None:
+    def unsupported_reason(self, call: AttentionCall | DecodeCall, tuning: Tuning | None = None) -> str | None:
         """Why the backend can't serve a call, or None if it can."""
         interpreted = getattr(tuning, "interpret", False)
         if call.target.platform not in self.platforms and not interpreted:
@@ -55,29 +67,57 @@ class Backend:
             return CHECK_VMA_REASON
         return self.load().unsupported_reason(call, tuning)
 
+    def passed_over_reason(self, call: AttentionCall | DecodeCall) -> str | None:
+        """Why `implementation=None` doesn't choose the backend for a call, or None if it may."""
+        reason = self.unsupported_reason(call)
+        return self.load().slower_reason(call) if reason is None and self.may_be_slower else reason
+
+
+_ALL = ("cpu", "gpu", "tpu")
 
 BACKENDS = (
-    Backend("splash", "kernels.backends.splash", platforms=("tpu",)),
-    Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
-    Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",), differentiates_itself=True),
-    Backend("triton", "kernels.backends.triton", platforms=("gpu",)),
-    Backend("blockwise", "kernels.backends.blockwise", platforms=("cpu", "gpu", "tpu"), says_what_varies=True),
+    Backend("splash", "backends.splash", ("tpu",), "SplashTuning"),
+    Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
+    Backend("cudnn", "backends.cudnn", ("gpu",), differentiates_itself=True),
+    Backend("triton", "backends.triton", ("gpu",), "TritonTuning"),
+    Backend("blockwise", "backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),
     Backend(
-        "reference",
-        "kernels.backends.reference",
-        platforms=("cpu", "gpu", "tpu"),
-        automatic=False,
-        differentiates_itself=True,
-        says_what_varies=True,
+        "reference", "backends.reference", _ALL, automatic=False, differentiates_itself=True, says_what_varies=True
     ),
     Backend(
-        "splash_upstream_lazy",
-        "kernels.backends.splash.upstream_lazy",
-        platforms=("tpu",),
-        automatic=False,
-        takes_masks_of_heads=True,
+        "splash_upstream_lazy", "backends.splash.upstream_lazy", ("tpu",), automatic=False, takes_masks_of_heads=True
     ),
-    Backend(
-        "splash_dense", "kernels.backends.splash.dense", platforms=("tpu",), automatic=False, takes_masks_of_heads=True
-    ),
+    Backend("splash_dense", "backends.splash.dense", ("tpu",), automatic=False, takes_masks_of_heads=True),
 )
+
+DECODE_BACKENDS = (
+    Backend("dense", "decode.dense", _ALL, may_be_slower=True, says_what_varies=True),
+    Backend("triton", "decode.triton", ("gpu",), "TritonDecodeTuning"),
+    Backend("blockwise", "decode.blockwise", _ALL, says_what_varies=True),
+)
+
+TABLES: dict[Task, tuple[Backend, ...]] = {"attention": BACKENDS, "decoding": DECODE_BACKENDS}
+
+
+def find_backend(implementation: Any, task: Task, argument: str = "implementation") -> Backend:
+    """The backend that a name or a tuning object asks for.
+
+    Args:
+      implementation: what a caller gave, None excepted.
+      task: what the backend is for: one that trains doesn't always decode.
+      argument: what the caller's argument is called, for the message.
+
+    Raises:
+      ValueError: there is none for this task.
+    """
+    for backend in TABLES[task]:
+        if implementation == backend.name or type(implementation).__name__ == backend.tuning:
+            return backend
+    names = [backend.name for backend in TABLES[task]]
+    tunings = [backend.tuning for backend in TABLES[task] if backend.tuning is not None]
+    near = difflib.get_close_matches(str(implementation), names, n=1)
+    raise ValueError(
+        f"{argument}={implementation!r} is no backend of {task}; expected one of {', '.join(names)}, a tuning object "
+        f"({', '.join(tunings)}), or None for the fastest that serves the call"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )

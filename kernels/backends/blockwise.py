@@ -15,21 +15,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Row, Rows, make_rows
-from kernels.tuning import BlockwiseTuning
+from kernels.softmax import MASKED, RunningSoftmax, matmul, soft_capped
 from kernels.varying import vary
 
-# Masked logits and the softmax's initial maximum: finite, so that no inf − inf arises, and apart, so that
-# exp(masked − initial) is 0.
-_MASKED = -0.7 * float(np.finfo(np.float32).max)
-_INITIAL_MAX = 0.5 * _MASKED
+
+@dataclass(frozen=True)
+class BlockwiseTuning:
+    """Sides of a tile of the `blockwise` backend, in tokens."""
+
+    backend: ClassVar[str] = "blockwise"
+
+    block_q: int
+    block_kv: int
+
+    def __post_init__(self):
+        if self.block_q < 1 or self.block_kv < 1:
+            raise ValueError(f"block_q={self.block_q} and block_kv={self.block_kv} must be at least 1")
 
 
 # On a CPU, large enough for XLA to split a tile's matmuls over the cores and small enough for the caches; elsewhere,
@@ -133,21 +143,17 @@ class _Tiling:
 
     def logits(self, query: Float[Array, "K M H"], key: Float[Array, "K C H"]) -> Float[Array, "K M C"]:
         """Logits of a tile, scaled and soft-capped but not masked."""
-        logits = self.matmul("kmh,kch->kmc", query, key) * self.call.scale
-        cap = self.call.logits_soft_cap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return soft_capped(self.matmul("kmh,kch->kmc", query, key) * self.call.scale, self.call.logits_soft_cap)
 
     def matmul(self, subscripts: str, a: Array, b: Array) -> Array:
-        """Operands in the call's dtype, at its full precision; sums in the softmax's."""
-        # By default GPUs and TPUs round 32-bit operands to fewer bits.
-        precision = None if self.call.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-        return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=self.call.softmax_dtype)
+        """Operands in the call's dtype, sums in the softmax's."""
+        return matmul(subscripts, a, b, self.call.softmax_dtype)
 
     def masked(self, logits: Float[Array, "K M C"], b, i, j) -> Float[Array, "K M C"]:
         """Replaces the logits of pairs that may not attend."""
         c = self.call
         by_group = logits.reshape(c.num_kv_heads, c.group_size, self.block_q, self.block_kv)
-        return jnp.where(self.allowed(b, i, j), by_group, _MASKED).reshape(logits.shape)
+        return jnp.where(self.allowed(b, i, j), by_group, MASKED).reshape(logits.shape)
 
 
 def _split_tokens(x: Int[Array, "B L"], block: int) -> Int[Array, "B tiles block"]:
@@ -179,36 +185,17 @@ def forward(
         b, i = index // tiling.num_q, index % tiling.num_q
         row, q = rows.read(b, i), tiling.query_tile(query, b, i)
 
-        def visit(rank, carry, *, full):
-            acc, row_max, row_sum = carry
+        def visit(rank, softmax, *, full):
             j = row.tile(rank)
             logits = tiling.logits(q, tiling.key_value_tile(key, b, j))
             if not full:
                 logits = tiling.masked(logits, b, i, j)
-            new_max = jnp.maximum(row_max, logits.max(-1))
-            p = jnp.exp(logits - new_max[..., None])
-            alpha = jnp.exp(row_max - new_max)
-            row_sum = row_sum * alpha + p.sum(-1)
             v = tiling.key_value_tile(value, b, j)
-            acc = acc * alpha[..., None] + tiling.matmul("kmc,kcv->kmv", p.astype(call.dtype), v)
-            return acc, new_max, row_sum
+            return softmax.add_tile(logits, lambda p: tiling.matmul("kmc,kcv->kmv", p.astype(call.dtype), v))
 
-        carry = (
-            jnp.zeros((*q.shape[:2], call.value_dim), call.softmax_dtype),
-            jnp.full(q.shape[:2], _INITIAL_MAX, call.softmax_dtype),
-            jnp.zeros(q.shape[:2], call.softmax_dtype),
-        )
-        acc, row_max, row_sum = _over_tiles(row, visit, vary(carry, call.varying_axes))
-        # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
-        attends = row_sum != 0
-        if inputs.sinks is not None:
-            sinks = tiling.by_row(inputs.sinks)
-            new_max = jnp.maximum(row_max, sinks)
-            alpha = jnp.exp(row_max - new_max)
-            acc, row_max, row_sum = acc * alpha[..., None], new_max, row_sum * alpha + jnp.exp(sinks - new_max)
-        row_sum = jnp.where(attends, row_sum, 1)
-        lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-        output = jnp.where(attends[..., None], acc / row_sum[..., None], 0).astype(call.dtype)
+        softmax = vary(RunningSoftmax.start(q.shape[:2], call.value_dim, call.softmax_dtype), call.varying_axes)
+        softmax = _over_tiles(row, visit, softmax)
+        output, lse = softmax.finish(None if inputs.sinks is None else tiling.by_row(inputs.sinks), call.dtype)
         return tiling.query_tokens(output), tiling.query_tokens(lse[..., None])[..., 0]
 
     output, lse = map(tiling.join_q, jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32)))

@@ -1,62 +1,35 @@
-"""`decode_attention`: validates a call, chooses an implementation, calls it."""
+"""`decode_attention`: validates a call, has its backend chosen, calls it."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-from types import ModuleType
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from kernels.decode.call import Cache, DecodeCall, make_decode_call
+from kernels.attention.dispatch import LogitsOptions, choose_backend
+from kernels.decode.call import Cache, make_decode_call
 from kernels.masks import Mask
 
-_logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
-# In order of preference. Each module has `attend(inputs, call)`, `unsupported_reason(call)` and `slower_reason(call)`,
-# which says why one of those after it is faster.
-IMPLEMENTATIONS = {
-    "dense": "kernels.decode.dense",
-    "triton": "kernels.decode.triton",
-    "blockwise": "kernels.decode.blockwise",
-}
+
+class _More(LogitsOptions, total=False):
+    sequences: Array | None
+    query_positions: Array | None
 
 
 @overload
 def decode_attention(
-    query: Array,
-    cache: Cache,
-    mask: Mask | None = None,
-    *,
-    sequences: Array | None = None,
-    query_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | None = None,
-    device: jax.Device | None = None,
-    return_lse: Literal[False] = False,
-) -> Array: ...
-
-
-@overload
-def decode_attention(
-    query: Array,
-    cache: Cache,
-    mask: Mask | None = None,
-    *,
-    sequences: Array | None = None,
-    query_positions: Array | None = None,
-    scale: float | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Array | None = None,
-    implementation: str | None = None,
-    device: jax.Device | None = None,
-    return_lse: Literal[True],
+    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[True], **_: Unpack[_More]
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def decode_attention(
+    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[False] = False, **_: Unpack[_More]
+) -> Array: ...
 
 
 def decode_attention(
@@ -69,7 +42,7 @@ def decode_attention(
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
-    implementation: str | None = None,
+    implementation: str | Tuning | None = None,
     device: jax.Device | None = None,
     return_lse: bool = False,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -86,14 +59,14 @@ def decode_attention(
       cache: a `SlabCache` or a `UnifiedCache`.
       mask: which pairs may attend (`kernels.masks`), evaluated on the tokens' positions in their sequences; None
         allows all. Static under `jax.jit`.
-      sequences: the cache's sequence that each row of `query` belongs to; by default row i is sequence i.
-      query_positions: of the new tokens. By default they're the last T of each sequence; rows of which fewer count
-        (`write(..., num_tokens=...)`) need theirs given.
+      sequences: the cache's sequence of each batch element; by default element i is sequence i.
+      query_positions: of the new tokens. By default they're the last T of each sequence; give them where fewer than T
+        count (`write(..., num_tokens=...)`).
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value.
       implementation: "dense" (any device; every cell is read, which GPUs do faster where the cache is small), "triton"
-        (NVIDIA GPUs), "blockwise" (any device), or None for the fastest that serves the call.
+        (NVIDIA GPUs), "blockwise" (any device), a `TritonDecodeTuning`, or None for the fastest that serves the call.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default.
       return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
 
@@ -126,35 +99,6 @@ def decode_attention(
         sinks=sinks,
         device=device,
     )
-    output, lse = select_implementation(call, implementation).attend(inputs, call)
+    backend, tuning = choose_backend(call, implementation)
+    output, lse = backend.load().attend(inputs, call, tuning)
     return (output, lse) if return_lse else output
-
-
-def select_implementation(call: DecodeCall, implementation: str | None = None) -> ModuleType:
-    """The module that serves a call: the named one, or the fastest that can.
-
-    Raises:
-      ValueError: an unknown name, or a named implementation that can't serve the call.
-    """
-    if implementation is not None:
-        if implementation not in IMPLEMENTATIONS:
-            raise ValueError(
-                f"unknown implementation {implementation!r}; expected one of {', '.join(IMPLEMENTATIONS)}, or None"
-            )
-        module = importlib.import_module(IMPLEMENTATIONS[implementation])
-        reason = module.unsupported_reason(call)
-        if reason is not None:
-            raise ValueError(f"implementation={implementation!r} can't serve this call: {reason}")
-        return module
-    for name, path in IMPLEMENTATIONS.items():
-        module = importlib.import_module(path)
-        reason = module.unsupported_reason(call) or module.slower_reason(call)
-        if reason is None:
-            return module
-        _log_once(name, reason)
-    raise AssertionError(f"no implementation serves {call}: blockwise serves every call")
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(name: str, reason: str) -> None:
-    _logger.info("decoding: %s passed over: %s", name, reason)

@@ -1,7 +1,7 @@
 """A decoding call, split into what is traced and what is static.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), H head dim of query and key, V head dim of value.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+H head dim of query and key, V head dim of value.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.backends import Task
 from kernels.call import checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import MOST_TOKENS, integers, of_rows, which_sequences
+from kernels.decode.tokens import of_sequences, sequences_of_batch
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask, checked_mask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
+from kernels.token_integers import checked_tokens, int32_positions
 from kernels.varying import vary, varying_axes
 
 Cache = SlabCache | UnifiedCache
 
 
 class DecodeInputs(NamedTuple):
-    """The traced arguments. Without `sequences`, row i is sequence i."""
+    """The traced arguments. Without `sequences`, batch element i is sequence i."""
 
     query: Float[Array, "B T N H"]
     cache: Cache
@@ -37,10 +39,10 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeCall(NamedTuple):
-    """The static description: hashable, all that the choice of an implementation looks at.
+    """The static description: hashable, all that the choice of a backend looks at.
 
-    `num_blocks` blocks of `num_cells` cells in all are those that each row may look at: its sequence's slab, or, with
-    `one_slab`, all that the sequences share.
+    Each sequence may look at `num_blocks` blocks, of `num_cells` cells in all: those of its own slab, or with
+    `one_slab` those that all sequences share.
     """
 
     batch: int
@@ -61,6 +63,11 @@ class DecodeCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
+
+    @property
+    def task(self) -> Task:
+        """What its backends are for."""
+        return "decoding"
 
     @property
     def softmax_dtype(self) -> np.dtype:
@@ -107,20 +114,13 @@ def make_decode_call(
     mask = checked_mask(mask, num_heads)
     scale, logits_soft_cap = checked_scale(scale), checked_soft_cap(logits_soft_cap)
     sinks = checked_sinks(sinks, num_heads)
-    rows = which_sequences(sequences, batch, cache.num_sequences)
+    chosen = sequences_of_batch(sequences, batch, cache.num_sequences)
     if query_positions is None:
-        query_positions = of_rows(cache.lengths, rows)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+        query_positions = of_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
     else:
-        query_positions = integers("query_positions", query_positions)
-        if query_positions.shape != (batch, num_new):
-            raise ValueError(
-                f"query_positions must be integers [{batch}, {num_new}], "
-                f"got {query_positions.dtype}{list(query_positions.shape)}"
-            )
-        known = isinstance(query_positions, np.ndarray)
-        if known and ((query_positions < -MOST_TOKENS) | (query_positions > MOST_TOKENS)).any():
-            raise ValueError(f"query_positions must be from {-MOST_TOKENS} to {MOST_TOKENS}, 32-bit integers")
-    inputs = DecodeInputs(query, cache, rows, jnp.asarray(query_positions, jnp.int32), sinks)
+        name = "query_positions"
+        query_positions = int32_positions(name, checked_tokens(name, query_positions, batch, num_new))
+    inputs = DecodeInputs(query, cache, chosen, query_positions, sinks)
     axes = varying_axes(inputs)
     call = DecodeCall(
         batch=batch,

@@ -1,7 +1,7 @@
 """The table of a unified cache: whose each cell is, and at which position.
 
 Dimensions: Z sequences that the table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
-B rows of a call (each one sequence's), T new tokens of each.
+B batch of a call (each element one sequence), T new tokens of each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
     growth_on_host,
-    integer,
     integers,
     is_traced,
-    num_tokens_of_rows,
-    numbers_of_rows,
-    of_rows,
+    numbered,
+    of_sequences,
     sequence_numbers,
+    token_counts,
 )
 
 WORD_BITS = 32
@@ -50,7 +49,8 @@ class CellTable:
       some_cell, every_cell: the sequences that see some cell of a block, and those that see all of its cells.
       lengths: tokens of each sequence so far: the position of its next one.
       last_cells: cell of the newest token that a sequence wrote itself; −1 if there's none.
-      num_dropped: tokens for which there was no free block. They are lost, and `check_room` says so.
+      num_dropped: tokens of each sequence for which there was no free block. They are lost, and `check_room` says so
+        until the sequence ends.
       block_size: cells of a block.
     """
 
@@ -62,7 +62,7 @@ class CellTable:
     every_cell: UInt32[Array, "J W"]
     lengths: Int[Array, " Z"]
     last_cells: Int[Array, " Z"]
-    num_dropped: Int[Array, ""]
+    num_dropped: Int[Array, " Z"]
     block_size: int = field(metadata={"static": True})
 
     @staticmethod
@@ -82,7 +82,7 @@ class CellTable:
             **_summary(positions.reshape(-1, block_size), owners.reshape(-1, block_size, num_words)),
             lengths=jnp.zeros(num_sequences, jnp.int32),
             last_cells=jnp.full(num_sequences, -1, jnp.int32),
-            num_dropped=jnp.zeros((), jnp.int32),
+            num_dropped=jnp.zeros(num_sequences, jnp.int32),
             block_size=int(block_size),
         )
 
@@ -117,13 +117,19 @@ class CellTable:
           ValueError: `num_new` below 1, sequences that the table hasn't, or counts of tokens that aren't there.
         """
         check_sizes(num_new=num_new)
-        rows = None if sequences is None else sequence_numbers(sequences, self.num_sequences, distinct=True)
-        length, last_cell = of_rows(self.lengths, rows), of_rows(self.last_cells, rows)
-        counts = num_tokens_of_rows(num_tokens, num_new, length, rows, self.num_sequences)
+        chosen = None if sequences is None else sequence_numbers(sequences, self.num_sequences, distinct=True)
+        return self.allocate_to(chosen, num_new, num_tokens)
+
+    def allocate_to(
+        self, sequences: Int[Array, " B"] | None, num_new: int, num_tokens: Any
+    ) -> tuple[CellTable, Int[Array, "B T"]]:
+        """As `allocate`, with sequence numbers that have been checked."""
+        length, last_cell = of_sequences(self.lengths, sequences), of_sequences(self.last_cells, sequences)
+        counts = token_counts(num_tokens, num_new, length, sequences, self.num_sequences)
         batch = len(length)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
-        # Each row's blocks: the one that it is filling up, which counts as full where there is none, then free ones.
+        # Each sequence's blocks: first the one that it is filling up (full where there is none), then free ones.
         num_used = last_cell % size + 1
         num_taken = (num_used + counts - 1) // size
         most_taken = (size + num_new - 1) // size
@@ -141,37 +147,40 @@ class CellTable:
         block = jnp.take_along_axis(blocks, place // size, axis=1)
         counted = token < counts[:, None]
         fits = counted & (block < no_block)
-        # A promise that all places differ makes the writes cheap, so the ones past the end do so too.
+        # The writes are cheap where all cells are promised to differ, so those past the end differ too.
         past_end = capacity + jnp.arange(batch * num_new, dtype=jnp.int32).reshape(batch, num_new)
         cells = jnp.where(fits, block * size + place % size, past_end)
 
         newest = jnp.take_along_axis(cells, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_cell)
-        position = length[:, None] + token
-        owner = _sets(numbers_of_rows(rows, self.num_sequences), self.owners.shape[-1])
+        position, lost = length[:, None] + token, (counted & ~fits).sum(1, dtype=jnp.int32)
+        owner = _sets(numbered(sequences, self.num_sequences), self.owners.shape[-1])
         owner = jnp.broadcast_to(owner[:, None], (*cells.shape, self.owners.shape[-1]))
         table = dataclasses.replace(
             self,
             positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
             owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
-            lengths=length + counts if rows is None else self.lengths.at[rows].add(counts, mode="drop"),
-            last_cells=newest if rows is None else self.last_cells.at[rows].set(newest, mode="drop"),
-            num_dropped=self.num_dropped + (counted & ~fits).sum(dtype=jnp.int32),
+            lengths=length + counts if sequences is None else self.lengths.at[sequences].add(counts, mode="drop"),
+            last_cells=newest if sequences is None else self.last_cells.at[sequences].set(newest, mode="drop"),
+            num_dropped=self.num_dropped + lost
+            if sequences is None
+            else self.num_dropped.at[sequences].add(lost, mode="drop"),
         )
         return table._summarized(blocks.reshape(-1)), cells
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
         """Ends sequences. See `UnifiedCache.free`."""
-        rows = sequence_numbers(sequences, self.num_sequences)
-        sets = jnp.where((rows < self.num_sequences)[:, None], _sets(rows, self.owners.shape[-1]), 0)
+        numbers = sequence_numbers(sequences, self.num_sequences)
+        sets = jnp.where((numbers < self.num_sequences)[:, None], _sets(numbers, self.owners.shape[-1]), 0)
         ended = jnp.bitwise_or.reduce(sets, axis=0)
         owners = self.owners & ~ended
         table = dataclasses.replace(
             self,
             positions=jnp.where((owners == 0).all(-1), -1, self.positions),
             owners=owners,
-            lengths=self.lengths.at[rows].set(0, mode="drop"),
-            last_cells=self.last_cells.at[rows].set(-1, mode="drop"),
+            lengths=self.lengths.at[numbers].set(0, mode="drop"),
+            last_cells=self.last_cells.at[numbers].set(-1, mode="drop"),
+            num_dropped=self.num_dropped.at[numbers].set(0, mode="drop"),
         )
         return table._summarized()
 
@@ -181,7 +190,7 @@ class CellTable:
         known = isinstance(giver, int) and isinstance(taker, int)
         if known and giver == taker:
             raise ValueError(f"sequence {giver} can't be replaced by its own start; give two different sequences")
-        length = self.lengths.at[giver].get(mode="fill", fill_value=0)
+        length, lost = (x.at[giver].get(mode="fill", fill_value=0) for x in (self.lengths, self.num_dropped))
         if num_tokens is not None:
             length = jnp.clip(self._tokens_to_share(num_tokens, giver, length), 0, length)
         table = self.free(taker)
@@ -191,6 +200,7 @@ class CellTable:
             table,
             owners=jnp.where(shared[:, None], joined, table.owners),
             lengths=table.lengths.at[taker].set(length, mode="drop"),
+            num_dropped=table.num_dropped.at[taker].set(lost, mode="drop"),
         )._summarized()
         if known:
             return table
@@ -199,33 +209,29 @@ class CellTable:
 
     def _one_sequence(self, name: str, sequence: Any) -> int | Int[Array, ""]:
         """A sequence's number; past the end if it's traced and the table hasn't it."""
-        number = integers(name, sequence)
-        if number.shape != ():
-            raise ValueError(f"{name} must be one sequence's number, got {sequence!r}")
+        number = integers(name, sequence, ())
         (checked,) = sequence_numbers(sequence, self.num_sequences)
         return int(number) if isinstance(number, np.ndarray) else checked
 
     def _tokens_to_share(self, num_tokens: Any, source: Any, held: Int[Array, ""]) -> int | Int[Array, ""]:
         """How many tokens are shared, which isn't checked against what the source holds where either is traced."""
-        if is_traced(num_tokens):
-            count = integers("num_tokens", num_tokens)
-            if count.shape != ():
-                raise ValueError(f"num_tokens must be one integer, got shape {list(count.shape)}")
-            return jnp.asarray(count)
-        known_count = integer("num_tokens", num_tokens)
-        if known_count < 0:
-            raise ValueError(f"num_tokens={known_count} must be at least 0")
-        if not is_traced(held) and known_count > int(held):
-            raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={known_count}; share fewer")
-        return min(known_count, MOST_TOKENS)
+        count = integers("num_tokens", num_tokens, ())
+        if not isinstance(count, np.ndarray):
+            return count
+        if count < 0:
+            raise ValueError(f"num_tokens={count} must be at least 0")
+        if not is_traced(held) and count > int(held):
+            raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={count}; share fewer")
+        return min(int(count), MOST_TOKENS)
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
         """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""
         chosen, _, growth = growth_on_host(self.lengths, num_tokens, sequences)
-        if self.num_dropped:
+        lost = np.asarray(self.num_dropped)[chosen]
+        if lost.any():
             raise CacheFull(
-                f"{self.num_dropped} tokens found no room in the {self.capacity} cells and are lost; "
-                "ask check_room before the tokens are written"
+                f"{lost.sum()} tokens of sequences {chosen[lost > 0].tolist()} found no room in {self.capacity} cells "
+                "and are lost; free these sequences, and ask check_room before tokens are written"
             )
         num_used = np.asarray(self.last_cells)[chosen] % self.block_size + 1
         num_needed = int(((num_used + growth - 1) // self.block_size).sum())
@@ -238,8 +244,8 @@ class CellTable:
             )
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """What each row finds in each block."""
-        sequences = numbers_of_rows(sequences, self.num_sequences)
+        """What each sequence finds in each block."""
+        sequences = numbered(sequences, self.num_sequences)
         return BlockSummary(
             self.lowest[None],
             self.highest[None],
@@ -248,17 +254,15 @@ class CellTable:
         )
 
     def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
-    ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Positions of some cells of each row, and whether its sequence sees them."""
-        sequences = numbers_of_rows(sequences, self.num_sequences)
-        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
+        """Positions of some cells for each sequence, or of all, and whether it sees them."""
+        numbers = numbered(sequences, self.num_sequences)
+        if cells is None:
+            return self.positions[None], self._sees(self.owners, numbers)
+        word, bit = numbers // WORD_BITS, (numbers % WORD_BITS).astype(jnp.uint32)
         seen = ((self.owners[cells, word[:, None]] >> bit[:, None]) & 1).astype(bool)
-        return self.positions[cells], seen & (sequences < self.num_sequences)[:, None]
-
-    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "1 C"], Bool[Array, "B C"]]:
-        """Positions of all cells, and whether each row's sequence sees them."""
-        return self.positions[None], self._sees(self.owners, numbers_of_rows(sequences, self.num_sequences))
+        return self.positions[cells], seen & (numbers < self.num_sequences)[:, None]
 
     def _sees(self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"]) -> Bool[Array, "B n"]:
         """Whether each sequence is in each set; one past the end is in none."""

@@ -1,12 +1,11 @@
 """Decoding over a small cache in plain XLA: every cell is read, and the mask says which of them count.
 
-Listing the blocks to read, attending to them in parts and putting these together are kernels whose start takes longer
-than reading a few hundred cells. Here XLA makes a few kernels of the whole call. Its products are elementwise, with
-sums in the softmax's dtype: that leaves out what a row may not see, where a matrix product would multiply it by 0 and
-let another sequence's NaN through.
+Starting kernels that list blocks, attend to them in parts and merge the parts takes longer than reading a few hundred
+cells. Here XLA makes a few kernels of the whole call. Products are elementwise, with sums in the softmax's dtype. They
+leave out what a row may not see; a matrix product would multiply it by 0, and let another sequence's NaN through.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), R = G·T rows of a query tile, C cells that a row looks at, H and V head dims of key and value.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+R = G·T rows of a query tile, C cells that a sequence looks at, H and V head dims of key and value.
 """
 
 from __future__ import annotations
@@ -15,17 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels.decode.call import DecodeCall, DecodeInputs
-from kernels.decode.query_tiles import INITIAL_MAX, allowed_pairs, capped_logits, finish, query_tiles
+from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
+from kernels.softmax import INITIAL_MAX, RunningSoftmax
 
-# Up to these, reading everything is faster on GPUs than reading only the blocks that a row sees: cells of one slab that
-# all rows look at, cells of each row's own, and multiplications. Chosen on an H200 (2026-11-22) for 12 heads of 64 in
-# bfloat16 and 1 to 32 sequences. To choose them anew, compare `python -m experiments.benchmarks.decode
-# --implementation dense` with `--implementation triton`.
+# Up to these, GPUs read everything faster than only the visited blocks: cells of a slab that all sequences share, cells
+# of each sequence's own, and multiplications. Chosen on an H200 (docs/benchmarks.md, "Decoding").
 _MOST_SHARED_CELLS, _MOST_OWN_CELLS = 1280, 160
 _MOST_MULTIPLICATIONS = 8 * 12 * 1024 * (64 + 64)
 
 
-def unsupported_reason(call: DecodeCall) -> str | None:
+def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
     """Serves every call."""
     return None
 
@@ -37,7 +35,7 @@ def slower_reason(call: DecodeCall) -> str | None:
     is_shared = call.one_slab or call.batch == 1
     most_cells = _MOST_SHARED_CELLS if is_shared else _MOST_OWN_CELLS
     if call.num_cells > most_cells:
-        whose = "in the slab" if is_shared else "of each row"
+        whose = "in the slab" if is_shared else "of each sequence"
         return f"reads all {call.num_cells} cells {whose}; over {most_cells}, skipping blocks is faster"
     num_rows, width = call.batch * call.num_new * call.num_heads, call.head_dim + call.value_dim
     num_multiplications = num_rows * call.num_cells * width
@@ -49,17 +47,17 @@ def slower_reason(call: DecodeCall) -> str | None:
     return None
 
 
-def attend(inputs: DecodeInputs, call: DecodeCall) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(
+    inputs: DecodeInputs, call: DecodeCall, tuning: None = None
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Attention of one call. See `kernels.decode_attention`."""
-    position, seen = inputs.cache.all_cells(inputs.sequences)
-    key, value = (
-        x.astype(call.softmax_dtype).swapaxes(1, 2)[:, :, None] for x in inputs.cache.read_all(inputs.sequences)
-    )
+    position, seen = inputs.cache.cells(inputs.sequences)
+    key, value = (x.astype(call.softmax_dtype).swapaxes(1, 2)[:, :, None] for x in inputs.cache.read(inputs.sequences))
     allowed = allowed_pairs(inputs.query_positions, position, seen, call)
     query = query_tiles(inputs.query, call).astype(call.softmax_dtype)
     logits = capped_logits((query[..., None, :] * key).sum(-1), allowed, call)
     row_max = jnp.maximum(logits.max(-1), INITIAL_MAX)
-    probabilities = jnp.exp(logits - row_max[..., None])
+    p = jnp.exp(logits - row_max[..., None])
     # Not even multiplied by 0: what a row may not see can be NaN.
-    acc = jnp.where(allowed[..., None], probabilities[..., None] * value, 0).sum(-2)
-    return finish(acc, row_max, probabilities.sum(-1), inputs.sinks, call)
+    acc = jnp.where(allowed[..., None], p[..., None] * value, 0).sum(-2)
+    return finish(RunningSoftmax(acc, row_max, p.sum(-1)), inputs.sinks, call)

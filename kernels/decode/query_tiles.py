@@ -1,23 +1,18 @@
-"""The softmax of a decoding step in plain XLA: query tiles, masked logits, and the output from a row's sums.
+"""Query tiles of a decoding step in plain XLA: their masked logits, and their output back by token.
 
 A query tile holds the rows that read one key/value head, so that its keys and values are read once for all of them.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), R = G·T rows of a query tile, c cells, H and V head dims of key and value.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+R = G·T rows of a query tile, c cells, H and V head dims of key and value.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.decode.call import DecodeCall
-
-# Masked logits and the softmax's initial maximum: finite, so that no inf − inf arises, and apart, so that
-# exp(masked − initial) is 0.
-MASKED = -0.7 * float(np.finfo(np.float32).max)
-INITIAL_MAX = 0.5 * MASKED
+from kernels.softmax import MASKED, RunningSoftmax, soft_capped
 
 
 def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array, "B K R H"]:
@@ -41,29 +36,16 @@ def capped_logits(
     products: Float[Array, "B K R c"], allowed: Bool[Array, "B K R c"], call: DecodeCall
 ) -> Float[Array, "B K R c"]:
     """Logits from the products of queries and keys: scaled, capped and masked."""
-    logits = products * call.scale
-    if call.logits_soft_cap is not None:
-        logits = call.logits_soft_cap * jnp.tanh(logits / call.logits_soft_cap)
-    return jnp.where(allowed, logits, MASKED)
+    return jnp.where(allowed, soft_capped(products * call.scale, call.logits_soft_cap), MASKED)
 
 
 def finish(
-    acc: Float[Array, "B K R V"],
-    row_max: Float[Array, "B K R"],
-    row_sum: Float[Array, "B K R"],
-    sinks: Float[Array, " N"] | None,
-    call: DecodeCall,
+    softmax: RunningSoftmax, sinks: Float[Array, " N"] | None, call: DecodeCall
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse from the sums of a softmax, which start from `INITIAL_MAX`; the sinks join here."""
-    attends = row_sum != 0  # True for NaN: it must come out.
+    """Output and lse of the tokens, sinks included."""
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(call.softmax_dtype).reshape(call.num_kv_heads, -1), call.num_new, axis=1)
-        new_max = jnp.maximum(row_max, sinks)
-        rescale = jnp.exp(row_max - new_max)
-        acc, row_max, row_sum = acc * rescale[..., None], new_max, row_sum * rescale + jnp.exp(sinks - new_max)
-    row_sum = jnp.where(attends, row_sum, 1)
-    lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-    output = jnp.where(attends[..., None], acc / row_sum[..., None], 0).astype(call.dtype)
+    output, lse = softmax.finish(sinks, call.dtype)
     return _by_token(output, call), _by_token(lse[..., None], call)[..., 0]
 
 

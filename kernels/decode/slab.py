@@ -1,7 +1,7 @@
 """A key/value cache with one slab of cells per sequence.
 
-Dimensions: Z sequences of the cache, S cells of each, B rows of a call (each one sequence's), T new tokens of each,
-K key/value heads, H and V head dims of key and value, J blocks.
+Dimensions: Z sequences of the cache, S cells of each, B batch of a call (each element one sequence), T new tokens of
+each, K key/value heads, H and V head dims of key and value, J blocks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kernels.decode.tokens import (
     check_sizes,
     check_tokens,
     growth_on_host,
-    num_tokens_of_rows,
-    numbers_of_rows,
-    of_rows,
+    numbered,
+    of_sequences,
     sequence_numbers,
-    which_sequences,
+    sequences_of_batch,
+    token_counts,
 )
 from kernels.masks import Mask, require_mask
 
@@ -34,9 +34,9 @@ from kernels.masks import Mask, require_mask
 class SlabCache:
     """Keys and values of some sequences, each in cells of its own.
 
-    The token at position p of a sequence lies in its cell p % S, so that a sequence longer than its slab leaves its
-    last S tokens there: a ring, all that a local layer needs. Make one with `SlabCache.empty`; every method returns a
-    new cache, and under `jax.jit` with the old one donated it is updated in place.
+    The token at position p of a sequence lies in its cell p % S. A slab is thus a ring: a sequence longer than its slab
+    keeps its last S tokens, all that a local layer needs. Make one with `SlabCache.empty`. Every method returns a new
+    cache; under `jax.jit` with the old one donated, it is updated in place.
 
     Attributes:
       key, value: the cells.
@@ -119,13 +119,14 @@ class SlabCache:
         """Appends tokens to sequences.
 
         A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
-        to the tokens that are there, and a row whose sequence the cache hasn't, or that an earlier row names too, is
-        left out.
+        to the tokens that are there, and a batch element is left out if the cache hasn't its sequence, or if an earlier
+        element names it too. Other numbers are checked, and those in JAX arrays read from the device for it.
 
         Args:
           key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
-          sequences: the sequence of each row, no two the same; by default row i is sequence i.
-          num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
+          sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
+          num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
+            is.
           from_start: the tokens take the place of what their sequences held.
 
         Raises:
@@ -135,23 +136,22 @@ class SlabCache:
         key, value = jnp.asarray(key), jnp.asarray(value)
         check_tokens(key, value, self.key, self.value)
         batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
-        rows = which_sequences(sequences, batch, self.num_sequences, distinct=True)
-        before = of_rows(self.lengths, rows)
+        chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
+        before = of_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
-        counts = num_tokens_of_rows(num_tokens, num_new, start, rows, self.num_sequences)
+        counts = token_counts(num_tokens, num_new, start, chosen, self.num_sequences)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
         length = start[:, None]
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
         position = length + token
         kept = (token < counts[:, None]) & (position >= length + counts[:, None] - capacity)
-        # Tokens that aren't kept aim past the end, each at a place of its own, since the places are promised to differ.
+        # Tokens that aren't kept go past the end, each to a cell of its own, since the cells are promised to differ.
         cell = jnp.where(kept, position % capacity, capacity + token)
-        numbers = numbers_of_rows(rows, self.num_sequences)
-        place = (numbers[:, None], cell)
+        place = (numbered(chosen, self.num_sequences)[:, None], cell)
 
         def put(cells, tokens):
-            if batch == num_new == 1 and rows is None and num_tokens is None:
+            if batch == num_new == 1 and chosen is None and num_tokens is None:
                 # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
                 return jax.lax.dynamic_update_slice(cells, tokens, (0, length[0, 0] % capacity, 0, 0))
             return cells.at[place].set(tokens, mode="drop", unique_indices=True)
@@ -160,7 +160,7 @@ class SlabCache:
             self,
             key=put(self.key, key),
             value=put(self.value, value),
-            lengths=after if rows is None else self.lengths.at[rows].set(after, mode="drop"),
+            lengths=after if chosen is None else self.lengths.at[chosen].set(after, mode="drop"),
         )
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
@@ -207,41 +207,34 @@ class SlabCache:
     # What a decoding step asks of either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """The summary of each row's blocks, in closed form from its length."""
+        """The summary of each sequence's blocks, in closed form from its length."""
         first = jnp.arange(self.num_blocks, dtype=jnp.int32)[None] * self.block_size
         last = jnp.minimum(first + self.block_size, self.capacity) - 1
-        length = of_rows(self.lengths, sequences)[:, None]
+        length = of_sequences(self.lengths, sequences)[:, None]
         newest = (length - 1) % self.capacity  # The cell of the newest token; the oldest lies behind it in a full ring.
         first_position, last_position = (_position(cell, length, self.capacity) for cell in (first, last))
-        turns = (first <= newest) & (newest < last)
-        lowest = jnp.where(turns & (length > self.capacity), length - self.capacity, first_position)
-        highest = jnp.where(turns, length - 1, last_position)
+        wraps = (first <= newest) & (newest < last)  # Positions fall from the newest cell to the next.
+        lowest = jnp.where(wraps & (length > self.capacity), length - self.capacity, first_position)
+        highest = jnp.where(wraps, length - 1, last_position)
         whole = (last - first == self.block_size - 1) & (last < length)
         return BlockSummary(lowest, highest, some=first < length, every=whole)
 
     def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
     ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Positions of some cells of each row, and whether they hold a token."""
-        position = _position(cells, of_rows(self.lengths, sequences)[:, None], self.capacity)
+        """Positions of some cells of each sequence, or of all, and whether they hold a token."""
+        cells = jnp.arange(self.capacity, dtype=jnp.int32)[None] if cells is None else cells
+        position = _position(cells, of_sequences(self.lengths, sequences)[:, None], self.capacity)
         return position, (cells < self.capacity) & (position >= 0)
 
-    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "B S"], Bool[Array, "B S"]]:
-        """Positions of all cells of each row, and whether they hold a token."""
-        cells = jnp.arange(self.capacity, dtype=jnp.int32)[None]
-        position = _position(cells, of_rows(self.lengths, sequences)[:, None], self.capacity)
-        return position, position >= 0
-
     def read(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
     ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
-        """Keys and values of some cells of each row; anything past the end."""
-        place = (numbers_of_rows(sequences, self.num_sequences)[:, None], cells)
+        """Keys and values of some cells of each sequence, or of all; anything for a cell past the end."""
+        if cells is None:
+            return of_sequences(self.key, sequences), of_sequences(self.value, sequences)
+        place = (numbered(sequences, self.num_sequences)[:, None], cells)
         return self.key.at[place].get(mode="clip"), self.value.at[place].get(mode="clip")
-
-    def read_all(self, sequences: Int[Array, " B"] | None) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"]]:
-        """Keys and values of all cells of each row."""
-        return of_rows(self.key, sequences), of_rows(self.value, sequences)
 
 
 def _position(cell: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:

@@ -1,4 +1,10 @@
-"""What both forms of cache check of the tokens that are written to them."""
+"""What both forms of cache check of the numbers that callers give: sequences, counts of tokens, new keys and values.
+
+Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
+left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
+
+Dimensions: Z sequences of a cache, B batch, T new tokens of each batch element, K key/value heads, H and V head dims.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +25,11 @@ class CacheFull(ValueError):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Checks that counts and dims are integers of at least 1.
-
-    Raises:
-      ValueError: one isn't, by name.
-    """
+    """Raises ValueError for a count or dim that isn't an integer of at least 1."""
     for name, size in sizes.items():
-        if integer(name, size) < 1:
+        if is_traced(size):
+            raise ValueError(f"{name} must be one integer that isn't traced, got {size!r}")
+        if integers(name, size, ()) < 1:
             raise ValueError(f"{name}={size} must be at least 1")
 
 
@@ -34,13 +38,13 @@ def is_traced(x: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
-def integers(name: str, x: Any) -> np.ndarray | Array:
-    """Integers of any form: as a NumPy array of int64 if the host knows them, as an int32 array if they're traced.
+def integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> np.ndarray | Array:
+    """Integers of any form: as NumPy's int64 if the host knows them, as JAX's int32 if they're traced.
 
     Traced ones that don't fit become the nearest that does.
 
     Raises:
-      ValueError: floats, booleans or anything else that isn't an integer, or one beyond 64 bits.
+      ValueError: not integers of at most 64 bits, or not of a shape that was asked for.
     """
     traced = is_traced(x)
     try:
@@ -51,6 +55,9 @@ def integers(name: str, x: Any) -> np.ndarray | Array:
         array = array.astype(np.int32)  # An empty list has no type.
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {array.dtype}{list(array.shape)}")
+    if shape is not None and array.shape != shape:
+        expected = f"integers {list(shape)}, one for each batch element" if shape else "one integer"
+        raise ValueError(f"{name} must be {expected}, got {array.dtype}{list(array.shape)}")
     if traced:
         if array.dtype != jnp.int32:
             info = jnp.iinfo(array.dtype)
@@ -61,30 +68,11 @@ def integers(name: str, x: Any) -> np.ndarray | Array:
     return array.astype(np.int64)
 
 
-def integer(name: str, x: Any) -> int:
-    """One integer that the host knows.
-
-    Raises:
-      ValueError: it isn't one.
-    """
-    number = None if is_traced(x) else integers(name, x)
-    if number is None or number.shape != ():
-        raise ValueError(f"{name} must be one integer that isn't traced, got {x!r}")
-    return int(number)
-
-
 def sequence_numbers(sequences: Any, num_sequences: int, *, distinct: bool = False) -> Int[Array, " n"]:
-    """The cache's sequences that a caller names, as a vector.
+    """The sequences of a cache that a caller names, one or several, as a vector.
 
-    Traced numbers can't be checked. Each that the cache hasn't, or that comes again where all must differ, becomes a
-    number past the end, of its own: it holds no tokens, and what is written to it is dropped.
-
-    Args:
-      sequences: one number or several.
-      distinct: whether no two may be the same.
-
-    Raises:
-      ValueError: not integers, the cache hasn't one of them, or one comes twice.
+    A traced number that the cache hasn't, or that comes again where all must be distinct, becomes a number past the
+    end, different for each. No sequence has that number, so it holds no tokens, and what is written to it is dropped.
     """
     numbers = integers("sequences", sequences)
     if numbers.ndim > 1:
@@ -96,50 +84,35 @@ def sequence_numbers(sequences: Any, num_sequences: int, *, distinct: bool = Fal
                 f"sequences {numbers.tolist()} aren't all from 0 to {num_sequences - 1}, which the cache has"
             )
         if distinct and len(np.unique(numbers)) < len(numbers):
-            raise ValueError(f"sequences {numbers.tolist()} must differ; give a sequence's tokens in one row")
+            raise ValueError(f"sequences {numbers.tolist()} must differ; give a sequence's tokens in one batch element")
         return jnp.asarray(numbers.astype(np.int32))
     known = (numbers >= 0) & (numbers < num_sequences)
-    row = jnp.arange(len(numbers), dtype=jnp.int32)
+    place = jnp.arange(len(numbers), dtype=jnp.int32)
     if distinct:
-        known &= ~((numbers[:, None] == numbers) & (row < row[:, None])).any(-1)
-    return jnp.where(known, numbers, num_sequences + row)
+        known &= ~((numbers[:, None] == numbers) & (place < place[:, None])).any(-1)
+    return jnp.where(known, numbers, num_sequences + place)
 
 
-def which_sequences(
-    sequences: Int[Array, " B"] | Sequence[int] | None, batch: int, num_sequences: int, *, distinct: bool = False
+def sequences_of_batch(
+    sequences: Any, batch: int, num_sequences: int, *, distinct: bool = False
 ) -> Int[Array, " B"] | None:
-    """The sequence of the cache that each row of a call belongs to; None where row i is sequence i.
-
-    Args:
-      sequences: as the caller gave them.
-      batch: number of rows.
-      num_sequences: that the cache has.
-      distinct: whether no two may be the same.
-
-    Raises:
-      ValueError: not one integer for each row, the cache hasn't one of them, or one comes twice.
-    """
-    if sequences is None:
-        if batch != num_sequences:
-            raise ValueError(
-                f"{batch} rows for a cache of {num_sequences} sequences; say with `sequences` which one each row is"
-            )
-        return None
-    numbers = integers("sequences", sequences)
-    if numbers.shape != (batch,):
+    """The sequence of each batch element; None where element i is sequence i."""
+    if sequences is not None:
+        return sequence_numbers(integers("sequences", sequences, (batch,)), num_sequences, distinct=distinct)
+    if batch != num_sequences:
         raise ValueError(
-            f"sequences must be integers [{batch}], one for each row, got {numbers.dtype}{list(numbers.shape)}"
+            f"a batch of {batch} for a cache of {num_sequences} sequences; say with `sequences` which each is"
         )
-    return sequence_numbers(numbers, num_sequences, distinct=distinct)
+    return None
 
 
-def of_rows(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
-    """What belongs to each row's sequence; zeros for one past the end."""
+def of_sequences(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
+    """What belongs to each batch element's sequence; zeros for a number past the end."""
     return by_sequence if sequences is None else by_sequence.at[sequences].get(mode="fill", fill_value=0)
 
 
-def numbers_of_rows(sequences: Int[Array, " B"] | None, num_sequences: int) -> Int[Array, " B"]:
-    """Each row's sequence as a number."""
+def numbered(sequences: Int[Array, " B"] | None, num_sequences: int) -> Int[Array, " B"]:
+    """The number of each batch element's sequence."""
     # A constant: an iota on the device would be a kernel of its own.
     return jnp.asarray(np.arange(num_sequences, dtype=np.int32)) if sequences is None else sequences
 
@@ -150,14 +123,10 @@ def check_tokens(
     key_cells: Float[Array, "... K H"],
     value_cells: Float[Array, "... K V"],
 ) -> None:
-    """Checks that new keys and values fit a cache's cells.
-
-    Raises:
-      ValueError: they don't, with what was expected.
-    """
+    """Raises ValueError for new keys and values that don't fit a cache's cells."""
     for name, tokens, cells in (("key", key, key_cells), ("value", value, value_cells)):
         if 0 in tokens.shape[:2]:
-            raise ValueError(f"{name} of shape {tokens.shape} holds no tokens; expected at least one row of one token")
+            raise ValueError(f"{name} of shape {tokens.shape} holds no tokens; expected at least one")
         if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != cells.shape[-2:]:
             num_heads, head_dim = cells.shape[-2:]
             raise ValueError(
@@ -167,40 +136,24 @@ def check_tokens(
             raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {cells.dtype}; cast it")
 
 
-def num_tokens_of_rows(
-    num_tokens: Int[Array, " B"] | None,
-    length: int,
+def token_counts(
+    num_tokens: Any,
+    num_new: int,
     lengths: Int[Array, " B"],
     sequences: Int[Array, " B"] | None,
     num_sequences: int,
 ) -> Int[Array, " B"]:
-    """How many of a row's tokens are written; by default all.
+    """How many of each batch element's `num_new` tokens are written to a sequence of this length; by default all.
 
-    Traced counts are clamped to what is there: from 0 to `length`. A sequence past the end gets none, and one that
-    has `MOST_TOKENS` gets no more.
-
-    Args:
-      num_tokens: as the caller gave them.
-      length: tokens of a row.
-      lengths: of the rows' sequences so far.
-      sequences: of the rows.
-      num_sequences: that the cache has.
-
-    Raises:
-      ValueError: not one integer for each row, or one that isn't from 0 to `length`.
+    A number past the end gets none, and a sequence no more than `MOST_TOKENS` in all.
     """
-    batch = len(lengths)
     if num_tokens is None:
-        counts = jnp.full(batch, length, jnp.int32)
+        counts = jnp.full(lengths.shape, num_new, jnp.int32)
     else:
-        given = integers("num_tokens", num_tokens)
-        if given.shape != (batch,):
-            raise ValueError(
-                f"num_tokens must be integers [{batch}], one for each row, got {given.dtype}{list(given.shape)}"
-            )
-        if isinstance(given, np.ndarray) and ((given < 0) | (given > length)).any():
-            raise ValueError(f"num_tokens={given.tolist()} must all be from 0 to {length}, the tokens of a row")
-        counts = jnp.clip(given, 0, length).astype(jnp.int32)
+        given = integers("num_tokens", num_tokens, lengths.shape)
+        if isinstance(given, np.ndarray) and ((given < 0) | (given > num_new)).any():
+            raise ValueError(f"num_tokens={given.tolist()} must all be from 0 to {num_new}, the tokens that are given")
+        counts = jnp.clip(given, 0, num_new).astype(jnp.int32)
     if sequences is not None:
         counts = jnp.where(sequences < num_sequences, counts, 0)
     return jnp.minimum(counts, MOST_TOKENS - lengths)
@@ -209,13 +162,7 @@ def num_tokens_of_rows(
 def growth_on_host(
     lengths: Int[Array, " Z"], num_tokens: int | Sequence[int], sequences: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences, their lengths and the tokens that each is to gain, read from the device.
-
-    Raises:
-      ValueError: a traced cache or traced arguments, which the host can't read, sequences that it hasn't, or counts
-        that aren't integers of at least 0, one or one for each.
-      CacheFull: a sequence would pass `MOST_TOKENS`.
-    """
+    """The sequences that are to grow, their lengths and the tokens that each is to gain, read from the device."""
     if is_traced((lengths, num_tokens, sequences)):
         raise ValueError("check_room reads the cache and its arguments on the host; call it outside jax.jit")
     chosen = np.arange(len(lengths))

@@ -1,7 +1,7 @@
 """A key/value cache whose cells many sequences share.
 
-Dimensions: Z sequences that the cache can tell apart, C cells, J blocks of cells, B rows of a call (each one
-sequence's), T new tokens of each, K key/value heads, H and V head dims of key and value.
+Dimensions: Z sequences that the cache can tell apart, C cells, J blocks of cells, B batch of a call (each element one
+sequence), T new tokens of each, K key/value heads, H and V head dims of key and value.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +17,17 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.cell_table import CellTable
-from kernels.decode.tokens import check_sizes, check_tokens, integers, which_sequences
+from kernels.decode.tokens import check_sizes, check_tokens, integers, sequences_of_batch
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UnifiedCache:
-    """Keys and values of many sequences in one slab of cells, each of which knows who sees it.
+    """Keys and values of many sequences in one slab of cells, each of which knows which sequences see it.
 
-    Sequences of any lengths share the memory, a prompt that several start with is kept once (`share`), and a decoding
-    step reads only the blocks that hold what a sequence may see. Make one with `UnifiedCache.empty`; every method
-    returns a new cache, and under `jax.jit` with the old one donated it is updated in place.
+    Sequences of any lengths share the memory. A prompt that several start with is kept once (`share`). A decoding step
+    reads only the blocks that hold what a sequence may see. Make one with `UnifiedCache.empty`. Every method returns a
+    new cache; under `jax.jit` with the old one donated, it is updated in place.
 
     The layers of a model share the table: allocate once for all (`table.allocate`), then `store` in each layer.
 
@@ -113,13 +114,14 @@ class UnifiedCache:
         """Appends tokens to sequences. Tokens that find no room are dropped and counted: ask `check_room` before.
 
         A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
-        to the tokens that are there, and a row whose sequence the cache hasn't, or that an earlier row names too, is
-        left out.
+        to the tokens that are there, and a batch element is left out if the cache hasn't its sequence, or if an earlier
+        element names it too. Other numbers are checked, and those in JAX arrays read from the device for it.
 
         Args:
           key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
-          sequences: the sequence of each row, no two the same; by default row i is sequence i.
-          num_tokens: how many of a row's tokens count, from its first; by default all. 0 leaves a sequence as it is.
+          sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
+          num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
+            is.
 
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
@@ -127,8 +129,8 @@ class UnifiedCache:
         """
         key, value = jnp.asarray(key), jnp.asarray(value)
         check_tokens(key, value, self.key, self.value)
-        which_sequences(sequences, key.shape[0], self.num_sequences)
-        table, cells = self.table.allocate(key.shape[1], sequences=sequences, num_tokens=num_tokens)
+        chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
+        table, cells = self.table.allocate_to(chosen, key.shape[1], num_tokens)
         return self.store(table, cells, key, value)
 
     def store(
@@ -151,13 +153,10 @@ class UnifiedCache:
                 f"cells {list(places.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
                 f"and {self.capacity} cells; give what the cache's own table.allocate returned"
             )
-        # A negative place would count from the end.
-        places = jnp.where(places < 0, self.capacity, places).astype(jnp.int32)
-        return UnifiedCache(
-            key=self.key.at[places].set(key, mode="drop", unique_indices=True),
-            value=self.value.at[places].set(value, mode="drop", unique_indices=True),
-            table=table,
-        )
+        places = places.astype(jnp.int32)
+        # What no table gives, a negative cell, is left out as one past the end is; it doesn't count from the end.
+        how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
+        return UnifiedCache(self.key.at[places].set(key, **how), self.value.at[places].set(value, **how), table)
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> UnifiedCache:
         """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free.
@@ -191,7 +190,8 @@ class UnifiedCache:
           sequences: those that grow; all by default.
 
         Raises:
-          CacheFull: there's no room, with the blocks needed and free, or tokens have been dropped already.
+          CacheFull: there's no room, with the blocks needed and free, or a sequence not freed yet has lost tokens that
+            found none.
           ValueError: traced arguments, sequences that the cache hasn't, counts below 0.
         """
         self.table.check_room(num_tokens, sequences=sequences)
@@ -199,25 +199,17 @@ class UnifiedCache:
     # What a decoding step asks of either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """The summary of each row's blocks."""
+        """What each sequence finds in each block."""
         return self.table.blocks(sequences)
 
     def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
-    ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Positions of some cells of each row, and whether its sequence sees them."""
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
+        """Positions of some cells for each sequence, or of all, and whether it sees them."""
         return self.table.cells(sequences, cells)
 
-    def all_cells(self, sequences: Int[Array, " B"] | None) -> tuple[Int[Array, "1 C"], Bool[Array, "B C"]]:
-        """Positions of all cells, and whether each row's sequence sees them."""
-        return self.table.all_cells(sequences)
-
     def read(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"]
-    ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
-        """Keys and values of some cells of each row."""
-        return self.key[cells], self.value[cells]
-
-    def read_all(self, sequences: Int[Array, " B"] | None) -> tuple[Float[Array, "1 C K H"], Float[Array, "1 C K V"]]:
-        """Keys and values of all cells, which are the same for every row."""
-        return self.key[None], self.value[None]
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    ) -> tuple[Float[Array, "#B c K H"], Float[Array, "#B c K V"]]:
+        """Keys and values of some cells for each sequence, or of all, which are the same for every one."""
+        return (self.key[None], self.value[None]) if cells is None else (self.key[cells], self.value[cells])

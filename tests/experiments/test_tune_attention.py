@@ -18,9 +18,8 @@ from experiments.benchmarks.tune_attention import race as race_module
 from experiments.benchmarks.tune_attention.candidates import SEARCHES, Search, implementation, variations
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
 from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning
-from kernels.backends.mosaic_gpu import tuned
-from kernels.backends.mosaic_gpu.kinds import Key
-from kernels.backends.mosaic_gpu.tuning_table import backward_tiles, fastest_backward, forward_tiles
+from kernels.backends.mosaic_gpu import tuning
+from kernels.backends.mosaic_gpu.tuning import TunedCall, backward_tiles, fastest_backward, forward_tiles
 from kernels.call import make_call
 from kernels.tuning import MosaicGpuTuning
 
@@ -120,6 +119,8 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     tried = {"forward": Search("forward", start, stages)}
     tried |= {name: Search("forward_backward", start, ({},)) for name in ("fused", "split")}
     monkeypatch.setattr(command, "SEARCHES", tried)
+    for search in tried:
+        monkeypatch.setitem(table.SECTIONS, search, (search.upper(), BlockwiseTuning))
     for module in (command, candidates):
         monkeypatch.setattr(module, "implementation", lambda search, tiles, forward: tiles)
     monkeypatch.setitem(CASES, "small", SMALL)
@@ -148,6 +149,7 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
         dataclasses.replace(arguments, searches=("split",), settings=("block_q",))
 
     monkeypatch.undo()
+    output.write_text("")
     monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))
     assert command.main(arguments) == 2
     assert "no forward kernel ran for small; the first: implementation=MosaicGpuTuning(" in capsys.readouterr().err
@@ -167,8 +169,8 @@ def test_a_table_is_source_of_the_latest_winners():
     ]
     found: dict = {}
     exec(table.render(rows), found)
-    assert found["FORWARD"] == {Key(64, "window", 4096): MosaicForwardTuning(3)}
-    assert found["FASTEST_BACKWARD"] == {Key(64, "packed", 4096): "split"}
+    assert found["FORWARD"] == {(64, "window", 4096): (3, 128, 2, True, False, 24)}
+    assert found["FASTEST_BACKWARD"] == {(64, "packed", 4096): "split"}
     assert "NVIDIA H200, JAX 0.11.2, 2026-11-21" in found["__doc__"]
 
 
@@ -186,18 +188,18 @@ def test_every_call_has_tiles(head_dim):
             assert isinstance(forward_tiles(call), MosaicForwardTuning)
             assert isinstance(backward_tiles(call), MosaicBackwardTuning)
             assert isinstance(backward_tiles(call, "split"), MosaicBackwardTuning)
-            assert fastest_backward(call) == "split" or head_dim <= max(key.head_dim for key in tuned.FUSED)
+            assert fastest_backward(call) == "split" or head_dim <= max(key.head_dim for key in tuning.FUSED)
 
 
 def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
     rows = {
-        Key(64, "causal", 4096): 1,
-        Key(64, "causal", 32768): 2,
-        Key(64, "window", 32768): 3,
-        Key(128, "packed", 32768): 4,
-        Key(128, "causal", 4096): 5,
+        TunedCall(64, "causal", 4096): 1,
+        TunedCall(64, "causal", 32768): 2,
+        TunedCall(64, "window", 32768): 3,
+        TunedCall(128, "packed", 32768): 4,
+        TunedCall(128, "causal", 4096): 5,
     }
-    monkeypatch.setattr(tuned, "FORWARD", rows)
+    monkeypatch.setattr(tuning, "FORWARD", rows)
     assert forward_tiles(call_of(length=8192)) == 1
     assert forward_tiles(call_of(length=16384)) == 2
     assert forward_tiles(call_of(length=64, mask=LocalMask(7, 0))) == 3
@@ -207,11 +209,11 @@ def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
 
 
 def test_a_backwards_tiles_are_those_of_its_form(monkeypatch):
-    key = Key(64, "causal", 4096)
-    monkeypatch.setattr(tuned, "FUSED", {key: "fused tiles"})
-    monkeypatch.setattr(tuned, "SPLIT", {key: "split tiles"})
+    key = TunedCall(64, "causal", 4096)
+    monkeypatch.setattr(tuning, "FUSED", {key: "fused tiles"})
+    monkeypatch.setattr(tuning, "SPLIT", {key: "split tiles"})
     for fastest in ("fused", "split"):
-        monkeypatch.setattr(tuned, "FASTEST_BACKWARD", {key: fastest})
+        monkeypatch.setattr(tuning, "FASTEST_BACKWARD", {key: fastest})
         assert backward_tiles(call_of()) == f"{fastest} tiles"
         assert backward_tiles(call_of(), "split") == "split tiles"
         assert backward_tiles(call_of(), "fused") == "fused tiles"

@@ -192,7 +192,7 @@ def poisoned(cache):
 
 def with_nan_key(cache, sequence: int):
     """The cache with NaN in the first head's key of a sequence's newest token."""
-    position, seen = cache.all_cells(jnp.asarray([sequence]))
+    position, seen = cache.cells(jnp.asarray([sequence]))
     newest = (seen & (position == cache.lengths[sequence] - 1))[0].argmax()
     place = (sequence, newest, 0) if isinstance(cache, SlabCache) else (newest, 0)
     return dataclasses.replace(cache, key=cache.key.at[place].set(jnp.nan))

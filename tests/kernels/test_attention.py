@@ -1,6 +1,7 @@
 """Choosing a backend, and refusing what doesn't fit."""
 
 import functools
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,16 @@ from kernels import (
     LocalMask,
     MultiHeadMask,
     NumpyMask,
+    SlabCache,
     SplashTuning,
     Target,
+    TritonDecodeTuning,
+    Tuning,
+    decode_attention,
     dot_product_attention,
     select_backend,
 )
-from kernels.backends import BACKENDS, blockwise
+from kernels.backends import BACKENDS, DECODE_BACKENDS, blockwise
 from kernels.call import Cotangent, make_call
 
 Q = jnp.zeros((1, 8, 4, 16))
@@ -94,11 +99,20 @@ def test_a_named_backend_on_the_wrong_platform_raises():
         dot_product_attention(Q, KV, KV, implementation="cudnn", device=jax.devices("cpu")[0])
 
 
-def test_every_backend_of_the_table_has_its_functions():
+def test_every_backend_of_the_tables_has_its_functions():
     for backend in BACKENDS:
         names = ("attention",) if backend.differentiates_itself else ("resolve", "forward", "backward")
         for name in ("unsupported_reason", *names):
             assert callable(getattr(backend.load(), name)), (backend.name, name)
+    for backend in DECODE_BACKENDS:
+        for name in ("unsupported_reason", "attend", *["slower_reason"] * backend.may_be_slower):
+            assert callable(getattr(backend.load(), name)), (backend.name, name)
+
+
+def test_every_tuning_class_is_one_backends():
+    """The tables name the classes, so that looking at them imports none."""
+    named = [backend.tuning for backend in (*BACKENDS, *DECODE_BACKENDS) if backend.tuning is not None]
+    assert sorted(named) == sorted(cls.__name__ for cls in get_args(Tuning))
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), CausalMask() & LocalMask(40, 0)], ids=repr)
@@ -135,14 +149,18 @@ def test_passed_over_backends_are_logged_once(caplog, rng):
     from kernels.attention import dispatch
 
     dispatch._log_once.cache_clear()
+    cpu, cache = jax.devices("cpu")[0], SlabCache.empty(1, 16, 2, 8, dtype=x.dtype)
     with caplog.at_level("INFO", logger="kernels.attention"):
         for _ in range(2):
-            dot_product_attention(x, x, x, CausalMask(), device=jax.devices("cpu")[0])
+            dot_product_attention(x, x, x, CausalMask(), device=cpu)
+            decode_attention(x[:, :1], cache, CausalMask(), device=cpu)
     assert [r.message for r in caplog.records] == [
         "attention uses blockwise; splash passed over: runs on tpu, not on cpu",
         "attention uses blockwise; mosaic_gpu passed over: runs on gpu, not on cpu",
         "attention uses blockwise; cudnn passed over: runs on gpu, not on cpu",
         "attention uses blockwise; triton passed over: runs on gpu, not on cpu",
+        "decoding uses blockwise; dense passed over: is faster on GPUs only, not on cpu",
+        "decoding uses blockwise; triton passed over: runs on gpu, not on cpu",
     ]
 
 
@@ -166,7 +184,15 @@ def test_passed_over_backends_are_logged_once(caplog, rng):
             r"query_positions must be integers \[1, 8\] or \[8\]",
         ),
         ((Q, KV, KV), {"key_value_positions": jnp.ones(8)}, "key_value_positions must be integers"),
-        ((Q, KV, KV), {"implementation": "flash"}, "unknown implementation 'flash'; expected one of"),
+        (
+            (Q, KV, KV),
+            {"implementation": "flash"},
+            "implementation='flash' is no backend of attention; expected",
+        ),
+        ((Q, KV, KV), {"implementation": "mosaic"}, "; did you mean 'mosaic_gpu'?"),
+        ((Q, KV, KV), {"implementation": "dense"}, "implementation='dense' is no backend of attention"),
+        ((Q, KV, KV), {"implementation": TritonDecodeTuning()}, "is no backend of attention"),
+        ((Q, KV, KV), {"implementation": 3}, "implementation=3 is no backend of attention"),
         ((Q[:, :0], KV, KV), {}, "has no elements"),
     ],
 )

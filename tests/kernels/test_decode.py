@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import LocalMask, MultiHeadMask, decode_attention, slab_capacity
-from kernels.decode.blocks import BlockSummary, block_kinds, list_visits
+from kernels import LocalMask, MultiHeadMask, TritonDecodeTuning, TritonTuning, decode_attention, slab_capacity
+from kernels.decode.blocks import BlockSummary, block_kinds
 from kernels.masks import TileKind
+from kernels.plan import list_rows
 from tests.kernels.decode_session import (
     CAUSAL,
     HEAD_DIM,
@@ -120,14 +121,18 @@ def test_visits_are_the_blocks_that_hold_an_allowed_cell(form, rng):
     @jax.jit
     def look(cache):
         cells = jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity))
-        return list_visits(block_kinds(window, jnp.asarray(places), cache.blocks(None))), cache.cells(None, cells)
+        return list_rows(block_kinds(window, jnp.asarray(places), cache.blocks(None))[:, None]), cache.cells(
+            None, cells
+        )
 
-    visits, (position, seen) = look(cache)
+    plan, (position, seen) = look(cache)
     allowed = np.asarray(seen & window(places, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
-    assert visits.counts.tolist() == [[2, 2], [0, 1], [1, 3]], "of 40, 7 and 44 tokens"
-    for row, (num_full, num_visited) in enumerate(visits.counts.tolist()):
-        assert set(visits.blocks[row, :num_visited].tolist()) == set(np.flatnonzero(allowed[row].any(-1)))
-        assert allowed[row, visits.blocks[row, :num_full]].all()
+    counts = plan.bounds[:, 0, 1::2].tolist()
+    assert counts == [[0, 2], [1, 1], [2, 3]], "of 40, 7 and 44 tokens"
+    for sequence, (num_partial, num_visited) in enumerate(counts):
+        blocks = plan.tiles[sequence, :num_visited].tolist()
+        assert set(blocks) == set(np.flatnonzero(allowed[sequence].any(-1)))
+        assert allowed[sequence, blocks[num_partial:]].all()
 
 
 def test_a_block_counts_for_all_heads_together():
@@ -146,7 +151,7 @@ def test_a_block_counts_for_all_heads_together():
         ({"query": jnp.ones((3, 1, 3, 8))}, "a multiple of 2"),
         ({"query": jnp.ones((3, 4, 8))}, "query must be [batch, new tokens, heads, head_dim]"),
         ({"query": jnp.ones((3, 1, 4, 8), jnp.bfloat16)}, "query is bfloat16, but the cache holds float32; cast it"),
-        ({"query": jnp.ones((2, 1, 4, 8))}, "2 rows for a cache of 3 sequences; say with `sequences`"),
+        ({"query": jnp.ones((2, 1, 4, 8))}, "a batch of 2 for a cache of 3 sequences; say with `sequences`"),
         ({"cache": {}}, "cache must be a SlabCache or a UnifiedCache, got dict"),
         ({"mask": "causal"}, "mask must be a kernels.Mask"),
         ({"mask": MultiHeadMask([CAUSAL, WINDOW])}, "has 2 masks for num_heads=4"),
@@ -155,9 +160,12 @@ def test_a_block_counts_for_all_heads_together():
         ({"logits_soft_cap": -1.0}, "logits_soft_cap=-1.0 must be positive"),
         ({"sinks": jnp.zeros(3)}, "sinks must be floating [4]"),
         (
-            {"implementation": "flash"},
-            "unknown implementation 'flash'; expected one of dense, triton, blockwise, or None",
+            {"implementation": "mosaic_gpu"},
+            "'mosaic_gpu' is no backend of decoding; expected one of dense, triton, blockwise, a tuning object (Triton",
         ),
+        ({"implementation": "bockwise"}, "; did you mean 'blockwise'?"),
+        ({"implementation": TritonTuning()}, "query=None, interpret=False) is no backend of decoding; expected one of"),
+        ({"implementation": TritonDecodeTuning()}, "interpret=False) can't serve this call: runs on gpu, not on cpu"),
     ],
 )
 def test_arguments_that_dont_fit(change, message):

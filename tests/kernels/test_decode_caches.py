@@ -181,8 +181,26 @@ def test_a_full_shared_cache(rng):
     kept = held(cache, 1)
     cache = write(cache, tokens(rng, 2, 5), None, jnp.array([5, 5]))
     assert held(cache, 1).items() >= kept.items(), "what was there stays"
-    with pytest.raises(CacheFull, match="5 tokens found no room in the 12 cells and are lost; ask check_room before"):
+    with pytest.raises(CacheFull, match=r"5 tokens of sequences \[0, 1\] found no room in 12 cells and are lost; free"):
         cache.check_room(0)
+
+
+def test_a_sequence_that_lost_tokens_is_refused_until_it_ends(rng):
+    cache = UnifiedCache.empty(4, 3 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
+    cache = write(cache, tokens(rng, 1, 3 * BLOCK + 2), jnp.array([2]), None)
+    cache.check_room(0, sequences=[0, 1])
+    cache = share(cache, 2, 3)
+    for sequence in (2, 3):
+        with pytest.raises(CacheFull, match=rf"2 tokens of sequences \[{sequence}\] found no room"):
+            cache.check_room(0, sequences=[sequence])
+        cache = free(cache, sequence)
+    cache.check_room(BLOCK, sequences=[1, 2, 3])
+
+
+def test_cells_that_no_table_gives_are_left_out(rng):
+    cache = filled()
+    stored = cache.store(cache.table, jnp.array([[-1], [cache.capacity]]), *tokens(rng, 2, 1))
+    jax.tree.map(np.testing.assert_array_equal, stored, cache)
 
 
 def test_a_slab_that_is_no_ring_for_the_mask(rng):
@@ -268,10 +286,16 @@ def test_slab_capacity(mask, capacity):
         (lambda: filled().write(*ONES, num_tokens=[2**32 + 1, 1]), "num_tokens=[4294967297, 1] must all be from 0"),
         (lambda: filled().write(*ONES, num_tokens=[True, False]), "num_tokens must be integers, got bool[2]"),
         (lambda: filled().write(*ONES, num_tokens=np.ones(2)), "num_tokens must be integers, got float64[2]"),
-        (lambda: filled().write(*ONES, num_tokens=1), "num_tokens must be integers [2], one for each row, got int64[]"),
+        (
+            lambda: filled().write(*ONES, num_tokens=1),
+            "num_tokens must be integers [2], one for each batch element, got int64[]",
+        ),
         (lambda: filled().write(*ONES, sequences=[0.0, 1.0]), "sequences must be integers, got float64[2]"),
         (lambda: filled().write(*ONES, sequences=[0, 2**70]), "sequences must be integers, got object[2]"),
-        (lambda: filled().write(*ONES, sequences=1), "sequences must be integers [2], one for each row, got int64[]"),
+        (
+            lambda: filled().write(*ONES, sequences=1),
+            "sequences must be integers [2], one for each batch element, got int64[]",
+        ),
         (lambda: filled().write(*(x[:, :0] for x in ONES)), "key of shape (2, 0, 1, 1) holds no tokens"),
         (lambda: filled().table.allocate(-1), "num_new=-1 must be at least 1"),
         (lambda: filled().table.allocate(True), "num_new must be integers, got bool[]"),
@@ -283,8 +307,8 @@ def test_slab_capacity(mask, capacity):
         (lambda: filled().share(0, 1, jnp.array(-3)), "num_tokens=-3 must be at least 0"),
         (lambda: jax.jit(lambda cache: cache.share(0, 1, -3))(filled()), "num_tokens=-3 must be at least 0"),
         (lambda: filled().share(0, 1, 2.0), "num_tokens must be integers, got float64[]"),
-        (lambda: filled().share(0, 1, [2]), "num_tokens must be one integer that isn't traced, got [2]"),
-        (lambda: filled().share([0], 1), "source must be one sequence's number, got [0]"),
+        (lambda: filled().share(0, 1, [2]), "num_tokens must be one integer, got int64[1]"),
+        (lambda: filled().share([0], 1), "source must be one integer, got int64[1]"),
         (lambda: filled().share(False, 1), "source must be integers, got bool[]"),
         (lambda: filled().free([True, False]), "sequences must be integers, got bool[2]"),
         (lambda: filled().free([[0]]), "sequences must be one number or a vector of them, got shape [1, 1]"),
@@ -314,11 +338,17 @@ def test_slab_capacity(mask, capacity):
         ),
         (
             lambda: decode_attention(ONES[0], filled(), query_positions=[[2**31], [0]]),
-            "query_positions must be from -2147483647 to 2147483647, 32-bit integers",
+            "query_positions reaches from 0 to 2147483648, beyond int32; subtract",
         ),
         (
             lambda: decode_attention(ONES[0], filled(), query_positions=[[0.0], [1.0]]),
-            "must be integers, got float64[2, 1]",
+            "query_positions must be integers [2, 1] or [1], got float64(2, 1)",
+        ),
+        (
+            lambda: jax.jit(lambda x: decode_attention(ONES[0], filled(), query_positions=x))(
+                np.zeros((2, 1), "uint32")
+            ),
+            "query_positions is traced uint32, whose values may be beyond int32; pass query_positions.astype",
         ),
         (lambda: decode_attention(ONES[0], filled(), sequences=[True, False]), "sequences must be integers, got bool"),
         (lambda: UnifiedCache.empty(2.0, 128, 1, 1), "num_sequences must be integers, got float64[]"),

@@ -1,17 +1,24 @@
 """Decoding in Triton: the kernels in Triton's interpreter and on a GPU, and what they refuse."""
 
 import importlib.util
-import logging
 import re
 
 import jax.numpy as jnp
 import pytest
 
-from kernels import CausalMask, LocalMask, MaskFn, MultiHeadMask, Target
-from kernels.decode import attention, blockwise, dense, triton
-from kernels.decode.attention import select_implementation
+from kernels import (
+    CausalMask,
+    LocalMask,
+    MaskFn,
+    MultiHeadMask,
+    Target,
+    TritonDecodeTuning,
+    TritonTiles,
+    decode_attention,
+    select_backend,
+)
+from kernels.decode import triton
 from kernels.decode.call import make_decode_call
-from kernels.decode.triton import support
 from tests.kernels.decode_session import (
     CAUSAL,
     HEAD_DIM,
@@ -63,26 +70,20 @@ def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
     package = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
     if not package.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
-    from kernels.decode.triton.split import attend_split
-
     # Triton's interpreter multiplies bfloat16 as integers.
     session = Session(rng, empty_cache(form, jnp.float16, block_size=16), mask)
     session.cache = poisoned(session.cache)
     session.start({0: 20, 2: 24})
     query, _ = session.append({0: 3, 2: 3}, 3)
     session.cache = with_nan_key(session.cache, sequence=2)
-    inputs, call = make_decode_call(
-        query,
-        session.cache,
-        mask,
-        sequences=None,
-        query_positions=None,
-        scale=0.5,
-        logits_soft_cap=cap,
-        sinks=jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if has_sinks else None,
-    )
-    output, lse = attend_split(inputs, call, num_programs=6, interpret=True)
-    expected, expected_lse = blockwise.attend(inputs, call)
+    sinks = jnp.asarray(rng.standard_normal(HEADS), jnp.float32) if has_sinks else None
+    (output, lse), (expected, expected_lse) = (
+        decode_attention(
+            query, session.cache, mask, scale=0.5, logits_soft_cap=cap, sinks=sinks, implementation=implementation,
+            return_lse=True,
+        )
+        for implementation in (TritonDecodeTuning(num_programs=6, interpret=True), "blockwise")
+    )  # fmt: skip
     assert (lse[1] == -jnp.inf).all(), "a sequence that doesn't run"
     assert jnp.isnan(expected_lse[2, -1, : HEADS // 2]).all(), "it isn't hidden"
     assert jnp.allclose(lse, expected_lse, atol=3e-3, equal_nan=True)
@@ -92,60 +93,72 @@ def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"target": Target("tpu", "TPU v5", None)}, "needs an NVIDIA GPU, not TPU v5"),
+        ({"target": Target("tpu", "TPU v5", None)}, "runs on gpu, not on tpu"),
+        ({"target": Target("gpu", "AMD Instinct MI300X")}, "needs an NVIDIA GPU, not AMD Instinct MI300X"),
         ({"target": TURING}, "needs an NVIDIA GPU of compute capability 8.0, this one has 7.5"),
         ({"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
-        ({"mask": MaskFn(strided)}, "needs masks that allow each query one interval of keys, not MaskFn"),
+        (
+            {"mask": MaskFn(strided)},
+            "needs masks that allow each query one interval of keys, known in closed form",
+        ),
         ({"mask": MultiHeadMask([CAUSAL] * 3 + [CausalMask() & ~WINDOW])}, "needs masks that allow each query"),
         ({"scale": 0}, "takes positive scales, not 0.0"),
         ({"block_size": 40}, "takes a block_size that is a multiple of 16, not 40"),
     ],
 )
-def test_refusals(change, reason, monkeypatch, caplog):
+def test_refusals(change, reason, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     call = call_of(**change)
     with pytest.raises(ValueError, match=f"implementation='triton' can't serve this call: {re.escape(reason)}"):
-        select_implementation(call, "triton")
-    with caplog.at_level(logging.INFO, "kernels.decode.attention"):
-        assert select_implementation(call) is blockwise
-    assert any(message.startswith(f"decoding: triton passed over: {reason}") for message in caplog.messages)
+        select_backend(call, "triton")
+    selection = select_backend(call)
+    assert selection.name == "blockwise"
+    assert dict(selection.passed_over)["triton"].startswith(reason)
 
 
-def test_a_small_cache_is_read_whole_on_gpus(monkeypatch, caplog):
+def test_a_small_cache_is_read_whole_on_gpus(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    attention._log_once.cache_clear()
     for small in (
         call_of(num_cells=160),
         call_of(dtype=jnp.float32, num_cells=64),
         call_of(num_cells=1280)._replace(one_slab=True),
         call_of(num_cells=1280)._replace(batch=1),
     ):
-        assert select_implementation(small) is dense
-    with caplog.at_level(logging.INFO, "kernels.decode.attention"):
-        assert select_implementation(call_of()) is triton
-        assert select_implementation(call_of(num_cells=1281)._replace(one_slab=True)) is triton
-        assert select_implementation(call_of(num_cells=160)._replace(num_new=2000)) is triton
-        assert select_implementation(call_of(num_cells=64, target=Target("cpu", "cpu", None))) is blockwise
-    passed_over = [message for message in caplog.messages if message.startswith("decoding: dense passed over: ")]
-    for message, part in zip(
-        passed_over,
+        assert select_backend(small) == ("dense", ())
+    for large, name, reason in (
+        (call_of(), "triton", "reads all 1048576 cells of each sequence; over 160, skipping blocks is faster"),
+        (call_of(num_cells=1281)._replace(one_slab=True), "triton", "reads all 1281 cells in the slab; over 1280"),
         (
-            "reads all 1048576 cells of each row; over 160, skipping blocks is faster",
-            "reads all 1281 cells in the slab; over 1280",
+            call_of(num_cells=160)._replace(num_new=2000),
+            "triton",
             "24000 query rows × 160 cells × 20 are 76800000 multiplications; over 12582912",
+        ),
+        (
+            call_of(num_cells=64, target=Target("cpu", "cpu", None)),
+            "blockwise",
             "is faster on GPUs only, not on cpu",
         ),
-        strict=True,
     ):
-        assert part in message
-    assert select_implementation(call_of(), "dense") is dense, "who names it gets it"
+        selection = select_backend(large)
+        assert selection.name == name
+        assert dict(selection.passed_over)["dense"].startswith(reason)
+    assert select_backend(call_of(), "dense").name == "dense", "who names it gets it"
+
+
+def test_tiles_divide_a_block(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    call = call_of(block_size=48)
+    assert select_backend(call, TritonDecodeTuning(TritonTiles(16, 16))).name == "triton"
+    with pytest.raises(ValueError, match=r"takes tiles.block_kv that divides block_size=48, not 32"):
+        select_backend(call, TritonDecodeTuning(TritonTiles(16, 32)))
+    with pytest.raises(ValueError, match="num_programs=0 must be at least 1"):
+        TritonDecodeTuning(num_programs=0)
 
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert (
-        support.unsupported_reason(call_of()) == "needs triton, which isn't installed; install flax-longcontext[cuda13]"
-    )
+    missing = "needs triton, which isn't installed; install flax-longcontext[cuda13]"
+    assert triton.unsupported_reason(call_of()) == missing
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert support.unsupported_reason(call_of()) is None
-    assert support.unsupported_reason(call_of(LocalMask(3, 0))) is None
+    assert triton.unsupported_reason(call_of()) is None
+    assert triton.unsupported_reason(call_of(LocalMask(3, 0))) is None

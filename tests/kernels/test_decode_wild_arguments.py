@@ -178,7 +178,7 @@ def test_a_sequence_ends_at_the_last_position(form, rng):
         cache.check_room(3, sequences=[0])
     cache = write(cache, new, jnp.arange(2), jnp.array([3, 3]))
     assert cache.lengths[:2].tolist() == [MOST, MOST]
-    position, seen = cache.all_cells(jnp.array([0]))
+    position, seen = cache.cells(jnp.array([0]))
     assert sorted(np.asarray(position)[seen].tolist())[-2:] == [MOST - 2, MOST - 1]
 
 

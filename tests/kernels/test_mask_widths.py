@@ -25,6 +25,7 @@ from kernels import (
     SplashTuning,
     Target,
     TileKind,
+    TritonDecodeTuning,
     TritonTiles,
     TritonTuning,
     count_allowed_pairs,
@@ -35,7 +36,7 @@ from kernels import (
     select_backend,
     slab_capacity,
 )
-from kernels.backends.mosaic_gpu.kinds import mask_family
+from kernels.backends.mosaic_gpu.tuning import call_family
 from kernels.backends.splash.upstream_lazy import lazy_mask
 from kernels.call import make_call
 from kernels.masks.drawing import block_map
@@ -148,7 +149,7 @@ def test_a_width_that_no_position_reaches_is_no_bound(mask, same):
     """So everything that is chosen by a mask's structure is chosen as for the mask without it."""
     assert mask.band == same.band
     assert mask.translation_invariant == same.translation_invariant
-    assert mask_family(mask, packed=False) == mask_family(same, packed=False)
+    assert call_family(mask, packed=False) == call_family(same, packed=False)
     assert slab_capacity(mask, 1000) == slab_capacity(same, 1000)
     assert str(mask).splitlines()[1:] == str(same).splitlines()[1:]
     x = jnp.zeros((1, 8, 2, 16), jnp.bfloat16)
@@ -262,14 +263,8 @@ def test_decoding_at_the_last_positions(implementation, rng):
         SlabCache.empty(2, 32, 4, 16, dtype=dtype, block_size=16), key=key, value=value, lengths=jnp.asarray(lengths)
     )
     mask = MultiHeadMask([spec.mask() for spec in heads])
-    if implementation == "blockwise":
-        output = decode_attention(query, cache, mask, implementation="blockwise")
-    else:
-        from kernels.decode.call import make_decode_call
-        from kernels.decode.triton.split import attend_split
-
-        nothing = dict.fromkeys(("sequences", "query_positions", "scale", "logits_soft_cap", "sinks"))
-        output, _ = attend_split(*make_decode_call(query, cache, mask, **nothing), num_programs=4, interpret=True)
+    tuning = TritonDecodeTuning(num_programs=4, interpret=True) if implementation == "triton" else implementation
+    output = decode_attention(query, cache, mask, implementation=tuning)
     for row, length in enumerate(lengths):
         held = np.arange(max(0, length - 32), length)
         dense = np.stack([spec.dense(range(length - 3, length), held) for spec in heads])

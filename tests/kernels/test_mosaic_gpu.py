@@ -23,7 +23,7 @@ from kernels import (
 )
 from kernels.backends.mosaic_gpu.offsets import offset_columns
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
-from kernels.backends.mosaic_gpu.tuning_table import forward_tiles, resolve
+from kernels.backends.mosaic_gpu.tuning import forward_tiles, resolve
 from kernels.backends.mosaic_gpu.walk import read_shared_row, share_walks
 from kernels.call import make_call
 from kernels.masks import TileKind

@@ -26,7 +26,6 @@ from kernels import (
     select_backend,
 )
 from kernels.call import make_call
-from kernels.decode.attention import select_implementation
 from kernels.decode.call import make_decode_call
 from tests.kernels.contract_cases import CASES
 
@@ -117,7 +116,7 @@ def test_kernels_that_cannot_say_what_varies_name_the_remedy():
         call = make_decode_call(x[:, :1], cache, None, sequences=None, query_positions=None, **nothing)[1]
         call = call._replace(target=Target("gpu", "NVIDIA H200", 9.0, 132))
         with pytest.raises(ValueError, match=f"implementation='triton' can't serve this call: .*{reason}"):
-            select_implementation(call, "triton")
+            select_backend(call, "triton")
         return x
 
     jax.eval_shape(sharded(look, HEADS, HEADS), x)

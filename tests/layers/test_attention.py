@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
+from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, SlabCache, TritonDecodeTuning
 from layers import Attention, apply_rope
 from layers import attention as attention_module
 
@@ -96,6 +96,30 @@ def test_positions_reach_the_kernel_only_where_the_mask_needs_them(monkeypatch, 
     assert seen == [(expected, expected)]
 
 
+def test_a_call_and_decoding_each_get_their_own_backend(monkeypatch):
+    seen = []
+
+    def spy(name):
+        def attend(query, *args, implementation, **kwargs):
+            seen.append((name, implementation))
+            return query
+
+        return attend
+
+    for name in ("dot_product_attention", "decode_attention"):
+        monkeypatch.setattr(attention_module, name, spy(name))
+    tuning = TritonDecodeTuning(num_programs=132)
+    layer = make_layer(implementation="blockwise", decode_implementation=tuning)
+    inputs = jnp.ones((2, 4, WIDTH))
+    cache = SlabCache.empty(2, LENGTH, NUM_KV_HEADS, layer.head_dim, dtype="float32")
+    rotation = layer.make_rotation(4, None)
+    layer(inputs)
+    _, cache = layer.prefill(inputs, cache, rotation)
+    layer.decode(inputs, cache, rotation)
+    training = ("dot_product_attention", "blockwise")
+    assert seen == [training, training, ("decode_attention", tuning)]
+
+
 def test_computes_in_the_compute_dtype_and_stores_in_the_parameter_dtype():
     layer = make_layer(compute_dtype="bfloat16", param_dtype="float32", qk_norm=True, sinks=True)
     assert layer(jnp.ones((1, 8, WIDTH), jnp.float32)).dtype == jnp.bfloat16
@@ -121,7 +145,8 @@ def test_works_inside_another_model(rng):
     [
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"mask": MultiHeadMask([CausalMask()] * 2)}, "MultiHeadMask has 2 masks for num_heads=4"),
-        ({"implementation": "fastest"}, "unknown implementation 'fastest'"),
+        ({"implementation": "fastest"}, "implementation='fastest' is no backend of attention"),
+        ({"decode_implementation": "reference"}, "decode_implementation='reference' is no backend of decoding"),
         ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be finite"),
     ],
 )

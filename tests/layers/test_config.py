@@ -35,7 +35,7 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ({"masks": (MultiHeadMask([CausalMask()] * 3), CausalMask())}, "MultiHeadMask for 3 heads, but num_heads=12"),
         (
             {"implementation": "flash"},
-            r"model.implementation='flash' is not one of .*blockwise.*; None takes the fastest",
+            r"model.implementation='flash' is no backend of attention; expected one of .*blockwise.* or None",
         ),
         ({"masks": (CausalMask(),) * 13}, "13 entries for num_layers=12, so the last would never be used"),
         ({"rope_base": 1.0}, "rope_base=1.0 must be greater than 1"),

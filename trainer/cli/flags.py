@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from kernels import Mask, parse_mask
+from kernels import Mask, Tuning, parse_mask
 from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config.file import flag_types, is_text, load_config
@@ -114,6 +114,8 @@ def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], progra
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in known:
+            if (backend := flag.rpartition(".")[0]).endswith("implementation"):
+                raise UserMistake(f"unknown option {flag}; {backend} takes a name, and a config file a tuning object")
             nearest = did_you_mean_field(flag, sorted(known))
             raise UserMistake(
                 f"unknown option {argument.partition('=')[0]}" + (nearest or f"; `{program} --help` lists the options")
@@ -136,6 +138,7 @@ def apply_flags(command: type[Command], overrides: Sequence[str], default: Comma
     given = _split_into_flags(overrides)
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
+    registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
     with registry:
         fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
         readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
@@ -238,4 +241,11 @@ _MASK: PrimitiveConstructorSpec[Mask] = PrimitiveConstructorSpec(
     instance_from_str=lambda words: parse_mask(words[0]),
     is_instance=lambda value: isinstance(value, Mask),
     str_from_instance=lambda mask: [repr(mask)],
+)
+_IMPLEMENTATION: PrimitiveConstructorSpec[str | Tuning | None] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="NAME|None",
+    instance_from_str=lambda words: None if words[0] == "None" else words[0],
+    is_instance=lambda value: isinstance(value, str | Tuning | None),
+    str_from_instance=lambda value: [value if isinstance(value, str) else repr(value)],
 )

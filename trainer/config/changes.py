@@ -57,6 +57,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "model.norm_epsilon": "model",
     "model.param_dtype": "model",
     "model.implementation": "free",
+    "model.decode_implementation": "free",
     "model.remat": "free",
     "model.scan_layers": "free",
     "model.compute_dtype": "training",

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-from kernels import Mask, parse_mask
+from kernels import Mask, Tuning, parse_mask
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
@@ -60,11 +60,16 @@ def load_config(path: Path) -> TrainConfig:
 
 
 def config_to_json(config: Any) -> Any:
-    """A config as plain JSON values: masks become the text that `kernels.parse_mask` reads, tuples become lists."""
+    """A config as plain JSON values.
+
+    Masks become the text that `kernels.parse_mask` reads, tuples become lists. A tuning object says which class it is
+    of under "tuning".
+    """
     if isinstance(config, Mask):
         return repr(config)
     if dataclasses.is_dataclass(config):
-        return {field.name: config_to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        fields = {field.name: config_to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        return {"tuning": type(config).__name__, **fields} if isinstance(config, Tuning) else fields
     if isinstance(config, tuple | list):
         return [config_to_json(item) for item in config]
     return config
@@ -111,10 +116,12 @@ def _from_json(value: Any, hint: Any, name: str = "") -> Any:
         return tuple(_from_json(item, get_args(hint)[0], name) for item in value)
     if hint is Mask and isinstance(value, str):
         return parse_mask(value)
+    if isinstance(value, dict) and get_origin(hint) in (typing.Union, types.UnionType):
+        value, hint = _class_of(value, hint)
     if dataclasses.is_dataclass(hint) and hint is not Mask:
         if not isinstance(value, dict):
             raise ValueError(f"expected the fields of a {typing.cast(type, hint).__name__}, got {value!r}")
-        hints = get_type_hints(hint)
+        hints = _field_types(typing.cast(type, hint))
         for unknown in value.keys() - hints.keys():
             raise ValueError(f"this version knows no {unknown!r}{did_you_mean_field(unknown, hints)}")
         prefix = f"{name}." if name else ""
@@ -123,6 +130,25 @@ def _from_json(value: Any, hint: Any, name: str = "") -> Any:
     if not _fits(value, hint):
         raise ValueError(f"{name}={value!r}{_describe_misfit(value, hint)}")
     return value
+
+
+def _class_of(value: dict[str, Any], hint: Any) -> tuple[dict[str, Any], Any]:
+    """An object's own fields, and which of the hint's classes it is of: the tuning that it names, or the only one."""
+    options: tuple[type, ...] = get_args(hint)
+    classes = {cls.__name__: cls for cls in options if dataclasses.is_dataclass(cls)}
+    if len(classes) == 1:
+        return value, next(iter(classes.values()))
+    name = value.get("tuning")
+    if name not in classes:
+        near = did_you_mean(str(name), classes)
+        raise ValueError(f"tuning={name!r} is not one of {', '.join(classes)}{near}")
+    return {field: item for field, item in value.items() if field != "tuning"}, classes[name]
+
+
+def _field_types(cls: type) -> dict[str, Any]:
+    """The type of each field of a dataclass."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
@@ -204,7 +230,7 @@ def _config_classes(cls: type) -> Iterator[type]:
 
 
 def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in _field_types(type(config)).items():
         value = getattr(config, name)
         if not _fits(value, hint):
             yield f"{prefix}{name}={value!r}", _describe_misfit(value, hint)

@@ -20,7 +20,7 @@ from trainer.config import MeshConfig
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.sample.generate import Generator, NewToken, Request
+from trainer.sample.generate import Generator, NewToken, SampleRequest
 from trainer.sample.sample_command import SampleCommand
 from trainer.sample.streams import make_streams, show_whole
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
@@ -40,11 +40,17 @@ def run(command: SampleCommand) -> None:
     """Continues the prompts of a command.
 
     Raises:
-      UserMistake: a checkpoint is missing, the tokenizer differs from training's, or a text doesn't fit the context.
+      UserMistake: a checkpoint is missing, the tokenizer differs from training's, a text doesn't fit the context, or an
+        attention backend that was named can't serve it.
       TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
     """
     console = Console(rich.console.Console(stderr=True, highlight=False))
-    trained = open_run(command.workdir, tokenizer=command.tokenizer, rope_scaling=command.rope_scaling)
+    trained = open_run(
+        command.workdir,
+        tokenizer=command.tokenizer,
+        rope_scaling=command.rope_scaling,
+        implementations=command.implementations,
+    )
     for damaged in trained.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
     prompts, requests = _plan(command, trained)
@@ -52,6 +58,7 @@ def run(command: SampleCommand) -> None:
     use_compilation_cache(trained.config.compilation.cache_dir)
     device = make_mesh(MeshConfig()).devices.flat[0]
     generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
+    generator.check(requests, {"attention": "--implementation", "decoding": "--decode-implementation"})
     with _explained(requests, trained, device, generator):
         trained, restored = trained.restore_params(device)
         params = generator.lay_out(restored)
@@ -71,7 +78,7 @@ def run(command: SampleCommand) -> None:
 
 @contextlib.contextmanager
 def _explained(
-    requests: Sequence[Request], trained: TrainedRun, device: jax.Device, generator: Generator
+    requests: Sequence[SampleRequest], trained: TrainedRun, device: jax.Device, generator: Generator
 ) -> Iterator[None]:
     """Ends sampling with a message where the device, or this machine, is out of memory."""
     try:
@@ -92,7 +99,7 @@ def _explained(
 
 
 def _show(
-    tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[Request], tokenizer: Tokenizer
+    tokens: Iterator[NewToken], prompts: Sequence[str], requests: Sequence[SampleRequest], tokenizer: Tokenizer
 ) -> tuple[int, int]:
     """Writes the texts as they grow; returns how many tokens were added, and how many texts ended by themselves."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -121,7 +128,7 @@ def _show(
     return num_added, num_ended
 
 
-def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[Request]]:
+def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[SampleRequest]]:
     """The prompt and the request of each text."""
     stop_token = find_stop_token(command.stop_token, trained.tokenizer)
     prompts, requests = [], []
@@ -130,7 +137,7 @@ def _plan(command: SampleCommand, trained: TrainedRun) -> tuple[list[str], list[
         num_new_tokens = _num_new_tokens(number, tokens, command, trained)
         for seed in command.seed:
             prompts.append(prompt)
-            requests.append(Request(tokens, num_new_tokens, seed, stop_token))
+            requests.append(SampleRequest(tokens, num_new_tokens, seed, stop_token))
     return prompts, requests
 
 
@@ -145,7 +152,7 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
                     f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
                     f"{context_length:,} tokens can hold; shorten it"
                 )
-            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any kind of line end becomes \n.
+            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any line end becomes \n.
         except OSError as error:
             raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -167,7 +174,7 @@ def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, 
             f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
             + (stretch if trained.model.rope_base is not None else "")
         )
-    # The last token is never looked back on, so it needs no cell of the cache.
+    # Nothing attends to the last token, so it needs no cell of the cache.
     room = context - length + 1
     if command.num_tokens is None:
         return min(_DEFAULT_NUM_TOKENS, room)

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from kernels.backends import Task
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.generate import Generator, Request
+from trainer.sample.generate import Generator, SampleRequest
 from trainer.sample.text import GrowingText, encode_prompt
 from trainer.step.sharding import on_one_device
 
@@ -38,8 +39,17 @@ class Samples:
                     "shorten it"
                 )
             num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
-            self._requests.append(Request(tokens, num_new_tokens, samples.seed, tokenizer.end_of_document_id))
+            self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.end_of_document_id))
         self._generator = Generator(config.model, vocab_size=tokenizer.vocab_size, choice=samples)
+
+    def check(self) -> None:
+        """Checks that the backends that the config names serve the prompts; looks at the devices.
+
+        Raises:
+          UserMistake: one doesn't.
+        """
+        settings: dict[Task, str] = {"attention": "model.implementation", "decoding": "model.decode_implementation"}
+        self._generator.check(self._requests, settings)
 
     def write(self, params: Any, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, str]]:
         """Continues the prompts.

@@ -5,8 +5,7 @@ Shapes: B texts written side by side, T tokens of a prompt and its padding, V vo
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,9 +15,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kernels import SlabCache
+from kernels import CantServe, SlabCache
+from kernels.backends import Task
 from layers import GPT, GPTConfig, init_caches, unroll_params, unrolled_config
 from trainer.config import TokenChoice
+from trainer.errors import UserMistake
 from trainer.sample.choice import choose_tokens
 
 # Prompts are padded to a power of two, this one or a larger, and caches to a multiple, so that other prompts seldom
@@ -28,7 +29,7 @@ _CACHE_MULTIPLE = 256
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """A text to be continued."""
 
     tokens: tuple[int, ...]
@@ -36,7 +37,7 @@ class Request:
     num_new_tokens: int
     """Tokens to add at most, at least one."""
     seed: int
-    """Of the choices: prompt and seed make the text, whatever grows beside it."""
+    """Of the random choices. Prompt and seed alone determine a text, whatever is written beside it."""
     stop_token: int
     """Ends the text."""
 
@@ -87,15 +88,38 @@ class Generator:
     def __init__(self, config: GPTConfig, *, vocab_size: int, choice: TokenChoice):
         config.check_looks_back_only()
         self._config = config
-        # Training's backend may be one that this device lacks; whichever serves the call computes the same.
-        laid_out = dataclasses.replace(unrolled_config(config), implementation=None)
-        self._graphdef = nnx.split(nnx.eval_shape(lambda: GPT(laid_out, rngs=nnx.Rngs(0))), nnx.Param)[0]
+        laid_out = nnx.eval_shape(lambda: GPT(unrolled_config(config), rngs=nnx.Rngs(0)))
+        self._graphdef, self._abstract_params = nnx.split(laid_out, nnx.Param)
         self._vocab_size = vocab_size
         # Arguments of the programs: whether there is a number is compiled in, which one isn't.
         self._choice = {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
         self._lay_out = jax.jit(lambda params: unroll_params(config, params))
         self._begin = jax.jit(self._begin_text, donate_argnums=1)
         self._step = jax.jit(self._add_tokens, donate_argnums=1)
+
+    def check(self, requests: Sequence[SampleRequest], settings: Mapping[Task, str]) -> None:
+        """Checks that the backends that the model's config names serve these texts; needs no parameters.
+
+        Args:
+          requests: the texts.
+          settings: what a user calls the choice of a backend for prompts ("attention") and for new tokens ("decoding").
+
+        Raises:
+          UserMistake: a backend doesn't, with the setting to change.
+        """
+        if self._config.implementation is None and self._config.decode_implementation is None:
+            return  # Something serves every call.
+        params = nnx.to_pure_dict(self._abstract_params)
+        texts = jax.eval_shape(lambda: self._no_texts(requests))
+        try:
+            for prompt in _prompts(requests):
+                self._begin.eval_shape(params, texts, *prompt, self._choice)
+            self._step.eval_shape(params, texts, self._choice)
+        except CantServe as refused:
+            raise UserMistake(
+                f"{settings[refused.task]}={refused.implementation!r} can't serve this call: {refused.reason}; "
+                "choose another, or None for the fastest that can"
+            ) from refused
 
     def lay_out(self, params: Any) -> Any:
         """The model's parameters as `generate` wants them; the given ones aren't needed any more.
@@ -105,7 +129,7 @@ class Generator:
         """
         return self._lay_out(params)
 
-    def generate(self, params: Any, requests: Sequence[Request]) -> Iterator[NewToken]:
+    def generate(self, params: Any, requests: Sequence[SampleRequest]) -> Iterator[NewToken]:
         """Continues texts side by side, until all have ended.
 
         Args:
@@ -126,27 +150,22 @@ class Generator:
                     yield NewToken(int(request), int(token), bool(is_last))
             added = following
 
-    def cache_bytes(self, requests: Sequence[Request]) -> int:
+    def cache_bytes(self, requests: Sequence[SampleRequest]) -> int:
         """What the caches of these texts take on the device, in bytes."""
         caches = jax.eval_shape(lambda: self._no_caches(requests))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
-    def _run(self, params: Any, requests: Sequence[Request]) -> Iterator[_Added]:
+    def _run(self, params: Any, requests: Sequence[SampleRequest]) -> Iterator[_Added]:
         """Starts one program after another, without an end, and yields what each is going to add."""
         texts = self._no_texts(requests)
-        for index, request in enumerate(requests):
-            # One by one: a prompt is never padded to another's length.
-            tokens = np.zeros((1, _padded_length(len(request.tokens))), np.int32)
-            tokens[0, : len(request.tokens)] = request.tokens
-            texts, added = self._begin(
-                params, texts, tokens, len(request.tokens), index, request.num_new_tokens, self._choice
-            )
+        for prompt in _prompts(requests):
+            texts, added = self._begin(params, texts, *prompt, self._choice)
             yield added
         while True:
             texts, added = self._step(params, texts, self._choice)
             yield added
 
-    def _no_texts(self, requests: Sequence[Request]) -> _Texts:
+    def _no_texts(self, requests: Sequence[SampleRequest]) -> _Texts:
         return _Texts(
             caches=self._no_caches(requests),
             newest=jnp.zeros(len(requests), jnp.int32),
@@ -155,7 +174,7 @@ class Generator:
             stop_tokens=jnp.array([request.stop_token for request in requests], jnp.int32),
         )
 
-    def _no_caches(self, requests: Sequence[Request]) -> tuple[SlabCache, ...]:
+    def _no_caches(self, requests: Sequence[SampleRequest]) -> tuple[SlabCache, ...]:
         # The last token of a text needs no cell.
         longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
         return init_caches(self._config, len(requests), -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE)
@@ -205,7 +224,16 @@ class Generator:
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
 
 
-def _text_seed(request: Request) -> int:
+def _prompts(requests: Sequence[SampleRequest]) -> Iterator[tuple[Int[np.ndarray, "1 T"], int, int, int]]:
+    """Of each text the prompt's tokens and padding, its length, the text's index and how many tokens to add."""
+    for index, request in enumerate(requests):
+        # One by one: a prompt is never padded to another's length.
+        tokens = np.zeros((1, _padded_length(len(request.tokens))), np.int32)
+        tokens[0, : len(request.tokens)] = request.tokens
+        yield tokens, len(request.tokens), index, request.num_new_tokens
+
+
+def _text_seed(request: SampleRequest) -> int:
     # From the prompt as well: with the same draws, texts of an unsure model soon agree whatever they began with.
     return int(np.random.SeedSequence([request.seed, *request.tokens]).generate_state(1)[0])
 

@@ -9,23 +9,25 @@ from typing import Annotated
 
 import tyro
 
+from kernels.backends import Task
 from layers import RopeScaling
-from layers.config import check_numbers
+from layers.config import check_implementation, check_numbers
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config.file import flag_types
 from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer.sample"
+AS_TRAINED = "as-trained"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCommand:
     """Continues prompts with a trained model, from the newest checkpoint of a run, and prints the texts as they grow.
 
-    On a terminal several texts grow side by side, each row marked with the number of its text and ⏎ where a line of it
-    ends, and are shown whole when all have ended; elsewhere each is written once it is whole. Prompts from files come
-    last.
+    On a terminal several texts grow side by side. Each line shows the number of its text, and ⏎ where the text's line
+    ends. When all have ended, they are shown whole. Elsewhere each text is written once it is whole. Prompts from files
+    come last.
     """
 
     workdir: Path
@@ -45,6 +47,10 @@ class SampleCommand:
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Stretches the context past the trained length, by its factor; the run's own unless given."""
+    implementation: str | None = AS_TRAINED
+    """Attention backend for the prompts. as-trained: the one of the run's config; None: the fastest on this device."""
+    decode_implementation: str | None = AS_TRAINED
+    """The same for the tokens that are added."""
 
     def __post_init__(self):
         if self.num_tokens is not None and self.num_tokens < 1:
@@ -56,6 +62,15 @@ class SampleCommand:
                 raise ValueError(f"seed={seed} must be an integer from 0 to 2^32 - 1")
         check_numbers(self)
         check_numbers(self.choice)
+        tasks: dict[str, Task] = {"implementation": "attention", "decode_implementation": "decoding"}
+        for name, given in self.implementations.items():
+            check_implementation(given, tasks[name], name)
+
+    @property
+    def implementations(self) -> dict[str, str | None]:
+        """The attention backends that replace the run's own, by the field of `GPTConfig`."""
+        given = {"implementation": self.implementation, "decode_implementation": self.decode_implementation}
+        return {name: backend for name, backend in given.items() if backend != AS_TRAINED}
 
 
 def parse_command_line(arguments: Sequence[str]) -> SampleCommand:

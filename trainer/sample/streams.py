@@ -35,7 +35,7 @@ def make_streams(count: int, write: Write, width: int | None) -> Sequence[Stream
     if count == 1:
         return (_AsItComes(to_terminal),)
     labels = [f"[{number}] ".ljust(len(f"[{count}] ")) for number in range(1, count + 1)]
-    return [_Rows(to_terminal, label, max(width - len(label), 1)) for label in labels]
+    return [_LabelledLines(to_terminal, label, max(width - len(label), 1)) for label in labels]
 
 
 def show_whole(texts: Sequence[str], write: Write) -> None:
@@ -71,8 +71,8 @@ class _OnceWhole:
         self._write(f"[{self._number}]\n{self._text}\n\n")
 
 
-class _Rows:
-    """Shows each line once it is whole, or as wide as the terminal, behind a label. ⏎ tells its end from the row's."""
+class _LabelledLines:
+    """Shows each line of the text behind a label, cut to the terminal's width. ⏎ marks the end of the text's line."""
 
     def __init__(self, write: Write, label: str, width: int):
         self._write, self._label, self._width = write, label, width
@@ -83,8 +83,8 @@ class _Rows:
         for line in lines:
             self._show(f"{line}⏎")
         if len(self._line) > self._width:
-            *rows, self._line = self._rows(self._line)
-            self._write("".join(f"{self._label}{row}\n" for row in rows))
+            *pieces, self._line = self._pieces(self._line)
+            self._write("".join(f"{self._label}{piece}\n" for piece in pieces))
 
     def end(self) -> None:
         if self._line:
@@ -92,14 +92,14 @@ class _Rows:
             self._line = ""
 
     def _show(self, line: str) -> None:
-        self._write("".join(f"{self._label}{row}\n" for row in self._rows(line)))
+        self._write("".join(f"{self._label}{piece}\n" for piece in self._pieces(line)))
 
-    def _rows(self, line: str) -> list[str]:
-        """The line, cut at spaces where there are any, into rows that fit the terminal."""
-        rows = []
+    def _pieces(self, line: str) -> list[str]:
+        """The line, cut at spaces where there are any, into pieces that fit the terminal."""
+        pieces = []
         while len(line) > self._width:
             space = line.rfind(" ", 1, self._width + 1)
             cut = space if space > 0 else self._width
-            rows.append(line[:cut])
+            pieces.append(line[:cut])
             line = line[cut:].removeprefix(" ")
-        return [*rows, line]
+        return [*pieces, line]

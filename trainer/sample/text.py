@@ -23,7 +23,7 @@ def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple
     Args:
       text: the prompt.
       tokenizer: training's.
-      context_length: tokens that the model can look back on.
+      context_length: tokens that the model can attend to.
 
     Returns:
       At least one token. More than the context holds, if the prompt is that long.
@@ -63,9 +63,9 @@ def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int:
 class GrowingText:
     """Turns tokens into text as they come, never showing half a character.
 
-    What has been shown never changes: all of it together is what `tokenizer.decode` makes of all tokens, less what it
-    makes of those before. A character is shown with the token that completes it. Only U+FFFD in the place of one whose
-    bytes aren't all there is held back, and that until the next token.
+    What has been shown never changes. Together it is the decoded text of all tokens, less that of the tokens before. A
+    character is shown with the token that completes it: U+FFFD for a character that lacks bytes is held back until the
+    next token.
 
     Args:
       tokenizer: training's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ class TrainedRun:
     config: TrainConfig
     """As the run had it."""
     model: GPTConfig
-    """The run's, with its context stretched if that was asked for."""
+    """The run's, with its context stretched and its attention backends replaced if that was asked for."""
     tokenizer: Tokenizer
     checkpoint: FoundCheckpoint
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model can look back on: the trained length, times what RoPE scaling makes of it."""
+        """Tokens that the model can attend to: the trained length, times what RoPE scaling makes of it."""
         return int(self.config.sequence_length * self.model.rope_scaling.factor)
 
     def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
@@ -52,13 +53,16 @@ class TrainedRun:
         return dataclasses.replace(self, checkpoint=checkpoint), params
 
 
-def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) -> TrainedRun:
+def open_run(
+    path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling, implementations: Mapping[str, Any]
+) -> TrainedRun:
     """Opens a workdir, without writing to it.
 
     Args:
       path: the workdir; its run may be under way.
       tokenizer: `byte`, or the path of a `tokenizer.json`; None: the one that the config names.
-      rope_scaling: in the place of the model's own; of kind none: the model's own.
+      rope_scaling: replaces the model's own, unless its kind is none.
+      implementations: attention backends that replace the model's own, by the field of `GPTConfig`.
 
     Raises:
       UserMistake: there is no run or no checkpoint, the tokenizer isn't training's, or the model can't be sampled from.
@@ -77,7 +81,7 @@ def open_run(path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling) ->
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
-    model = config.model
+    model = dataclasses.replace(config.model, **implementations)
     if rope_scaling.kind != "none":
         model = dataclasses.replace(model, rope_scaling=rope_scaling)
         if model.rope_base is None:

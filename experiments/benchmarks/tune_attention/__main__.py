@@ -28,10 +28,10 @@ from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
 from experiments.benchmarks.tune_attention.race import best_of, race
-from kernels.backends.mosaic_gpu import tuned
+from kernels.backends.mosaic_gpu import tuning as tunings
 from trainer.process.broken_pipe import reader_may_leave
 
-TABLES: dict[str, dict] = {"forward": tuned.FORWARD, "fused": tuned.FUSED, "split": tuned.SPLIT}
+TABLES: dict[str, dict] = {"forward": tunings.FORWARD, "fused": tunings.FUSED, "split": tunings.SPLIT}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[di
     if "fastest_backward" not in arguments.searches:
         return
     forms = {form: implementation(form, best[form], best["forward"]) for form in ("fused", "split") if best[form]}
-    yield run("fastest_backward", 0, forms, "forward_backward", tuned.FASTEST_BACKWARD.get(key))
+    yield run("fastest_backward", 0, forms, "forward_backward", tunings.FASTEST_BACKWARD.get(key))
 
 
 def main(arguments: Arguments) -> int:

@@ -7,6 +7,7 @@ A test holds the table to what this command writes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,17 @@ import tyro
 import kernels.backends.mosaic_gpu
 from experiments.benchmarks.attention.cases import Case
 from experiments.benchmarks.attention.speed_table import REPOSITORY, read_rows
-from kernels.backends.mosaic_gpu.kinds import Key, mask_family
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, TunedCall, call_family
 from kernels.masks import parse_mask
 from trainer.process.broken_pipe import reader_may_leave
 
-SECTIONS = {
-    "forward": ("FORWARD", "MosaicForwardTuning"),
-    "fused": ("FUSED", "MosaicBackwardTuning"),
-    "split": ("SPLIT", "MosaicBackwardTuning"),
-    "fastest_backward": ("FASTEST_BACKWARD", 'Literal["fused", "split"]'),
+SECTIONS: dict[str, tuple[str, type | None]] = {
+    "forward": ("FORWARD", MosaicForwardTuning),
+    "fused": ("FUSED", MosaicBackwardTuning),
+    "split": ("SPLIT", MosaicBackwardTuning),
+    "fastest_backward": ("FASTEST_BACKWARD", None),
 }
-"""Search → name and type of its rows in the table."""
+"""Search → name of its part of the table, and the class of its tunings (None: the name of a form)."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,18 @@ class Arguments:
     table: Path = Path(kernels.backends.mosaic_gpu.__file__).parent / "tuned.py"
 
 
-def key_of(case: Case) -> Key:
+def key_of(case: Case) -> TunedCall:
     """The row that a case's winner goes into."""
-    return Key(case.head_dim, mask_family(case.mask, packed=case.document_length is not None), case.length)
+    return TunedCall(case.head_dim, call_family(case.mask, packed=case.document_length is not None), case.length)
 
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:
     """The table as Python source, formatted as `ruff format` leaves it."""
-    winners: dict[str, dict[Key, Mapping[str, Any]]] = {search: {} for search in SECTIONS}
+    winners: dict[str, dict[TunedCall, Mapping[str, Any]]] = {search: {} for search in SECTIONS}
     for row in rows:
         if row["chosen"]:
-            family = mask_family(parse_mask(row["mask"]), packed=row["document_length"] is not None)
-            winners[row["search"]][Key(row["head_dim"], family, row["length"])] = row
+            family = call_family(parse_mask(row["mask"]), packed=row["document_length"] is not None)
+            winners[row["search"]][TunedCall(row["head_dim"], family, row["length"])] = row
     made = {
         ", ".join([row["device"], f"JAX {row['jax']}", row["date"], *row.get("remarks", ())])
         for table in winners.values()
@@ -63,26 +64,33 @@ def render(rows: Iterable[Mapping[str, Any]]) -> str:
 _HEADER = '''"""The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
 {made}
+
+Each key is (head dim, family of the mask, length in tokens).
 """
 
 from typing import Literal
 
-from kernels.backends.mosaic_gpu.kinds import Key
-from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
+_Key = tuple[int, Literal["full", "causal", "window", "packed", "other"], int]
 '''
 
 
-def _section(name: str, type_name: str, winners: Mapping[Key, Mapping[str, Any]]) -> str:
-    lines = [f"\n{name}: dict[Key, {type_name}] = {{"]
-    for key, row in sorted(winners.items()):
-        lines.append(f'    Key({key.head_dim}, "{key.family}", {key.length}): {_source(row["tuning"], type_name)},')
-    return "\n".join([*lines, "}\n"])
+def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[str, Any]]) -> str:
+    """One dict, a row a line: a tuning is the values of its fields, whose names stand above."""
+    if tuning_class is None:
+        value_type, names = 'Literal["fused", "split"]', []
+    else:
+        fields = dataclasses.fields(tuning_class)
+        value_type = f"tuple[{', '.join(str(field.type) for field in fields)}]"
+        names = [f"    # {', '.join(field.name for field in fields)}"]
+    rows = [
+        f'    ({key.head_dim}, "{key.family}", {key.length}): {_source(row["tuning"], tuning_class)},'
+        for key, row in sorted(winners.items())
+    ]
+    return "\n".join([f"\n{name}: dict[_Key, {value_type}] = {{", *names, *rows, "}\n"])
 
 
-def _source(tuning: Any, type_name: str) -> str:
-    if isinstance(tuning, str):
-        return f'"{tuning}"'
-    return "\n".join([f"{type_name}(", *(f"        {name}={value!r}," for name, value in tuning.items()), "    )"])
+def _source(tuning: Any, tuning_class: Any) -> str:
+    return f'"{tuning}"' if tuning_class is None else repr(dataclasses.astuple(tuning_class(**tuning)))
 
 
 def main(arguments: Arguments) -> None:

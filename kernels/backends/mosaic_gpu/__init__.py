@@ -10,9 +10,8 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning_table import resolve
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import MosaicGpuTuning
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 

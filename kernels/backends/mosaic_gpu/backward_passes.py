@@ -19,9 +19,9 @@ from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import spread
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.tile_scheduler import Block, TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Row, Rows
-from kernels.tuning import MosaicBackwardTuning
 
 _LOG2_E = math.log2(math.e)
 LSE, DELTA = 0, 1

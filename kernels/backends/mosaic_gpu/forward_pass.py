@@ -32,10 +32,10 @@ from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.softmax import OnlineSoftmax
 from kernels.backends.mosaic_gpu.tile_mask import TileMask
 from kernels.backends.mosaic_gpu.tile_scheduler import Block, BlockClaims, PingPong, TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
 from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
 from kernels.call import AttentionCall
 from kernels.plan import Rows
-from kernels.tuning import MosaicForwardTuning
 
 _LOG2_E = math.log2(math.e)
 

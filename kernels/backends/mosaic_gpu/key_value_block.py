@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernels.backends.mosaic_gpu.backward_passes import Context, launch_pass
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
-from kernels.tuning import MosaicBackwardTuning
 
 
 class QueryTile(NamedTuple):

@@ -31,9 +31,9 @@ from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, off
 from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Rows
-from kernels.tuning import MosaicBackwardTuning
 
 # Indices of a query's offsets.
 _DELTA, _LSE = 0, 1

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.tuning import MosaicBackwardTuning, MosaicForwardTuning
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning
 
 
 def launch(

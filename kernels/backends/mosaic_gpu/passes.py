@@ -15,11 +15,11 @@ from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.pairs import Tokens
 from kernels.backends.mosaic_gpu.query_pass import query_pass
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.backends.mosaic_gpu.walk import share_walks
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Rows, make_rows
-from kernels.tuning import MosaicForwardTuning, MosaicGpuTuning
 
 _LOG2_E = math.log2(math.e)
 # exp2(a logit − it) = 0.

@@ -17,9 +17,9 @@ from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Rows
-from kernels.tuning import MosaicBackwardTuning
 
 
 class _Smem(NamedTuple):

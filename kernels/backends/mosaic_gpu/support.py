@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.call import AttentionCall
-from kernels.tuning import MosaicGpuTuning
 
 _HOPPER = 9.0
 _OLDEST_JAX = (0, 11)

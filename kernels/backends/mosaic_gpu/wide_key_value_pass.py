@@ -31,9 +31,9 @@ from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_mat
 from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Rows
-from kernels.tuning import MosaicBackwardTuning
 
 _NUM_CONSUMERS = 2
 # Tiles by which P's consumer may be ahead.

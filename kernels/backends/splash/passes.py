@@ -21,7 +21,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid, whole_grid
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
-from kernels.tuning import SplashTuning
+
+if TYPE_CHECKING:
+    from kernels.backends.splash.tuning import SplashTuning
 
 _MASKED = upstream.DEFAULT_MASK_VALUE
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from kernels.backends.splash.tuning import grid_excess, resolve
+from kernels.backends.splash.tuning import SplashTuning, grid_excess, resolve
 from kernels.call import AttentionCall
-from kernels.tuning import SplashTuning
 
 
 def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) -> str | None:

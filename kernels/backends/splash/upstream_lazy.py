@@ -19,10 +19,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from kernels.backends.splash.passes import Pass, PassMask, Tokens, run_backward, run_forward
 from kernels.backends.splash.support import unsupported_reason as splash_unsupported_reason
-from kernels.backends.splash.tuning import resolve
+from kernels.backends.splash.tuning import SplashTuning, resolve
 from kernels.call import AttentionCall
 from kernels.masks import Mask
-from kernels.tuning import SplashTuning
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from jaxtyping import Array, Float
 
 from kernels.backends.triton.support import unsupported_reason
-from kernels.backends.triton.tuning_table import resolve
+from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import TritonTuning
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 

@@ -39,8 +39,8 @@ from kernels.backends.triton.tiles import (
     read_row,
     store_rows,
 )
+from kernels.backends.triton.tuning import TritonTiles
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.tuning import TritonTiles
 
 
 class Operands(NamedTuple):

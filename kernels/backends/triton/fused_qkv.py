@@ -15,10 +15,9 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.triton.passes import run_backward, run_forward
 from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tiles import Matrices, Strided
-from kernels.backends.triton.tuning_table import resolve
+from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, make_call
 from kernels.masks import Mask
-from kernels.tuning import TritonTuning
 from kernels.varying import CHECK_VMA_REASON
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from kernels.tuning import TritonTiles
+from kernels.backends.triton.tuning import TritonTiles
 
 _POINTEES = {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32, "uint32": tl.uint32}
 

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 from kernels.backends.triton.backward_passes import Operands, key_value_pass, query_pass
 from kernels.backends.triton.forward_pass import forward as forward_pass
 from kernels.backends.triton.tiles import Matrices, Strided
+from kernels.backends.triton.tuning import TritonTuning
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.tuning import TritonTuning
 
 
 def run_forward(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.backends.triton.tuning import TritonTuning
 from kernels.call import AttentionCall
-from kernels.tuning import TritonTuning
+
+if TYPE_CHECKING:
+    from kernels.decode.call import DecodeCall
+    from kernels.decode.triton.tuning import TritonDecodeTuning
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) -> str | None:
+def unsupported_reason(
+    call: AttentionCall | DecodeCall, tuning: TritonTuning | TritonDecodeTuning | None = None
+) -> str | None:
     """Why the kernels can't serve the call, or None if they can."""
     interpreted = tuning is not None and tuning.interpret
     capability = call.target.compute_capability

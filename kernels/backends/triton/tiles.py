@@ -12,10 +12,10 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.backends.triton.tuning import TritonTiles
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
-from kernels.tuning import TritonTiles
 
 _LOG2_E = math.log2(math.e)
 # Of a matmul's sides, for the tensor cores.

@@ -1,7 +1,7 @@
 """The Triton kernels of a decoding step.
 
-Dimensions: B rows of the call (each one sequence's), T new tokens of each, N query heads, K key/value heads
-(N = K·G), J blocks of cells, P parts that a sequence's visited blocks are split into.
+Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
+J blocks of cells, P parts that a sequence's visited blocks are split into.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from kernels.backends.triton.tiles import capped
 @triton.jit
 def list_blocks_kernel(kinds, blocks, counts, num_blocks: tl.constexpr, chunk: tl.constexpr):
     """Lists the blocks that aren't EMPTY, FULL ones first, and counts both: `kinds` [B, J] → [B, J], [B, 2]."""
-    row = tl.program_id(0)
-    kinds += row * num_blocks
-    blocks += row * num_blocks
+    batch = tl.program_id(0)
+    kinds += batch * num_blocks
+    blocks += batch * num_blocks
     num_full = 0
     for start in range(0, num_blocks, chunk):
         block = start + tl.arange(0, chunk)
@@ -32,8 +32,8 @@ def list_blocks_kernel(kinds, blocks, counts, num_blocks: tl.constexpr, chunk: t
         tl.store(blocks + next_partial + tl.cumsum(partial, 0) - 1, block, mask=kind == 1)
         next_full += tl.sum(full, 0)
         next_partial += tl.sum(partial, 0)
-    tl.store(counts + row * 2, num_full)
-    tl.store(counts + row * 2 + 1, next_partial)
+    tl.store(counts + batch * 2, num_full)
+    tl.store(counts + batch * 2 + 1, next_partial)
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def attend_part_kernel(
 ):  # fmt: skip
     """One part of one sequence's visited blocks, for one key/value head and some of the rows that read it.
 
-    Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's cells, or None for
-    cells that all sequences share. The output is normalised by the part's own denominator, in float32.
+    Rows run over (token, query head of the group). `slab_capacity` is the number of a sequence's cells, or None if all
+    sequences share theirs. The output is float32, divided by the part's own row_sum.
     """
     num_row_tiles: tl.constexpr = (num_new * group_size + tile_rows - 1) // tile_rows
     tiles_per_block: tl.constexpr = block_size // tile_cells
@@ -80,15 +80,15 @@ def attend_part_kernel(
 
     acc = tl.zeros((tile_rows, block_v), tl.float32)
     row_sum = tl.zeros((tile_rows,), tl.float32)
-    # Less than any logit, but finite, so that exp2(−inf − it) is 0 where a row has seen no allowed cell.
+    # Below any logit, but finite: exp2(−inf − it) is 0 while a row has seen no allowed cell.
     row_max = tl.full((tile_rows,), -1e30, tl.float32)
 
-    # A block's number is read one turn ahead: loads that wait for another load in the same turn can't be pipelined.
+    # A block's number is loaded one step ahead: a load that waits for another in the same step can't be pipelined.
     blocks += batch * num_blocks
     next_block = tl.load(blocks + begin)
-    for turn in range(begin * tiles_per_block, tl.minimum(end, num_full) * tiles_per_block):
-        cell = tl.cast(next_block * block_size + turn % tiles_per_block * tile_cells, tl.int64)
-        next_block = tl.load(blocks + tl.minimum((turn + 1) // tiles_per_block, end - 1))
+    for step in range(begin * tiles_per_block, tl.minimum(end, num_full) * tiles_per_block):
+        cell = tl.cast(next_block * block_size + step % tiles_per_block * tile_cells, tl.int64)
+        next_block = tl.load(blocks + tl.minimum((step + 1) // tiles_per_block, end - 1))
         k = _load(key + cell * (num_kv_heads * head_dim) + key_offset, h < head_dim, block_h == head_dim)
         v = _load(value + cell * (num_kv_heads * value_dim) + value_offset, v_col < value_dim, block_v == value_dim)
         logits = capped(tl.dot(q, tl.trans(k)), to_cap)
@@ -98,9 +98,9 @@ def attend_part_kernel(
     row_first = tl.load(first + interval, mask=is_row, other=2147483647)
     row_last = tl.load(last + interval, mask=is_row, other=-2147483648)
     lowest, highest = tl.min(row_first, 0), tl.max(row_last, 0)
-    for turn in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
-        first_of_tile = next_block * block_size + turn % tiles_per_block * tile_cells
-        next_block = tl.load(blocks + tl.minimum((turn + 1) // tiles_per_block, end - 1))
+    for step in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
+        first_of_tile = next_block * block_size + step % tiles_per_block * tile_cells
+        next_block = tl.load(blocks + tl.minimum((step + 1) // tiles_per_block, end - 1))
         cell = first_of_tile + cell_in_tile
         if slab_capacity is None:
             position = tl.load(positions + cell)
@@ -112,7 +112,7 @@ def attend_part_kernel(
             back = (newest - cell) % slab_capacity
             position = newest - tl.where(back < 0, back + slab_capacity, back)
             seen = (cell < slab_capacity) & (position >= 0)
-        # What no row may see isn't even read: a weight of 0 doesn't stop a NaN.
+        # What no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
         at = tl.cast(first_of_tile, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
@@ -134,17 +134,17 @@ def attend_part_kernel(
 
 
 @triton.jit
-def put_together_kernel(
+def merge_parts_kernel(
     part_output, part_lse, sinks, output, lse,
     num_parts: tl.constexpr, num_rows: tl.constexpr, num_heads: tl.constexpr, value_dim: tl.constexpr,
     has_sinks: tl.constexpr, chunk: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """Weighs one row's parts by their denominators, and adds the sink to these: [P, B·T·N, V] → [B·T·N, V]."""
+    """Merges one row's parts by their lse, and adds the sink: [P, B·T·N, V] → [B·T·N, V]."""
     row = tl.program_id(0)
     column = tl.arange(0, block_v)
     acc = tl.zeros((block_v,), tl.float32)
     row_sum = 0.0
-    # As above: less than any lse, but finite.
+    # As above: below any lse, but finite.
     row_max = -1e30
     for start in range(0, num_parts, chunk):
         part = start + tl.arange(0, chunk)

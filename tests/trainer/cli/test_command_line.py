@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from kernels import CausalMask, LocalMask, PrefixMask
+from kernels import CausalMask, LocalMask, PrefixMask, TritonTiles, TritonTuning
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.command.compile_command import parse_command_line as parse_compile_command
 from trainer.config.file import config_from_json, config_to_json, flag_types, load_config
@@ -201,7 +201,13 @@ def test_a_missing_config_is_explained(arguments, message):
         (["--optimizer.schedule", "cosin"], "invalid choice 'cosin' for argument '--optimizer.schedule'"),
         (["--optimizer.learning-rate", "-1"], "optimizer.learning_rate=-1.0 must be positive"),
         (["--num-steps", "1"], "optimizer.num_warmup_steps=2 leaves too few of num_steps=1"),
-        (["--model.implementation", "flash"], "model.implementation='flash' is not one of"),
+        (["--model.implementation", "flash"], "model.implementation='flash' is no backend of"),
+        (["--model.decode-implementation", "splash"], "model.decode_implementation='splash' is no backend of decoding"),
+        (["--model.implementation"], "Missing value for argument '--model.implementation'; expected NAME|None"),
+        (
+            ["--model.implementation.block-q", "512"],
+            "unknown option --model.implementation.block-q; --model.implementation takes a name, and a config file a",
+        ),
         (["--mesh.fsdp", "5", "--batch-size", "5"], "model.width=32 is not a multiple of mesh.fsdp=5; use 35"),
         (["--batch-size", "3", "--mesh.data", "2"], "a micro-batch of 3 sequences is not a multiple of mesh.data"),
         (
@@ -243,6 +249,31 @@ def test_a_config_path_nearly_right_gets_a_suggestion(trainer_command):
 
 def test_a_folder_is_not_a_config(tmp_path):
     assert refusal("--config", tmp_path).startswith(f"config {tmp_path} is a folder, not a file")
+
+
+def test_a_config_file_may_hold_a_tuning_object_and_a_flag_another_choice(trainer_command, tmp_path, capsys):
+    path = tmp_path / "tuned.py"
+    path.write_text(
+        f"""import dataclasses
+from kernels import TritonTiles, TritonTuning
+from trainer.config.file import load_config
+from pathlib import Path
+def get_config():
+    config = load_config(Path({str(trainer_command.config)!r}))
+    tuning = TritonTuning("split", forward=TritonTiles(64, 32))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, implementation=tuning))
+"""
+    )
+    config = load_config(path)
+    tuning = TritonTuning("split", forward=TritonTiles(64, 32))
+    assert config.model.implementation == tuning
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    for words, expected in (([], tuning), (["None"], None), (["splash"], "splash")):
+        flags = ["--model.implementation", *words] if words else []
+        assert parse_command_line(["--config", str(path), *flags]).train.model.implementation == expected
+    with pytest.raises(SystemExit):
+        parse_command_line(["--config", str(path), "--help"])
+    assert "TritonTuning(backward=" in capsys.readouterr().out
 
 
 _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"

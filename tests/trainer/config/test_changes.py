@@ -9,7 +9,7 @@ from typing import get_args
 import jax
 import pytest
 
-from kernels import CausalMask, LocalMask
+from kernels import CausalMask, LocalMask, TritonDecodeTuning, TritonTiles
 from layers import GPTConfig, RopeScaling
 from trainer.config import (
     CheckpointConfig,
@@ -47,7 +47,12 @@ CHANGED = dataclasses.replace(
     name="second",
     description="other",
     model=dataclasses.replace(
-        CONFIG.model, implementation="reference", remat="none", scan_layers=False, compute_dtype="float32"
+        CONFIG.model,
+        implementation="reference",
+        decode_implementation=TritonDecodeTuning(TritonTiles(16, 32)),
+        remat="none",
+        scan_layers=False,
+        compute_dtype="float32",
     ),
     num_steps=300,
     sequence_length=128,

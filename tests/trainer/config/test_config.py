@@ -13,10 +13,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels import CausalMask, LocalMask, MultiHeadMask
+from kernels import (
+    BlockwiseTuning,
+    CausalMask,
+    LocalMask,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    MultiHeadMask,
+    SplashTuning,
+    TritonDecodeTuning,
+    TritonTiles,
+    TritonTuning,
+)
 from layers import GPT, GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.config.file import config_from_json, config_to_json
+from trainer.errors import UserMistake
 from trainer.step.sharding import PARTITION_RULES, partition_spec, path_name
 
 # No two dims of a parameter have the same length, so that a length tells which field it comes from.
@@ -172,6 +185,47 @@ def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
         assert held == pytest.approx(kept, rel=1e-6), "as the device has it"
         assert path not in ("optimizer.beta1", "optimizer.beta2") or held < 1
         assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [
+        BlockwiseTuning(16, 32),
+        SplashTuning.square(256, backward="fused"),
+        MosaicGpuTuning("split", MosaicForwardTuning(3, 64), MosaicBackwardTuning(one_gradient_each=True)),
+        TritonTuning(query=TritonTiles(32, 64, num_warps=8)),
+    ],
+    ids=lambda tuning: type(tuning).__name__,
+)
+def test_a_tuning_object_is_saved_and_read_back(tuning):
+    model = dataclasses.replace(CONFIG.model, implementation=tuning, decode_implementation=TritonDecodeTuning())
+    saved = json.loads(json.dumps(config_to_json(dataclasses.replace(CONFIG, model=model))))
+    assert config_from_json(saved).model == model
+    assert saved["model"]["implementation"]["tuning"] == type(tuning).__name__
+    del saved["model"]["decode_implementation"]
+    assert config_from_json(saved).model.decode_implementation is None, "as configs of earlier versions have it"
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"tuning": "SplashTunning"}, "tuning='SplashTunning' is not one of .*; did you mean SplashTuning?"),
+        ({"block_q": 16}, "tuning=None is not one of BlockwiseTuning, SplashTuning"),
+        ({"tuning": "BlockwiseTuning", "block_q": 16, "block_k": 16}, "this version knows no 'block_k'"),
+        ({"tuning": "BlockwiseTuning", "block_q": 16}, "missing 1 required positional argument: 'block_kv'"),
+        ({"tuning": "BlockwiseTuning", "block_q": 0, "block_kv": 1}, "block_q=0 and block_kv=1 must be at least 1"),
+        (
+            {"tuning": "BlockwiseTuning", "block_q": "x", "block_kv": 1},
+            "model.implementation.block_q='x' is of type str",
+        ),
+        ({"tuning": "TritonDecodeTuning"}, "TritonDecodeTuning.* is no backend of attention"),
+    ],
+)
+def test_a_saved_tuning_that_cannot_be_read_back_is_told(saved, message):
+    config = config_to_json(CONFIG)
+    config["model"]["implementation"] = saved
+    with pytest.raises(UserMistake, match=message):
+        config_from_json(config)
 
 
 @pytest.mark.parametrize(

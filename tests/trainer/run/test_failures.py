@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 
 import trainer.train
+from kernels import SplashTuning
 from trainer.__main__ import main
 from trainer.checkpoints.saving import find_damage
+from trainer.config import SamplesConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.observer import Start
@@ -73,9 +75,21 @@ def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
 
 
 def test_a_backend_that_cannot_serve_is_the_users_mistake(config):
-    model = dataclasses.replace(config.model, implementation="cudnn")
-    with pytest.raises(UserMistake, match="implementation='cudnn' can't serve this call"):
-        prepare(dataclasses.replace(config, model=model), lambda _: None)
+    for implementation, named in (("cudnn", "'cudnn'"), (SplashTuning.square(128), "SplashTuning")):
+        model = dataclasses.replace(config.model, implementation=implementation)
+        with pytest.raises(UserMistake, match=f"implementation={named}.* can't serve this call: runs on"):
+            prepare(dataclasses.replace(config, model=model), lambda _: None)
+
+
+def test_a_decoding_backend_that_cannot_serve_the_samples_is_told_before_the_first_step(config):
+    model = dataclasses.replace(config.model, decode_implementation="triton")
+    samples = SamplesConfig(prompts=("a",), num_tokens=3)
+    told = (
+        "model.decode_implementation='triton' can't serve this call: runs on gpu, not on cpu; choose another, or None"
+    )
+    with pytest.raises(UserMistake, match=told):
+        prepare(dataclasses.replace(config, model=model, samples=samples), lambda _: None)
+    prepare(dataclasses.replace(config, model=model), lambda _: None)
 
 
 NO_SPACE = "No space left on device"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kernels import CausalMask
+from kernels import BlockwiseTuning, CausalMask
 from trainer.checkpoints.folder import read_metadata
 from trainer.checkpoints.saving import Restored
 from trainer.compile.programs import CompiledSteps
@@ -33,7 +33,9 @@ def config(trainer_command) -> TrainConfig:
     config = load_config(trainer_command.config)
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, num_layers=1, masks=(CausalMask(),), implementation="reference"),
+        model=dataclasses.replace(
+            config.model, num_layers=1, masks=(CausalMask(),), implementation=BlockwiseTuning(32, 16)
+        ),
         num_steps=4,
         sequence_length=64,
         optimizer=OptimizerConfig(learning_rate=1e-3, num_warmup_steps=2),

@@ -13,7 +13,7 @@ from flax import nnx
 from kernels import CausalMask, LocalMask
 from layers import GPT, GPTConfig
 from trainer.config import TokenChoice
-from trainer.sample.generate import Generator, Request
+from trainer.sample.generate import Generator, SampleRequest
 
 CONFIG = GPTConfig(
     vocab_size=40,
@@ -62,7 +62,7 @@ def texts_of(generator, params, requests):
 
 def random_request(rng, length, num_new_tokens, seed=0):
     """By default no token ends it."""
-    return Request(tuple(rng.integers(0, VOCAB_SIZE, length).tolist()), num_new_tokens, seed, stop_token=-1)
+    return SampleRequest(tuple(rng.integers(0, VOCAB_SIZE, length).tolist()), num_new_tokens, seed, stop_token=-1)
 
 
 def test_the_likeliest_texts_are_those_of_the_whole_forward_pass(rng, model, draw, monkeypatch):

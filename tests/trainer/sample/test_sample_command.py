@@ -183,6 +183,22 @@ def test_a_model_without_positions_has_none_to_stretch(workdir, sample):
     )
 
 
+def test_the_runs_own_backend_is_honoured_or_refused(workdir, sample):
+    """What serves prompts and what serves new tokens are chosen apart, and neither is replaced unasked."""
+    saved = json.loads((workdir / "config.json").read_text())
+    saved["model"] |= {"implementation": {"tuning": "BlockwiseTuning", "block_q": 16, "block_kv": 16}}
+    (workdir / "config.json").write_text(json.dumps(saved))
+    arguments = ("--prompt", "a", "--num-tokens", 2, *GREEDY)
+    assert sample(workdir, *arguments)[0] == 0
+    saved["model"] |= {"implementation": "cudnn", "decode_implementation": "triton"}
+    (workdir / "config.json").write_text(json.dumps(saved))
+    told = "={!r} can't serve this call: runs on gpu, not on cpu; choose another, or None for the fastest that can"
+    assert refusal(sample(workdir, *arguments)) == "--implementation" + told.format("cudnn")
+    arguments += ("--implementation", "None")
+    assert refusal(sample(workdir, *arguments)) == "--decode-implementation" + told.format("triton")
+    assert sample(workdir, *arguments, "--decode-implementation", "dense")[0] == 0
+
+
 def test_a_cache_that_would_overflow_is_refused(trained, sample):
     # End-of-document and 39 bytes; the last token needs no cell.
     assert refusal(sample(trained.path, "--prompt", "x" * 39, "--num-tokens", 26)) == (
@@ -319,6 +335,14 @@ def test_files_of_ids_need_a_tokenizer(workdir, sample):
         (["--workdir", "x", "--prompt", "y", "--num-tokens", "0"], "num_tokens=0 must be at least 1"),
         (["--workdir", "x", "--prompt", "y", "--seed", "-1"], "seed=-1 must be an integer from 0 to 2^32 - 1"),
         (["--workdir", "x", "--prompt", "y", "--rope-scaling.factor", "2"], "rope_scaling.factor=2.0 has no effect"),
+        (
+            ["--workdir", "x", "--prompt", "y", "--implementation", "flash"],
+            "implementation='flash' is no backend of at",
+        ),
+        (
+            ["--workdir", "x", "--prompt", "y", "--decode-implementation", "cudnn"],
+            "decode_implementation='cudnn' is no backend of decoding",
+        ),
     ],
 )
 def test_a_mistyped_command_is_told_in_one_sentence(arguments, message):

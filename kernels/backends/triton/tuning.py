@@ -1,13 +1,69 @@
-"""The best tiles known for each kind of call, and the faster backward."""
+"""How the Triton kernels run: tuning objects, the best tiles known for a call, and the faster backward."""
 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from kernels.call import AttentionCall
-from kernels.tuning import TritonTiles, TritonTuning
 
 _HOPPER = 9.0
+
+
+@dataclass(frozen=True)
+class TritonTiles:
+    """How one of the `triton` backend's kernels cuts its work up.
+
+    Attributes:
+      block_q, block_kv: sides of a tile, in tokens.
+      num_warps: warps that share a tile.
+      num_stages: tiles being loaded while one is computed, and that one.
+
+    Raises:
+      ValueError: a block or a number of warps that isn't a power of two, or no stage.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, smallest in (("block_q", 16), ("block_kv", 16), ("num_warps", 1)):
+            size = getattr(self, name)
+            if size < smallest or size & (size - 1):
+                raise ValueError(f"{name}={size} must be a power of two, at least {smallest}")
+        if self.num_stages < 1:
+            raise ValueError(f"num_stages={self.num_stages} must be at least 1")
+
+
+@dataclass(frozen=True)
+class TritonTuning:
+    """How the `triton` backend runs.
+
+    Attributes:
+      backward: "split": one kernel for dK and dV, one for dQ; the same bits in every run. "fused": one kernel for all
+        gradients, which adds up dQ in an order that differs from run to run. None: the faster one.
+      forward, key_value, query: tiles of the forward, of the kernel for dK and dV (and dQ, if fused), and of that for
+        dQ alone; None for the best known for the call.
+      interpret: run in Triton's interpreter, on any device, float16 only: for tests, thousands of times slower.
+
+    Raises:
+      ValueError: an unknown backward.
+    """
+
+    backend: ClassVar[str] = "triton"
+
+    backward: Literal["fused", "split"] | None = None
+    forward: TritonTiles | None = None
+    key_value: TritonTiles | None = None
+    query: TritonTiles | None = None
+    interpret: bool = False
+
+    def __post_init__(self):
+        if self.backward not in ("fused", "split", None):
+            raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
 
 
 def resolve(tuning: TritonTuning | None, call: AttentionCall) -> TritonTuning:
