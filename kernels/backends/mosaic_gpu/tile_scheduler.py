@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 _CLAIM_SLOTS = 2
 
 
-class Block(NamedTuple):
+class WorkBlock(NamedTuple):
     """A block of queries or of keys, within a kernel.
 
     Attributes:
@@ -45,7 +45,7 @@ class TileScheduler:
 
     Attributes:
       batch, num_heads, num_blocks_per_head: elements of the batch, heads of each, and blocks of each head.
-      heads_at_once: number of heads that run together, counted over the batch.
+      num_l2_heads: number of heads that run together, counted over the batch.
       last_blocks_first: under a causal mask the last queries have the most work, and so have the first keys.
       num_multiprocessors: None for one program per block. Else at most this many persistent programs, each of which
         computes one block after another.
@@ -54,7 +54,7 @@ class TileScheduler:
     batch: int
     num_heads: int
     num_blocks_per_head: int
-    heads_at_once: int
+    num_l2_heads: int
     last_blocks_first: bool = True
     num_multiprocessors: int | None = None
 
@@ -68,21 +68,21 @@ class TileScheduler:
         """Programs to launch."""
         return self.num_blocks if self.num_multiprocessors is None else min(self.num_blocks, self.num_multiprocessors)
 
-    def block(self, index) -> Block:
+    def block(self, index) -> WorkBlock:
         """The index-th block of the schedule."""
         num_heads = self.batch * self.num_heads
-        at_once = min(self.heads_at_once, num_heads)
+        at_once = min(self.num_l2_heads, num_heads)
         group, place = (0, index) if at_once == num_heads else _div_rem(index, at_once * self.num_blocks_per_head)
         # The last group may have fewer heads.
         size = at_once if num_heads % at_once == 0 else jnp.minimum(at_once, num_heads - group * at_once)
         rank, member = _div_rem(place, size)
         batch, head = _div_rem(group * at_once + member, self.num_heads)
-        return Block(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
+        return WorkBlock(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
 
     def for_each_block(
         self,
         program,
-        body: Callable[[Block, _T], _T],
+        body: Callable[[WorkBlock, _T], _T],
         start: _T,
         next_claim: Callable[[jax.Array], jax.Array] | None = None,
     ) -> _T:
