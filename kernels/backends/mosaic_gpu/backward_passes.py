@@ -163,10 +163,10 @@ def launch_key_value_pass(
     )
 
 
-def load_keys_and_values(context: BackwardContext) -> None:
-    """Copies the block's keys and values."""
+def load_keys_and_values(context: BackwardContext, first) -> None:
+    """Copies the block's keys and values, from the key of index `first` on."""
     gmem, smem, barriers, block = context.gmem, context.smem, context.barriers, context.block
-    keys = pl.ds(context.first, context.tuning.block_kv)
+    keys = pl.ds(first, context.tuning.block_kv)
     plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.head], smem.k, barriers.k)
     plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
 

@@ -189,7 +189,7 @@ def _load(context: DKeyValueContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, walk, num_steps = context.block, context.walk, context.num_steps
-    load_keys_and_values(context)
+    load_keys_and_values(context, block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):

@@ -110,20 +110,21 @@ def _load(context: WideContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
-    load_keys_and_values(context)
+    load_keys_and_values(context, context.first)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
         head, number, _ = query_tile(context, step)
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
+        q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
-        barriers.q.copy(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE], slot)
-        gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, barriers.q.full.at[slot])
+        plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE, slot], q_full)
+        gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, q_full)
         barriers.do.producer_acquire(step, slot)
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
-        barriers.do.copy(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA], slot)
+        plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
     producer_tail(num_steps, barriers.q)
     producer_tail(num_steps, barriers.do)
