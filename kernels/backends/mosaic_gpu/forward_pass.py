@@ -6,8 +6,8 @@ next block's first tiles while the consumers finish the last one. A consumer ski
 rows attend to.
 
 Two things overlap with the tensor cores' work. A consumer issues the next tile's QKᵀ before this tile's PV, so that
-its softmax runs under a matmul. And consumers issue in turn (ping-pong), or drift apart by themselves, so that one's
-softmax runs under another's matmuls.
+its softmax runs under a matmul. And consumers issue one after another (ping-pong), or drift apart by themselves, so
+that one's softmax runs under another's matmuls.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -311,7 +311,7 @@ def _attend_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, n
 
 
 def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
-    """Releases tiles that these rows don't attend to, in the others' turns."""
+    """Releases tiles that these rows don't attend to, in step with the ping-pong schedule."""
     k, v = context.barriers.k, context.barriers.v
 
     @pl.loop(begin, end)

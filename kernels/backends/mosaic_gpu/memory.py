@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile: a warpgroup's matmul."""
 ROWS_OF_A_THREAD, THREADS_OF_A_ROW, COLUMNS_OF_A_THREAD = 2, 4, 2
-"""Of an accumulator: a thread's registers hold pairs of neighbouring columns, alternately of two rows. Four threads
+"""Of an accumulator: a thread's registers hold two neighbouring columns each, alternately of two rows. Four threads
 share eight columns of a row."""
 _ALIGNMENT, _BARRIER_BYTES = 1024, 8
 """Of shared memory: arrays begin at multiples of the first."""

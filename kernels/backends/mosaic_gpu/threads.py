@@ -38,7 +38,7 @@ def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[A
     def add_up(_, p: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         rows = p.registers.reshape(-1, ROWS_OF_A_THREAD).T
         sums = [
-            _sum([vectors.extract(pair, [], [i]) for pair in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
+            _sum([vectors.extract(two, [], [i]) for two in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
         ]
         highest = mgpu.c(limit, ir.F32Type.get())
         is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, part, highest) for part in sums))

@@ -48,7 +48,7 @@ class MosaicForwardTuning(_Warpgroups):
         registers for tiles of 64 keys; with larger tiles they spill.
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
-      ping_pong: whether warpgroups issue their matmuls in turn, so that one's softmax runs under another's matmuls.
+      ping_pong: whether warpgroups issue their matmuls one after another, so that one's softmax runs under another's.
       persistent: whether a dynamic tile scheduler gives one program per multiprocessor one block after another. The
         program loads a block's first tiles while the block before it ends. For short rows, and head dims up to 128.
         Otherwise each block has its own program.

@@ -8,7 +8,7 @@ import os
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.backends.triton.tuning import TritonTuning
+from kernels.backends.triton.tuning import TritonTuning, resolve, shared_memory_excess
 from kernels.call import AttentionCall
 
 _OLDEST_CAPABILITY = 8.0
@@ -36,7 +36,7 @@ def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) 
         return f"takes positive scales, not {call.scale}"
     if interpreted:
         return _interpreter_missing(call.dtype)
-    return _compiler_missing()
+    return _compiler_missing() or shared_memory_excess(call, resolve(tuning, call))
 
 
 def _compiler_missing() -> str | None:
