@@ -95,7 +95,9 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
     """
     problem, key = make_problem(case), table.key_of(case)
     _, call = make_call(
-        *(problem.arrays[name] for name in ("query", "key", "value")),
+        problem.arrays["query"],
+        problem.arrays["key"],
+        problem.arrays["value"],
         case.mask,
         query_segment_ids=problem.segment_ids,
         key_value_segment_ids=problem.segment_ids,

@@ -104,10 +104,12 @@ def run_backward(
     return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value
 
 
-def _matrices(inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int) -> list[Array]:
+def _matrices(
+    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+) -> tuple[Array, Array, Array]:
     """Query, key and value, padded to whole blocks and to these head dims."""
-    padded = ((inputs.query, block_q, head_dim), (inputs.key, block_kv, head_dim), (inputs.value, block_kv, value_dim))
-    return [_padded(*matrix) for matrix in padded]
+    query, key = _padded(inputs.query, block_q, head_dim), _padded(inputs.key, block_kv, head_dim)
+    return query, key, _padded(inputs.value, block_kv, value_dim)
 
 
 def _padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:

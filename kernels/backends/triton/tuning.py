@@ -134,6 +134,7 @@ def least_shared_memory(call: AttentionCall, tuning: TritonTuning) -> dict[str, 
 def shared_memory_excess(call: AttentionCall, tuning: TritonTuning) -> str | None:
     """Why a tuning with nothing left open surely doesn't fit into shared memory, or None if it may fit."""
     capability = call.target.compute_capability
+    assert capability is not None, "refused by unsupported_reason"
     available = _SHARED_MEMORY_KIB.get(capability, max(_SHARED_MEMORY_KIB.values())) * 1024
     for name, least in least_shared_memory(call, tuning).items():
         if least > available:
