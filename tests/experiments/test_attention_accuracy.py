@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.benchmarks.attention import contenders
-from experiments.benchmarks.attention.__main__ import Arguments, measure
+from experiments.benchmarks.attention.__main__ import AttentionArguments, measure
 from experiments.benchmarks.attention.accuracy import QUANTITIES, Error, error, errors_of, truth
 from experiments.benchmarks.attention.cases import Case, make_problem
 from kernels import CausalMask, FullMask, LocalMask, MosaicGpuTuning
@@ -67,7 +67,9 @@ def test_errors_tell_a_rounded_result_from_a_wrong_one(monkeypatch):
     monkeypatch.setitem(contenders.PEERS, "wrong", wrong)
     case = dataclasses.replace(SMALL, dtype="bfloat16")
     backends = ("blockwise", "wrong", "torch_flex", "xla")
-    blockwise, bad, unchecked, xla = measure("small", case, Arguments(backends=backends, check=True, check_length=128))
+    blockwise, bad, unchecked, xla = measure(
+        "small", case, AttentionArguments(backends=backends, check=True, check_length=128)
+    )
     assert blockwise["length"] == 128
     for quantity in QUANTITIES:
         assert 1e-4 < blockwise["errors"][quantity]["rms"] < 1e-2 < 0.1 < bad["errors"][quantity]["rms"]

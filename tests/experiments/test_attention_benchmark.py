@@ -13,10 +13,18 @@ import pytest
 
 from experiments.benchmarks.attention import contenders, speed_table
 from experiments.benchmarks.attention import measure as measuring
-from experiments.benchmarks.attention.__main__ import SUITES, Arguments, Suite, cells, headings, main, measure
+from experiments.benchmarks.attention.__main__ import (
+    SUITES,
+    AttentionArguments,
+    Suite,
+    cells,
+    headings,
+    main,
+    measure,
+)
 from experiments.benchmarks.attention.cases import CASES, Case, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
-from experiments.benchmarks.attention.timing import Contender, speed_ratio, time_in_rounds
+from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_pairs
 
@@ -31,14 +39,14 @@ class Device:
     def __init__(self):
         self.now = 0.0
 
-    def contender(self, *seconds: float) -> Contender:
+    def contender(self, *seconds: float) -> AttentionContender:
         """One whose runs take these times, and then the last of them for ever."""
         left = list(seconds)
 
         def start():
             self.now += left.pop(0) if len(left) > 1 else left[0]
 
-        return Contender("made up", start, lambda result: None, 256, 0.0, 0, clock=lambda: self.now)
+        return AttentionContender("made up", start, lambda result: None, 256, 0.0, 0, clock=lambda: self.now)
 
 
 def test_a_slow_first_run_does_not_shorten_the_samples():
@@ -78,7 +86,7 @@ def test_a_sample_is_as_long_with_several_calls_in_a_program():
 
 def test_short_calls_share_a_program_and_the_rest_of_the_row_is_of_one(monkeypatch):
     monkeypatch.setattr(measuring, "_MOST_CALLS", 2)
-    arguments = Arguments(backends=("xla",), num_rounds=1, sample_ms=0, program_ms=1e6)
+    arguments = AttentionArguments(backends=("xla",), num_rounds=1, sample_ms=0, program_ms=1e6)
     rows = measure("small", SMALL, arguments)
     assert {row["calls_per_program"] for row in rows} == {2}
     singles = [compile_contender(make_problem(SMALL), "xla", d) for d in measuring.DIRECTIONS]
@@ -100,7 +108,9 @@ def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_
     chosen = dict.fromkeys((*SUITES["hopper"].backends, *SUITES["triton"].backends))
     others = [name for name in chosen if name not in ("xla", "mosaic_gpu")]
     rows = measure(
-        "small", SMALL, Arguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1, program_ms=0)
+        "small",
+        SMALL,
+        AttentionArguments(backends=("blockwise", "xla", *others), num_rounds=3, sample_ms=1, program_ms=0),
     )
     refused = {row["backend"]: row["refused"] for row in rows if "refused" in row}
     assert list(refused) == others
@@ -132,12 +142,14 @@ def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
 
     monkeypatch.setitem(contenders.PEERS, "forward_only", no_backward)
     rows = measure(
-        "small", SMALL, Arguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0, program_ms=0)
+        "small",
+        SMALL,
+        AttentionArguments(backends=("forward_only", "blockwise"), num_rounds=1, sample_ms=0, program_ms=0),
     )
     (refused,) = (row for row in rows if "refused" in row)
     assert (refused["direction"], refused["refused"]) == ("forward_backward", "KeyError: 'has no backward'")
     assert [row["direction"] for row in rows if row["backend"] == "forward_only" and "seconds" in row] == ["forward"]
-    (errors,) = measure("small", SMALL, Arguments(backends=("forward_only",), check=True))
+    (errors,) = measure("small", SMALL, AttentionArguments(backends=("forward_only",), check=True))
     assert set(errors["errors"]) == {"output"}
     assert errors["refused"] == "KeyError: 'has no backward'"
 
@@ -148,7 +160,11 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
     allowed = (ids[:, :, None] == ids[:, None, :]) & (position[:, None] >= position)
     assert problem.num_pairs == 2 * allowed.sum()
     assert statistics.mean(len(set(row)) for row in ids.tolist()) > 1
-    rows = measure("packed", PACKED, Arguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0, program_ms=0))
+    rows = measure(
+        "packed",
+        PACKED,
+        AttentionArguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0, program_ms=0),
+    )
     assert [row["backend"] for row in rows if "refused" in row] == ["xla"]
 
 
@@ -163,7 +179,7 @@ def test_documents_are_an_input_of_what_is_timed():
 
 
 def test_a_backward_is_the_difference_of_its_round():
-    rows = measure("small", SMALL, Arguments(backends=("blockwise",), num_rounds=1, sample_ms=0, program_ms=0))
+    rows = measure("small", SMALL, AttentionArguments(backends=("blockwise",), num_rounds=1, sample_ms=0, program_ms=0))
     seconds = {row["direction"]: row["seconds"] for row in rows}
     assert seconds["backward"] == pytest.approx(seconds["forward_backward"] - seconds["forward"])
 
@@ -173,22 +189,22 @@ def test_names():
     with pytest.raises(ValueError, match=r"unknown cases \['no_such'\]; expected some of causal"):
         known_cases(("no_such",))
     with pytest.raises(ValueError, match="give one at a time"):
-        Arguments(check=True, compile_lengths=(256,))
+        AttentionArguments(check=True, compile_lengths=(256,))
     with pytest.raises(ValueError, match="baseline='cudnn' is none of the backends blockwise, xla"):
-        Arguments(baseline="cudnn")
+        AttentionArguments(baseline="cudnn")
 
 
 def test_a_suite_stands_for_cases_and_backends_that_can_be_replaced():
-    hopper = Arguments(suite="hopper").chosen
+    hopper = AttentionArguments(suite="hopper").chosen
     assert set(hopper.cases) <= set(CASES)
     assert hopper.baseline == "cudnn"
-    flex = Arguments(suite="hopper", cases=("gpt2_causal",), backends=("mosaic_gpu", "torch_flex")).chosen
+    flex = AttentionArguments(suite="hopper", cases=("gpt2_causal",), backends=("mosaic_gpu", "torch_flex")).chosen
     assert flex == Suite(("gpt2_causal",), ("mosaic_gpu", "torch_flex"), "torch_flex")
-    assert Arguments().chosen == Suite(("window_1024",), ("blockwise", "xla"), "xla")
+    assert AttentionArguments().chosen == Suite(("window_1024",), ("blockwise", "xla"), "xla")
 
 
 def test_compile_seconds_at_each_length():
-    arguments = Arguments(backends=("cudnn", "blockwise"), compile_lengths=(64, 256))
+    arguments = AttentionArguments(backends=("cudnn", "blockwise"), compile_lengths=(64, 256))
     refused, *rows = measure("small", SMALL, arguments)
     assert "runs on gpu" in refused["refused"]
     assert [(row["backend"], row["length"]) for row in rows] == [("blockwise", 64), ("blockwise", 256)]
@@ -200,7 +216,7 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     monkeypatch.setitem(CASES, "small", SMALL)
     output = tmp_path / "new" / "rows.jsonl"
     backends = ("blockwise", "cudnn")
-    arguments = Arguments(
+    arguments = AttentionArguments(
         cases=("small",), backends=backends, num_rounds=1, sample_ms=0, program_ms=0, output=output, **how
     )
     main(arguments)
@@ -214,7 +230,7 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
 
 
 def test_the_page_has_the_table_of_the_rows_that_are_kept():
-    table = speed_table.make_table(speed_table.read_rows(speed_table.Arguments().results), "mosaic_gpu")
+    table = speed_table.make_table(speed_table.read_rows(speed_table.SpeedTableArguments().results), "mosaic_gpu")
     page = PAGE.read_text(encoding="utf-8")
     assert speed_table.replace_block(page, table) == page, f"make it again: {speed_table.BEGIN}"
 
@@ -235,7 +251,7 @@ def test_the_table_says_what_was_measured(tmp_path):
     path, page = tmp_path / "rows.jsonl", tmp_path / "benchmarks.md"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.write_text(f"before\n{speed_table.BEGIN}\nold\n{speed_table.END}\nafter\n")
-    speed_table.main(speed_table.Arguments(results=path, page=page))
+    speed_table.main(speed_table.SpeedTableArguments(results=path, page=page))
     before, _, where, _, headings, _, first, second, _, after = page.read_text().splitlines()
     assert (before, after) == ("before", "after")
     assert where == "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22:"

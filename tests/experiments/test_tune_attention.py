@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,18 +14,23 @@ from experiments.benchmarks.attention.cases import CASES, Case, make_problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.speed_table import read_rows
 from experiments.benchmarks.tune_attention import __main__ as command
-from experiments.benchmarks.tune_attention import candidates, table
 from experiments.benchmarks.tune_attention import race as race_module
-from experiments.benchmarks.tune_attention.candidates import SEARCHES, Search, implementation, variations
+from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
-from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning
-from kernels.backends.mosaic_gpu import tuning
-from kernels.backends.mosaic_gpu.tuning import TunedCall, backward_tiles, fastest_backward, forward_tiles
+from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning, Target
+from kernels.backends.mosaic_gpu import tuning as tunings
+from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, SearchSpace, backend_tuning, variations
+from kernels.backends.mosaic_gpu.shared_memory import MAX_BYTES, shared_memory_bytes
+from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import make_call
 from kernels.tuning import MosaicGpuTuning
 
 SMALL = Case(1, 256, 2, 1, 16, CausalMask(), "float32")
 ROW = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "chosen": True}
+
+
+H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
+NEEDS_HOPPER_KERNELS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 
 
 def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
@@ -34,37 +40,56 @@ def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
     nothing = dict.fromkeys(("query_positions", "key_value_positions", "scale", "logits_soft_cap", "sinks"))
     mask = CausalMask() if mask is None else mask
     given = {**nothing, "query_segment_ids": ids, "key_value_segment_ids": ids}
-    return make_call(array, array, array, mask, **given, return_lse=False)[1]
+    return make_call(array, array, array, mask, **given, return_lse=False)[1]._replace(target=H200)
 
 
+@NEEDS_HOPPER_KERNELS
 def test_variations_are_all_combinations_that_can_be_made():
-    stage = {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}
-    found = variations("forward", MosaicForwardTuning(), stage, None)
+    settings = {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}
+    found = variations("forward", MosaicForwardTuning(), settings, None, call_of())
     assert next(iter(found)) == MosaicForwardTuning()
     assert {(t.num_warpgroups, t.num_stages) for t in found} == {(2, 2), (2, 3), (3, 2), (3, 3)}
     assert len(found) == 4
 
 
+@NEEDS_HOPPER_KERNELS
 def test_variations_leave_out_what_only_the_other_backward_takes():
-    stage = {"num_warpgroups": (2, 3), "block_q": (64, 128)}
+    settings = {"num_warpgroups": (2, 3), "block_q": (64, 128)}
     shapes = {
-        form: {(t.num_warpgroups, t.block_q) for t in variations(form, MosaicBackwardTuning(), stage, None)}
+        form: {
+            (t.num_warpgroups, t.block_q) for t in variations(form, MosaicBackwardTuning(), settings, None, call_of())
+        }
         for form in ("fused", "split")
     }
-    assert shapes == {"fused": {(2, 64), (2, 128)}, "split": {(2, 64), (2, 128), (3, 64), (3, 128)}}
+    # At head dim 64, two warpgroups can't share the columns of a low tile of dQ.
+    assert shapes == {"fused": {(2, 128)}, "split": {(2, 64), (2, 128), (3, 64), (3, 128)}}
 
 
-@pytest.mark.parametrize("search", SEARCHES)
-def test_every_setting_that_is_searched_exists(search):
-    start = SEARCHES[search].start
-    for stage in SEARCHES[search].stages:
-        assert len(variations(search, start, stage, None)) > 1
-        made = implementation(search, start, MosaicForwardTuning(3))
+@NEEDS_HOPPER_KERNELS
+def test_variations_leave_out_what_does_not_fit_into_shared_memory():
+    call, settings = call_of(head_dim=128), {"block_kv": (64, 128), "num_stages": (2, 3, 4)}
+    found = variations("forward", MosaicForwardTuning(), settings, None, call)
+    # Each stage has 2 × 128 × 2 bytes for each key, beside 2 × 64 queries.
+    assert {(t.block_kv, t.num_stages) for t in found} == {(64, 2), (64, 3), (64, 4), (128, 2), (128, 3)}
+    for tuning in found.values():
+        assert max(shared_memory_bytes(call, resolve(tuning, call)).values()) <= MAX_BYTES
+
+
+@NEEDS_HOPPER_KERNELS
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+@pytest.mark.parametrize("search", SEARCH_SPACES)
+def test_every_setting_that_is_searched_exists(search, head_dim):
+    call, space = call_of(head_dim=head_dim), SEARCH_SPACES[search]
+    forward = resolve(None, call).forward_tiles
+    for settings in space.stages:
+        assert set(settings) <= set(vars(space.start))
+    found = variations(search, space.start, space.stages[0], forward, call)
+    assert (len(found) > 0) == (search != "fused" or head_dim <= 128)
+    for tiles, made in found.items():
         assert made == (
-            MosaicGpuTuning(forward_tiles=start)
-            if search == "forward"
-            else MosaicGpuTuning(search, MosaicForwardTuning(3), start)
+            MosaicGpuTuning(forward_tiles=tiles) if search == "forward" else MosaicGpuTuning(search, forward, tiles)
         )
+        assert made == backend_tuning(search, tiles, forward)
 
 
 @pytest.mark.parametrize("timed", ["forward", "forward_backward"])
@@ -116,16 +141,25 @@ def test_the_incumbent_keeps_its_place_unless_another_is_clearly_faster():
 
 def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monkeypatch, capsys):
     start, stages = BlockwiseTuning(64, 128), ({"block_q": (64, 128)}, {"block_kv": (64, 128)})
-    tried = {"forward": Search("forward", start, stages)}
-    tried |= {name: Search("forward_backward", start, ({},)) for name in ("fused", "split")}
-    monkeypatch.setattr(command, "SEARCHES", tried)
+    tried = {
+        "forward": SearchSpace(start, stages),
+        "fused": SearchSpace(start, ({},)),
+        "split": SearchSpace(start, ({},)),
+    }
+
+    def all_variations(search, tiles, settings, forward, call):
+        combinations = itertools.product(*settings.values())
+        return {(t := dataclasses.replace(tiles, **dict(zip(settings, c, strict=True)))): t for c in combinations}
+
+    monkeypatch.setattr(command, "SEARCH_SPACES", tried)
+    monkeypatch.setattr(command, "variations", all_variations)
+    monkeypatch.setattr(command, "backend_tuning", lambda search, tiles, forward: tiles)
+    monkeypatch.setattr(command, "unsupported_reason", lambda call: None)
     for search in tried:
         monkeypatch.setitem(table.SECTIONS, search, (search.upper(), BlockwiseTuning))
-    for module in (command, candidates):
-        monkeypatch.setattr(module, "implementation", lambda search, tiles, forward: tiles)
     monkeypatch.setitem(CASES, "small", SMALL)
     output, written = tmp_path / "new" / "rows.jsonl", tmp_path / "tuned.py"
-    arguments = command.Arguments(cases=("small",), num_rounds=1, sample_ms=0, output=output, table=written)
+    arguments = command.SearchArguments(cases=("small",), num_rounds=1, sample_ms=0, output=output, table=written)
     assert command.main(arguments) == 0
     rows = read_rows(output)
     assert [(row["search"], row["stage"]) for row in rows if row["chosen"]] == [
@@ -152,7 +186,7 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     output.write_text("")
     monkeypatch.setitem(CASES, "small", dataclasses.replace(SMALL, dtype="bfloat16"))
     assert command.main(arguments) == 2
-    assert "no forward kernel ran for small; the first: implementation=MosaicGpuTuning(" in capsys.readouterr().err
+    assert "the kernels can't serve small: mosaic_gpu " in capsys.readouterr().err
 
     late = dataclasses.replace(arguments, budget_s=0)
     assert command.main(late) == 1
@@ -175,7 +209,7 @@ def test_a_table_is_source_of_the_latest_winners():
 
 
 def test_the_table_is_made_from_the_rows_that_are_kept():
-    kept = table.Arguments()
+    kept = table.TableArguments()
     made = table.render(read_rows(kept.results))
     assert kept.table.read_text() == made, "make it again: python -m experiments.benchmarks.tune_attention.table"
 
@@ -185,10 +219,11 @@ def test_every_call_has_tiles(head_dim):
     for length in (64, 4096, 131_072):
         for kind in ({}, {"mask": FullMask()}, {"mask": LocalMask(4095, 0)}, {"packed": True}):
             call = call_of(head_dim=head_dim, length=length, **kind)
-            assert isinstance(forward_tiles(call), MosaicForwardTuning)
-            assert isinstance(backward_tiles(call), MosaicBackwardTuning)
-            assert isinstance(backward_tiles(call, "split"), MosaicBackwardTuning)
-            assert fastest_backward(call) == "split" or head_dim <= max(key.head_dim for key in tuning.FUSED)
+            for tuning in (None, MosaicGpuTuning("split")):
+                resolved = resolve(tuning, call)
+                assert isinstance(resolved.forward_tiles, MosaicForwardTuning)
+                assert isinstance(resolved.backward_tiles, MosaicBackwardTuning)
+                assert resolved.backward == "split" or head_dim <= max(key.head_dim for key in tunings.FUSED)
 
 
 def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
@@ -199,21 +234,21 @@ def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
         TunedCall(128, "packed", 32768): 4,
         TunedCall(128, "causal", 4096): 5,
     }
-    monkeypatch.setattr(tuning, "FORWARD", rows)
-    assert forward_tiles(call_of(length=8192)) == 1
-    assert forward_tiles(call_of(length=16384)) == 2
-    assert forward_tiles(call_of(length=64, mask=LocalMask(7, 0))) == 3
-    assert forward_tiles(call_of(length=64, mask=FullMask())) == 1
-    assert forward_tiles(call_of(head_dim=80, length=64, packed=True)) == 4
-    assert forward_tiles(call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))) == 5
+    monkeypatch.setattr(tunings, "FORWARD", rows)
+    assert resolve(None, call_of(length=8192)).forward_tiles == 1
+    assert resolve(None, call_of(length=16384)).forward_tiles == 2
+    assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles == 3
+    assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles == 1
+    assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles == 4
+    assert resolve(None, call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))).forward_tiles == 5
 
 
 def test_a_backwards_tiles_are_those_of_its_form(monkeypatch):
-    key = TunedCall(64, "causal", 4096)
-    monkeypatch.setattr(tuning, "FUSED", {key: "fused tiles"})
-    monkeypatch.setattr(tuning, "SPLIT", {key: "split tiles"})
+    key, tiles = TunedCall(64, "causal", 4096), {"fused": MosaicBackwardTuning(1), "split": MosaicBackwardTuning(3)}
+    monkeypatch.setattr(tunings, "FUSED", {key: tiles["fused"]})
+    monkeypatch.setattr(tunings, "SPLIT", {key: tiles["split"]})
     for fastest in ("fused", "split"):
-        monkeypatch.setattr(tuning, "FASTEST_BACKWARD", {key: fastest})
-        assert backward_tiles(call_of()) == f"{fastest} tiles"
-        assert backward_tiles(call_of(), "split") == "split tiles"
-        assert backward_tiles(call_of(), "fused") == "fused tiles"
+        monkeypatch.setattr(tunings, "FASTEST_BACKWARD", {key: fastest})
+        assert resolve(None, call_of()).backward_tiles == tiles[fastest]
+        for form in ("fused", "split"):
+            assert resolve(MosaicGpuTuning(form), call_of()).backward_tiles == tiles[form]

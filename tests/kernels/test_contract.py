@@ -338,7 +338,7 @@ MANY_BLOCKS = Case(
 @pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
 def test_mosaic_gpu_in_persistent_programs_of_many_blocks(num_warpgroups, rng):
     tuning = MosaicGpuTuning(
-        forward_tiles=MosaicForwardTuning(num_warpgroups, 64, num_stages=3, persistent=True, heads_at_once=3)
+        forward_tiles=MosaicForwardTuning(num_warpgroups, 64, num_stages=3, persistent=True, num_l2_heads=3)
     )
     run_case(MANY_BLOCKS, rng, through_implementation(MANY_BLOCKS, tuning), dtype=jnp.bfloat16)
 
@@ -347,7 +347,7 @@ def test_mosaic_gpu_in_persistent_programs_of_many_blocks(num_warpgroups, rng):
 def test_mosaic_gpu_in_persistent_programs_under_vmap(rng):
     case = dataclasses.replace(MANY_BLOCKS, segments=None)
     attend = through_implementation(
-        case, MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True, heads_at_once=3))
+        case, MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True, num_l2_heads=3))
     )
 
     def one_by_one(query, key, value, sinks, *, keywords):
@@ -365,9 +365,7 @@ def test_mosaic_gpu_in_persistent_programs_under_vmap(rng):
     "case", [case for case in LONG if case.name != "numpy_mask"], ids=lambda case: f"{case.name}-{case.q_len}"
 )
 def test_mosaic_gpu_with_three_heads_at_once(case, backward, rng):
-    tuning = MosaicGpuTuning(
-        backward, MosaicForwardTuning(1, heads_at_once=3), MosaicBackwardTuning(1, heads_at_once=3)
-    )
+    tuning = MosaicGpuTuning(backward, MosaicForwardTuning(1, num_l2_heads=3), MosaicBackwardTuning(1, num_l2_heads=3))
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
@@ -397,8 +395,8 @@ def test_mosaic_gpu_interpreted_hides_no_nan(rng):
 def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     otherwise = dataclasses.replace(
         INTERPRETED,
-        forward_tiles=MosaicForwardTuning(2, 64, persistent=True, heads_at_once=1),
-        backward_tiles=MosaicBackwardTuning(one_gradient_each=True, heads_at_once=1),
+        forward_tiles=MosaicForwardTuning(2, 64, persistent=True, num_l2_heads=1),
+        backward_tiles=MosaicBackwardTuning(one_gradient_per_warpgroup=True, num_l2_heads=1),
     )
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)
 

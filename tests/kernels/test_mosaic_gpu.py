@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu import core
 
 from kernels import (
     CausalMask,
@@ -21,16 +22,19 @@ from kernels import (
     Target,
     select_backend,
 )
+from kernels.backends import mosaic_gpu
+from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
 from kernels.backends.mosaic_gpu.offsets import offset_columns
+from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
-from kernels.backends.mosaic_gpu.tuning import forward_tiles, resolve
-from kernels.backends.mosaic_gpu.walk import read_shared_row, share_walks
-from kernels.call import make_call
+from kernels.backends.mosaic_gpu.tuning import resolve
+from kernels.call import Cotangent, make_call
 from kernels.masks import TileKind
 from kernels.plan import Rows, make_rows
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
-ONE_GRADIENT_EACH = MosaicBackwardTuning(one_gradient_each=True)
+NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+ONE_GRADIENT = MosaicBackwardTuning(one_gradient_per_warpgroup=True)
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 # Its rows are intervals of keys, its columns aren't intervals of queries.
 ROWS_OUT_OF_ORDER = MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos ^ 64)
@@ -90,20 +94,20 @@ def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
         np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
 
 
-@pytest.mark.parametrize("num_together", [1, 2, 3])
+@pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
 @pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), CausalMask(-200)], ids=repr)
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
-def test_rows_that_share_a_walk_visit_their_own_tiles(mask, num_together, is_packed, rng):
+def test_warpgroups_attend_to_their_own_tiles_of_the_blocks_range(mask, num_warpgroups, is_packed, rng):
     ids = jnp.asarray(np.sort(rng.integers(0, 5, (2, 512)))) if is_packed else None
     inputs, call = call_of(mask, query_segment_ids=ids, key_value_segment_ids=ids)
     rows = make_rows(inputs, call, 64, 32)
-    shared = share_walks(rows, num_together)
+    shared = union_of_ranges(rows, num_warpgroups)
     for batch in range(2):
         expected, kinds = visited(rows, batch, 16), np.full((shared.bounds.shape[1], 16), TileKind.EMPTY)
         streamed = set()
         for i in range(len(kinds)):
-            block, member = divmod(i, num_together)
-            walk = read_shared_row(shared.bounds, None, batch, block, member, num_together)
+            block, member = divmod(i, num_warpgroups)
+            walk = read_block_range(shared, batch, block, member, num_warpgroups)
             streamed.add((block, *(int(walk.tile(rank)) for rank in range(int(walk.num_tiles)))))
             assert 0 <= walk.begin <= walk.ends[0] <= walk.ends[1] <= walk.ends[2] <= walk.num_tiles
             for rank in range(int(walk.begin), int(walk.ends[2])):
@@ -111,7 +115,7 @@ def test_rows_that_share_a_walk_visit_their_own_tiles(mask, num_together, is_pac
                 kinds[i, int(walk.tile(rank))] = TileKind.FULL if is_full else TileKind.PARTIAL
         np.testing.assert_array_equal(kinds[: len(expected)], expected)
         assert (kinds[len(expected) :] == TileKind.EMPTY).all()
-        assert len(streamed) == len(kinds) // num_together, "a block's rows see the same tiles"
+        assert len(streamed) == len(kinds) // num_warpgroups, "a block's rows see the same tiles"
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), FullMask()], ids=repr)
@@ -146,12 +150,12 @@ def visits(scheduler: TileScheduler, program):
 
 
 @pytest.mark.parametrize(
-    ("heads_at_once", "last_blocks_first", "num_multiprocessors"),
+    ("num_l2_heads", "last_blocks_first", "num_multiprocessors"),
     [(100, True, None), (100, True, 7), (100, True, 1000), (1, False, None), (3, True, 7), (100, False, 7)],
 )
-def test_programs_make_each_block_once(heads_at_once, last_blocks_first, num_multiprocessors, rng):
+def test_programs_make_each_block_once(num_l2_heads, last_blocks_first, num_multiprocessors, rng):
     sizes = tuple(map(int, rng.integers(1, 6, 3)))
-    scheduler = TileScheduler(*sizes, heads_at_once, last_blocks_first, num_multiprocessors)
+    scheduler = TileScheduler(*sizes, num_l2_heads, last_blocks_first, num_multiprocessors)
     by_program = jax.vmap(lambda program: visits(scheduler, program))(jnp.arange(scheduler.num_programs))
     np.testing.assert_array_equal(by_program.sum(0), np.ones(sizes))
     num_made = by_program.sum((1, 2, 3))
@@ -161,7 +165,7 @@ def test_programs_make_each_block_once(heads_at_once, last_blocks_first, num_mul
 
 @pytest.mark.parametrize("last_blocks_first", [True, False])
 def test_some_heads_come_before_the_others_and_their_blocks_side_by_side(last_blocks_first):
-    scheduler = TileScheduler(2, 4, 5, heads_at_once=3, last_blocks_first=last_blocks_first)
+    scheduler = TileScheduler(2, 4, 5, num_l2_heads=3, last_blocks_first=last_blocks_first)
     blocks = [tuple(map(int, scheduler.block(jnp.int32(index)))) for index in range(scheduler.num_blocks)]
     rows = list(range(5))[:: -1 if last_blocks_first else 1]
     heads = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
@@ -177,7 +181,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_with_the_reason_and_is_passed_over(given, reason):
     _, call = call_of(**given)
@@ -188,14 +192,14 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
     assert reason in dict(selection.passed_over)["mosaic_gpu"]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize(
     ("tuning", "head_dim", "reason"),
     [
         (
             MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
             192,
-            "needs backward_tiles with one_gradient_each above a head dim of 128, got 192",
+            "needs backward_tiles with one_gradient_per_warpgroup above a head dim of 128, got 192",
         ),
         (
             MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True)),
@@ -215,14 +219,14 @@ def test_tiles_that_are_not_for_the_head_dim_are_refused(tuning, head_dim, reaso
         select_backend(call_of(head_dim=head_dim)[1], tuning)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize(
     "tuning",
     [
         MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning()),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1)),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(block_q=128)),
-        MosaicGpuTuning(backward_tiles=ONE_GRADIENT_EACH),
+        MosaicGpuTuning(backward_tiles=ONE_GRADIENT),
     ],
     ids=["split", "one warpgroup", "tall tiles", "one gradient each"],
 )
@@ -230,7 +234,7 @@ def test_tiles_for_narrow_heads_are_taken(tuning):
     assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@NEEDS_JAX_0_11
 def test_is_chosen_on_hopper():
     assert select_backend(call_of(MaskFn(lambda q, kv: kv <= q))[1]).name == "mosaic_gpu"
 
@@ -248,14 +252,17 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicForwardTuning(block_kv=80), "block_kv=80 must be 64, 128, 192 or 256"),
         (lambda: MosaicForwardTuning(num_stages=0), "num_stages=0 must be at least 1"),
         (lambda: MosaicBackwardTuning(block_q=32), "block_q=32 must be 64 or 128"),
-        (lambda: MosaicForwardTuning(heads_at_once=0), "heads_at_once=0 must be at least 1"),
-        (lambda: MosaicBackwardTuning(heads_at_once=0), "heads_at_once=0 must be at least 1"),
+        (lambda: MosaicForwardTuning(num_l2_heads=0), "num_l2_heads=0 must be at least 1"),
+        (lambda: MosaicBackwardTuning(num_l2_heads=0), "num_l2_heads=0 must be at least 1"),
         (
-            lambda: MosaicBackwardTuning(3, one_gradient_each=True),
+            lambda: MosaicBackwardTuning(3, one_gradient_per_warpgroup=True),
             "takes num_warpgroups=2 and num_stages of at least 2",
         ),
-        (lambda: MosaicBackwardTuning(num_stages=1, one_gradient_each=True), "of at least 2, not 2 and 1"),
-        (lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT_EACH), "can't take backward_tiles with one_grad"),
+        (lambda: MosaicBackwardTuning(num_stages=1, one_gradient_per_warpgroup=True), "of at least 2, not 2 and 1"),
+        (
+            lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT),
+            "can't take backward_tiles with one_grad",
+        ),
         (lambda: MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning(3)), "or (2, 128), not (3, 64)"),
         (lambda: MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1, 128)), "or (2, 128), not (1, 128)"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
@@ -291,15 +298,101 @@ def test_an_endless_offset_is_a_large_one(dtype):
     assert (columns[..., 0] * 2.0**15 <= -(2.0**30)).all()
 
 
-def test_tiles_leave_room_for_positions_as_they_do_for_segment_ids():
+def random_call(rng, head_dim: int):
+    """A call that draws what its shared memory depends on."""
+    numbers = jnp.zeros((2, 256), jnp.int32)
+    given = {}
+    if rng.integers(2):
+        given |= {"query_segment_ids": numbers, "key_value_segment_ids": numbers}
+    if rng.integers(2):
+        given["query_positions"] = numbers
+    if rng.integers(2):
+        given["logits_soft_cap"] = 5.0
+    return call_of(CausalMask(), length=256, head_dim=head_dim, **given)
+
+
+def random_tuning(rng, head_dim: int) -> MosaicGpuTuning:
+    """A tuning whose kernels exist for the head dim, whether or not they fit."""
+
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    fused, wide = head_dim <= 128 and one_of(False, True), head_dim > 128 or one_of(False, True)
+    num_warpgroups, block_q = one_of((1, 64), (2, 128)) if fused else (one_of(1, 2, 3), one_of(64, 128))
+    backward = (
+        MosaicBackwardTuning(2, block_q, one_of(2, 3), True, one_of(64, 128), one_of(1, 2, 3))
+        if wide and not fused
+        else MosaicBackwardTuning(num_warpgroups, block_q, one_of(1, 2, 3), False, one_of(64, 128), one_of(1, 2, 3))
+    )
+    persistent = head_dim <= 128 and one_of(False, True)
+    forward = MosaicForwardTuning(one_of(1, 2, 3), one_of(64, 128, 192, 256), one_of(1, 2, 3), True, persistent)
+    return MosaicGpuTuning("fused" if fused else "split", forward, backward)
+
+
+def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list[int], str | None]:
+    """What Mosaic GPU requests for each kernel, up to the first that it refuses, and its refusal."""
+    requested, tree_size = [], core._smem_tree_size
+
+    def record(scratch):
+        requested.append(tree_size(scratch))
+        return requested[-1]
+
+    def run(inputs):
+        output, lse = mosaic_gpu.forward(inputs, call, tuning)
+        return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "_smem_tree_size", record)
+        try:
+            jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",))
+        except ValueError as refusal:
+            return requested, str(refusal)
+    return requested, None
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
+def test_shared_memory_is_counted_as_mosaic_gpu_requests_it(head_dim, rng):
+    for _ in range(4):
+        (inputs, call), tuning = random_call(rng, head_dim), random_tuning(rng, head_dim)
+        requested, refusal = requested_shared_memory(inputs, call, tuning)
+        assert list(shared_memory_bytes(call, tuning).values())[: len(requested)] == requested
+        excess = shared_memory_excess(call, tuning)
+        if refusal is None:
+            assert (len(requested), excess) == (2 if tuning.backward == "fused" else 3, None)
+        else:
+            assert "exceeds available shared memory" in refusal
+            assert f"need {requested[-1]:,} bytes of shared memory, of which a Hopper GPU has 232,448" in excess
+
+
+@NEEDS_JAX_0_11
+def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy():
+    _, call = call_of(head_dim=256)
+    tuning = MosaicGpuTuning(forward_tiles=MosaicForwardTuning(2, 256, 4))
+    # Queries, keys and values, lse on its own kilobyte, and 20 barriers.
+    assert 2 * 64 * 256 * 2 + 2 * 4 * 256 * 256 * 2 + 1024 + 20 * 8 == 1_115_296
+    expected = (
+        "forward_tiles of num_stages=4, block_kv=256, num_warpgroups=2 at head dim 256 need 1,115,296 bytes of shared "
+        "memory, of which a Hopper GPU has 232,448; lower num_stages or block_kv or num_warpgroups"
+    )
+    with pytest.raises(ValueError, match=re.escape(f"can't serve this call: {expected}")):
+        select_backend(call, tuning)
+    # The interpreter has no such limit.
+    assert select_backend(call, dataclasses.replace(tuning, interpret=True)).name == "mosaic_gpu"
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("given", [(), ("segment_ids",), ("positions",), ("segment_ids", "positions")], ids=repr)
+def test_the_best_tunings_known_fit(head_dim, given):
     numbers = jnp.zeros((2, 512), jnp.int32)
-    _, with_positions = call_of(FullMask(), head_dim=128, query_positions=numbers, key_value_positions=numbers)
-    _, packed = call_of(FullMask(), head_dim=128, query_segment_ids=numbers, key_value_segment_ids=numbers)
-    tiles = forward_tiles(with_positions)
-    assert tiles == forward_tiles(packed)
-    # Queries, keys and values, beside two numbers of each key.
-    rows = 64 * tiles.num_warpgroups + 2 * tiles.num_stages * tiles.block_kv
-    assert rows * 128 * 2 + 2 * tiles.num_stages * tiles.block_kv * 4 < 227 * 1024
+    tokens = {f"{side}_{name}": numbers for side in ("query", "key_value") for name in given}
+    for length in (512, 32768):
+        for mask in (None, CausalMask(), LocalMask(100, 0)):
+            for cap in (None, 5.0):
+                _, call = call_of(mask, head_dim=head_dim, logits_soft_cap=cap, **tokens)
+                for tuning in (None, MosaicGpuTuning("split")):
+                    assert shared_memory_excess(call, resolve(tuning, call._replace(q_len=length))) is None
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])

@@ -2,7 +2,12 @@
 
 import dataclasses
 import functools
+import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +29,7 @@ from kernels import (
 )
 from kernels.backends.triton import key_intervals, support
 from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.backends.triton.tuning import least_shared_memory, resolve
 from kernels.call import make_call
 from kernels.masks import TileKind
 from kernels.plan import make_rows
@@ -182,3 +188,100 @@ def test_tunings_refuse_what_cannot_run(make, message):
 def test_tunings_are_values():
     assert dataclasses.replace(TritonTiles(64, 64), num_stages=3) == TritonTiles(64, 64, num_stages=3)
     assert hash(TritonTuning()) == hash(TritonTuning())
+
+
+H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
+KERNELS = {"_forward_kernel": "forward", "_key_value_kernel": "key_value", "_query_kernel": "query"}
+
+
+COMPILES = """
+import json, sys
+import jax
+from jax_triton import triton_lib
+from kernels import CausalMask, TritonTiles, TritonTuning, Target
+from kernels.backends import triton
+from kernels.call import Cotangent
+from tests.kernels.test_triton import KERNELS, call_of
+
+compile_kernel, allocated = triton_lib.compile_ttir_inplace, []
+
+def record(*args, **kwargs):
+    result = compile_kernel(*args, **kwargs)
+    allocated[-1][KERNELS[result.name]] = result.shared_mem_bytes
+    return result
+
+triton_lib.compile_ttir_inplace = record
+for head_dim, capability, *tiles in json.loads(sys.argv[1]):
+    target = Target("gpu", "a GPU", capability)
+    inputs, call = call_of(CausalMask(), q_len=256, kv_len=256, head_dim=head_dim, target=target)
+    tuning = TritonTuning("split", *(TritonTiles(*each) for each in tiles))
+
+    def run(inputs):
+        output, lse = triton.forward(inputs, call, tuning)
+        return triton.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+
+    allocated.append({})
+    jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",))
+print(json.dumps(allocated))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax_triton to compile")
+def test_shared_memory_is_bounded_from_below(rng):
+    """By what Triton allocates, compiled ahead of time: in a process of its own, since this one interprets kernels."""
+
+    def tiles() -> list[int]:
+        return [int(rng.choice(values)) for values in ([16, 32, 64, 128], [16, 32, 64, 128], [4, 8], [1, 2, 3, 4])]
+
+    drawn = [
+        (head_dim, capability, tiles(), tiles(), tiles()) for head_dim in (40, 64, 128) for capability in (8.0, 9.0)
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    process = subprocess.run(
+        (sys.executable, "-c", COMPILES, json.dumps(drawn)),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stderr
+    for (head_dim, capability, *each), allocated in zip(drawn, json.loads(process.stdout), strict=True):
+        _, call = call_of(CausalMask(), head_dim=head_dim, target=Target("gpu", "a GPU", capability))
+        tuning = TritonTuning("split", *(TritonTiles(*sizes) for sizes in each))
+        least = least_shared_memory(call, tuning)
+        assert least.keys() == allocated.keys()
+        assert all(least[name] <= allocated[name] for name in least), (tuning, least, allocated)
+        if capability == 9.0 and tuning.forward.block_q >= 64:
+            assert least["forward"] == allocated["forward"]
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "tiles", "least", "available"),
+    [
+        (H200, 128, TritonTiles(128, 128, 8, 4), "294,912", "9.0 has 232,448"),
+        (A100, 256, TritonTiles(64, 128, 4, 3), "262,144", "8.0 has 166,912"),
+    ],
+    ids=["H200", "A100"],
+)
+def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy(
+    target, head_dim, tiles, least, available, monkeypatch
+):
+    monkeypatch.setattr(support, "_compiler_missing", lambda: None)
+    _, call = call_of(CausalMask(), head_dim=head_dim, target=target)
+    expected = (
+        f"forward={tiles} at head dim {head_dim} needs at least {least} bytes of shared memory, of which a GPU of "
+        f"compute capability {available}; lower num_stages, block_q or block_kv"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        select_backend(call, TritonTuning(forward=tiles))
+
+
+@pytest.mark.parametrize("head_dim", [8, 32, 64, 128, 192, 256])
+@pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0, 12.1])
+def test_the_tiles_of_every_gpu_are_not_refused(capability, head_dim, monkeypatch):
+    monkeypatch.setattr(support, "_compiler_missing", lambda: None)
+    for q_len in (200, 16384):
+        _, call = call_of(CausalMask(), head_dim=head_dim, target=Target("gpu", "a GPU", capability))
+        call = call._replace(q_len=q_len)
+        assert select_backend(call, "triton").name == "triton"
+        assert None not in dataclasses.astuple(resolve(None, call))

@@ -57,7 +57,7 @@ SUITES = {
 
 
 @dataclass(frozen=True)
-class Arguments:
+class AttentionArguments:
     """Measures attention backends side by side."""
 
     cases: tuple[str, ...] | None = None
@@ -108,7 +108,7 @@ class Arguments:
         )
 
 
-def measure(name: str, case: Case, arguments: Arguments) -> list[dict[str, Any]]:
+def measure(name: str, case: Case, arguments: AttentionArguments) -> list[dict[str, Any]]:
     """The rows of one case."""
     chosen = arguments.chosen
     if arguments.check:
@@ -126,7 +126,7 @@ def measure(name: str, case: Case, arguments: Arguments) -> list[dict[str, Any]]
     )
 
 
-def headings(arguments: Arguments) -> tuple[str, ...]:
+def headings(arguments: AttentionArguments) -> tuple[str, ...]:
     """Of the printed tables."""
     baseline = arguments.chosen.baseline
     if arguments.check:
@@ -154,7 +154,7 @@ def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
         yield f"{row['compile_s']:.1f} s"
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: AttentionArguments) -> None:
     """Measures case after case: appends the rows and prints a table of them, and under it what was refused."""
     console = Console() if Console().is_terminal else Console(width=160)
     for name, case in known_cases(arguments.chosen.cases).items():
@@ -176,4 +176,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(AttentionArguments))

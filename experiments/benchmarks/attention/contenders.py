@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments.benchmarks.attention.cases import Arrays, Direction, Problem, draw_arrays, make_problem
 from experiments.benchmarks.attention.peers import PEERS
-from experiments.benchmarks.attention.timing import Contender
+from experiments.benchmarks.attention.timing import AttentionContender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
 from kernels.tuning import MosaicGpuTuning, TritonTuning, Tuning
@@ -30,7 +30,7 @@ FORMS: dict[str, Tuning] = {
 
 def compile_contender(
     problem: Problem, backend: str | Tuning, direction: Direction, dense_gigabytes: float = math.inf
-) -> Contender:
+) -> AttentionContender:
     """Compiles a backend for a problem, `xla` at the longest power of two below the length at which it fits.
 
     Args:
@@ -57,7 +57,7 @@ def compile_contender(
         memory = program.memory_analysis()
         assert memory is not None, "every platform of JAX's own tells"
         if backend != "xla" or memory.temp_size_in_bytes < dense_gigabytes * 1e9:
-            return Contender(
+            return AttentionContender(
                 backend if isinstance(backend, str) else repr(backend),
                 functools.partial(program, shorter.arrays, shorter.segment_ids),
                 jax.block_until_ready,
@@ -69,8 +69,8 @@ def compile_contender(
 
 
 def compile_calls(
-    contender: Contender, problem: Problem, backend: str, direction: Direction, num_calls: int
-) -> Contender:
+    contender: AttentionContender, problem: Problem, backend: str, direction: Direction, num_calls: int
+) -> AttentionContender:
     """The contender with a program of several calls, which follow one another as a model's layers do.
 
     Each has inputs of its own. Seconds of compilation and temporary memory stay those of one call. In PyTorch, a loop

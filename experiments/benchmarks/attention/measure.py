@@ -15,7 +15,7 @@ import jax
 
 from experiments.benchmarks.attention.cases import Case, Direction, describe, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender, lower
-from experiments.benchmarks.attention.timing import Contender, how_many_last, speed_ratio, time_in_rounds
+from experiments.benchmarks.attention.timing import AttentionContender, how_many_last, speed_ratio, time_in_rounds
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
 # More than these don't tell more, and take memory and time to compile.
@@ -40,7 +40,7 @@ def measure_speed(
     problem = make_problem(case)
     common = {"case": name, **describe(case), "num_pairs": problem.num_pairs, **where()}
     rows: list[dict[str, Any]] = []
-    contenders: dict[str, dict[Direction, Contender]] = {backend: {} for backend in backends}
+    contenders: dict[str, dict[Direction, AttentionContender]] = {backend: {} for backend in backends}
     forward_s = math.inf  # of the fastest
     for backend in backends:
         for direction in DIRECTIONS:
@@ -87,7 +87,7 @@ def measure_speed(
     return rows
 
 
-def _seconds(case: Case, served: dict[Direction, Contender], measured: str) -> list[float]:
+def _seconds(case: Case, served: dict[Direction, AttentionContender], measured: str) -> list[float]:
     """A backend's times in each round, brought to the case's length."""
     compiled: Direction = "forward" if measured == "forward" else "forward_backward"
     scale = (case.length / served[compiled].length) ** 2

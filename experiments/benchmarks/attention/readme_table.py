@@ -2,9 +2,9 @@
 
 import tyro
 
-from experiments.benchmarks.attention.speed_table import Arguments, main
+from experiments.benchmarks.attention.speed_table import SpeedTableArguments, main
 from trainer.process.broken_pipe import reader_may_leave
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(SpeedTableArguments))

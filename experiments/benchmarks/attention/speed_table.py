@@ -35,7 +35,7 @@ NEXT = {
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SpeedTableArguments:
     """Writes the table of attention speeds in docs/benchmarks.md."""
 
     results: Path = REPOSITORY / "experiments/benchmarks/results/attention_hopper_h200.jsonl"
@@ -138,7 +138,7 @@ def mask_title(mask: Mask) -> str:
     return repr(mask)
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: SpeedTableArguments) -> None:
     """Rewrites the block."""
     table = make_table(read_rows(arguments.results), arguments.backend)
     arguments.page.write_text(replace_block(arguments.page.read_text(encoding="utf-8"), table), encoding="utf-8")
@@ -146,4 +146,4 @@ def main(arguments: Arguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(SpeedTableArguments))

@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclass
-class Contender:
+class AttentionContender:
     """One backend, compiled, and its times.
 
     Attributes:
@@ -63,7 +63,7 @@ def how_many_last(milliseconds: float, seconds: float) -> int:
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 
-def time_in_rounds(groups: Iterable[Sequence[Contender]], num_rounds: int) -> None:
+def time_in_rounds(groups: Iterable[Sequence[AttentionContender]], num_rounds: int) -> None:
     """Adds one time per round to each contender, the groups in an order of its own for each round.
 
     A device at its power limit slows down for some time after a program that took much of it: in a fixed order, always

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from experiments.benchmarks.attention.cases import Direction, Problem
-from experiments.benchmarks.attention.timing import Contender
+from experiments.benchmarks.attention.timing import AttentionContender
 
 
-def compile_torch(problem: Problem, backend: str, direction: Direction, calls_per_program: int = 1) -> Contender:
+def compile_torch(
+    problem: Problem, backend: str, direction: Direction, calls_per_program: int = 1
+) -> AttentionContender:
     """Compiles one of TORCH_PEERS; its inputs, of the problem's shapes, are drawn afresh.
 
     Several calls are a loop in Python, which starts each of them as it would in PyTorch's own eager mode.
@@ -49,7 +51,7 @@ def compile_torch(problem: Problem, backend: str, direction: Direction, calls_pe
     call(*inputs[0])
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - begin
-    return Contender(
+    return AttentionContender(
         backend,
         lambda: [call(*arrays) for arrays in inputs],
         lambda _: torch.cuda.synchronize(),

@@ -3,7 +3,8 @@
     python -m experiments.benchmarks.tune_attention
 
 For each case, settings that matter together are tried in every combination: compiled, held to what `blockwise`
-computes, and timed by turns. The tuning that the table has keeps its place unless another one is clearly faster.
+computes, and timed in rounds of all. The tuning that the table has keeps its place unless another one is clearly
+faster. What a kernel refuses, and what doesn't fit into shared memory, isn't tried.
 Whatever stops the search, the rows of what was measured are kept; `python -m
 experiments.benchmarks.tune_attention.table` makes the table of them.
 """
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
@@ -26,16 +27,20 @@ from experiments.benchmarks.attention.cases import Case, Direction, describe, kn
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
-from experiments.benchmarks.tune_attention.candidates import SEARCHES, implementation, variations
 from experiments.benchmarks.tune_attention.race import best_of, race
-from kernels.backends.mosaic_gpu import tuning as tunings
+from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, backend_tuning, variations
+from kernels.backends.mosaic_gpu.support import unsupported_reason
+from kernels.backends.mosaic_gpu.tuning import FASTEST_BACKWARD, FORWARD, FUSED, SPLIT
+from kernels.call import make_call
 from trainer.process.broken_pipe import reader_may_leave
 
-TABLES: dict[str, dict] = {"forward": tunings.FORWARD, "fused": tunings.FUSED, "split": tunings.SPLIT}
+TABLES: dict[str, dict] = {"forward": FORWARD, "fused": FUSED, "split": SPLIT}
+
+FORMS: tuple[Literal["fused", "split"], ...] = ("fused", "split")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class SearchArguments:
     """Finds the best tiles of the kernels for each kind of call."""
 
     cases: tuple[str, ...] = (
@@ -64,16 +69,16 @@ class Arguments:
     """Least length of one timing, in ms; see the attention benchmark's."""
     budget_s: float = 3600.0
     """No case is begun after so many seconds."""
-    output: Path = table.Arguments.results
+    output: Path = table.TableArguments.results
     """File that the rows are appended to, each race's as soon as it is over."""
-    table: Path = table.Arguments.table
+    table: Path = table.TableArguments.table
     """The table, which is made anew from all rows of the output."""
 
     def __post_init__(self):
         known_cases(self.cases)
         if unknown := set(self.searches) - set(table.SECTIONS):
             raise ValueError(f"unknown searches {sorted(unknown)}; expected some of {', '.join(table.SECTIONS)}")
-        stages = [stage for search in self.searches if search in SEARCHES for stage in SEARCHES[search].stages]
+        stages = [stage for search, space in SEARCH_SPACES.items() if search in self.searches for stage in space.stages]
         tried = dict.fromkeys(name for stage in stages for name in stage)
         if unknown := set(self.settings or ()) - set(tried):
             raise ValueError(
@@ -82,13 +87,29 @@ class Arguments:
             )
 
 
-def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[dict[str, Any]]]:
+def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[list[dict[str, Any]]]:
     """Searches for one case; the rows of each race, as soon as it is over.
 
     Raises:
       ValueError: the kernels don't run here.
     """
     problem, key = make_problem(case), table.key_of(case)
+    _, call = make_call(
+        problem.arrays["query"],
+        problem.arrays["key"],
+        problem.arrays["value"],
+        case.mask,
+        query_segment_ids=problem.segment_ids,
+        key_value_segment_ids=problem.segment_ids,
+        query_positions=None,
+        key_value_positions=None,
+        scale=None,
+        logits_soft_cap=None,
+        sinks=None,
+        return_lse=False,
+    )
+    if (reason := unsupported_reason(call)) is not None:
+        raise ValueError(f"the kernels can't serve {name}: mosaic_gpu {reason}")
     common = {"case": name, **describe(case), **where()}
     best: dict[str, Any] = {}
 
@@ -116,15 +137,16 @@ def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[di
             for trial in trials
         ]
 
-    for search, plan in SEARCHES.items():
-        best[search] = TABLES[search].get(key, plan.start)
-        for stage, settings in enumerate(plan.stages if search in arguments.searches else ()):
+    for search, space in SEARCH_SPACES.items():
+        best[search] = TABLES[search].get(key, space.start)
+        timed: Direction = "forward" if search == "forward" else "forward_backward"
+        for stage, settings in enumerate(space.stages if search in arguments.searches else ()):
             if arguments.settings is not None:
                 settings = {name: values for name, values in settings.items() if name in arguments.settings}
                 if not settings:
                     continue
-            candidates = variations(search, best[search], settings, best["forward"])
-            rows = run(search, stage, candidates, plan.timed, best[search])
+            candidates = variations(search, best[search], settings, best["forward"], call)
+            rows = run(search, stage, candidates, timed, best[search])
             yield rows
             if best[search] is None:
                 break
@@ -132,11 +154,11 @@ def search_case(name: str, case: Case, arguments: Arguments) -> Iterator[list[di
             raise ValueError(f"no forward kernel ran for {name}; the first: {rows[0]['refused']}")
     if "fastest_backward" not in arguments.searches:
         return
-    forms = {form: implementation(form, best[form], best["forward"]) for form in ("fused", "split") if best[form]}
-    yield run("fastest_backward", 0, forms, "forward_backward", tunings.FASTEST_BACKWARD.get(key))
+    forms = {form: backend_tuning(form, best[form], best["forward"]) for form in FORMS if best[form]}
+    yield run("fastest_backward", 0, forms, "forward_backward", FASTEST_BACKWARD.get(key))
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: SearchArguments) -> int:
     """Searches, and writes the table; returns the exit status."""
     begin, left = time.monotonic(), dict(known_cases(arguments.cases))
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +171,7 @@ def main(arguments: Arguments) -> int:
     except ValueError as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    table.main(table.Arguments(results=arguments.output, table=arguments.table))
+    table.main(table.TableArguments(results=arguments.output, table=arguments.table))
     if left:
         print(f"error: no time was left for {' '.join(left)}; search with --cases for them", file=sys.stderr)
     return 1 if left else 0
@@ -157,4 +179,4 @@ def main(arguments: Arguments) -> int:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        sys.exit(main(tyro.cli(Arguments)))
+        sys.exit(main(tyro.cli(SearchArguments)))

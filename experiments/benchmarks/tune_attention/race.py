@@ -1,4 +1,4 @@
-"""Candidates side by side: compiled together, held to the same results, timed by turns."""
+"""Candidates side by side: compiled together, held to the same results, timed in rounds of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from experiments.benchmarks.attention.cases import Direction, Problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason
-from experiments.benchmarks.attention.timing import Contender, time_in_rounds
+from experiments.benchmarks.attention.timing import AttentionContender, time_in_rounds
 from kernels.tuning import Tuning
 
 
@@ -44,7 +44,7 @@ def race(
     largest_difference: float = 0.02,
     hopeless: float = 1.25,
 ) -> list[Trial]:
-    """Times candidates by turns.
+    """Times candidates in rounds, each of which times every one.
 
     Args:
       candidates: tunings, and each as the kernels take it.
@@ -63,7 +63,7 @@ def race(
             for tuning, implementation in candidates.items()
         }
     refused: dict[Any, str] = {}
-    contenders: dict[Any, Contender] = {}
+    contenders: dict[Any, AttentionContender] = {}
     first: dict[Any, float] = {}
     for tuning, compilation in compilations.items():
         try:

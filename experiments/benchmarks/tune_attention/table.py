@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[str, type | None]] = {
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TableArguments:
     """Writes the kernels' table of tunings."""
 
     results: Path = REPOSITORY / "experiments/benchmarks/results/tuning_h200.jsonl"
@@ -93,11 +93,11 @@ def _source(tuning: Any, tuning_class: Any) -> str:
     return f'"{tuning}"' if tuning_class is None else repr(dataclasses.astuple(tuning_class(**tuning)))
 
 
-def main(arguments: Arguments) -> None:
+def main(arguments: TableArguments) -> None:
     """Writes the table."""
     arguments.table.write_text(render(read_rows(arguments.results)), encoding="utf-8")
 
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(Arguments))
+        main(tyro.cli(TableArguments))

@@ -6,8 +6,8 @@ next block's first tiles while the consumers finish the last one. A consumer ski
 rows attend to.
 
 Two things overlap with the tensor cores' work. A consumer issues the next tile's QKᵀ before this tile's PV, so that
-its softmax runs under a matmul. And consumers issue in turn (ping-pong), or drift apart by themselves, so that one's
-softmax runs under another's matmuls.
+its softmax runs under a matmul. And consumers issue one after another (ping-pong), or drift apart by themselves, so
+that one's softmax runs under another's matmuls.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -24,23 +24,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.launch import launch, run_as_consumer, run_as_producer
+from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
+from kernels.backends.mosaic_gpu.launch import launch
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import ROW_LAYOUT, WGMMA_ROWS, accumulator, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
+from kernels.backends.mosaic_gpu.memory import (
+    ROW_LAYOUT,
+    WGMMA_ROWS,
+    accumulator,
+    matrix,
+    padded_head_dim,
+    spread,
+    vector,
+)
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.softmax import OnlineSoftmax
-from kernels.backends.mosaic_gpu.tile_mask import TileMask
-from kernels.backends.mosaic_gpu.tile_scheduler import Block, BlockClaims, PingPong, TileScheduler
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
-from kernels.backends.mosaic_gpu.walk import SharedWalk, read_shared_row
 from kernels.call import AttentionCall
 from kernels.plan import Rows
 
 _LOG2_E = math.log2(math.e)
 
 
-class _Gmem(NamedTuple):
+class ForwardGmem(NamedTuple):
     """Global memory: operands, padded to whole tiles, and results. None for what isn't given."""
 
     query: Any
@@ -48,13 +55,13 @@ class _Gmem(NamedTuple):
     value: Any
     rows: Rows
     sinks: Any
-    tokens: Tokens
+    tokens: TokenArrays
     num_claimed: Any  # the dynamic tile scheduler's counter
     output: Any
     lse: Any
 
 
-class _Smem(NamedTuple):
+class ForwardSmem(NamedTuple):
     """Shared memory: q, o, lse and p for each consumer, k, v and their tokens for each stage."""
 
     q: Any
@@ -66,7 +73,7 @@ class _Smem(NamedTuple):
     p: Any  # what the machine needs to multiply with p
 
 
-class _Barriers(NamedTuple):
+class ForwardBarriers(NamedTuple):
     """Barriers: q's for each consumer, k's and v's for each stage."""
 
     q: Pipeline
@@ -76,16 +83,16 @@ class _Barriers(NamedTuple):
     claims: BlockClaims | None
 
 
-class _Context(NamedTuple):
+class ForwardContext(NamedTuple):
     """What every role knows: the call and how it runs, and one program's memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicForwardTuning
     machine: Hopper
     scheduler: TileScheduler
-    gmem: _Gmem
-    smem: _Smem
-    barriers: _Barriers
+    gmem: ForwardGmem
+    smem: ForwardSmem
+    barriers: ForwardBarriers
     ping_pong: PingPong
     program: jax.Array
     warpgroup: jax.Array
@@ -102,11 +109,40 @@ class _QueryRows(NamedTuple):
       mask: the rows' mask.
     """
 
-    block: Block
+    block: WorkBlock
     first: jax.Array
-    walk: SharedWalk
+    walk: BlockRange
     num_before: jax.Array
     mask: TileMask
+
+
+def forward_scratch(
+    call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper
+) -> tuple[ForwardSmem, ForwardBarriers]:
+    """Shared memory and barriers of the kernel."""
+    head_dim, value_dim = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
+    # The next block's query arrives while this block's output leaves.
+    has_output_memory = tuning.persistent or value_dim != head_dim
+    smem = ForwardSmem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+        k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
+        v=matrix(num_stages, block_kv, value_dim, dtype=call.dtype),
+        o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype) if has_output_memory else None,
+        lse=vector(num_consumers, WGMMA_ROWS),
+        tokens=token_memory(call, num_stages, block_kv),
+        p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
+    )
+    return smem, ForwardBarriers(
+        q=Pipeline(
+            plgpu.Barrier(num_barriers=num_consumers),
+            plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,
+        ),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        v=Pipeline.memory(num_stages, num_consumers=num_consumers),
+        ping_pong=plgpu.Barrier(num_barriers=num_consumers),
+        claims=machine.block_claims(num_consumers) if tuning.persistent else None,
+    )
 
 
 def forward(
@@ -114,11 +150,11 @@ def forward(
     key: Float[Array, "B S K H"],
     value: Float[Array, "B S K V"],
     sinks: Float[Array, " N"] | None,
-    tokens: Tokens,
+    tokens: TokenArrays,
     rows: Rows,
     call: AttentionCall,
     tuning: MosaicForwardTuning,
-    interpret,
+    machine: Hopper,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
     """Output and lse of arrays padded to whole tiles and whole head dims.
 
@@ -126,81 +162,56 @@ def forward(
       query: of a length that is a multiple of 64 (in the interpreter: of the tuning's block).
       key, value, tokens: of lengths that are multiples of the tuning's blocks.
       sinks: float32.
-      rows: the key/value tiles of each 64 query rows, as blocks share them (`share_walks`), or lists of each block's.
+      rows: the key/value tiles of each 64 queries, with the union of each block (`union_of_ranges`), or lists of each
+        block's tiles.
       call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
+      tuning, machine: how and where the kernel runs.
     """
-    batch, q_len, num_heads, head_dim = query.shape
-    value_dim, dtype, machine = value.shape[-1], query.dtype, Hopper.of(interpret)
-    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
+    batch, q_len, num_heads, _ = query.shape
     scheduler = TileScheduler(
         batch,
         num_heads,
         pl.cdiv(q_len, tuning.block_q),
-        tuning.heads_at_once * call.group_size,
+        tuning.num_l2_heads * call.group_size,
         num_multiprocessors=machine.num_multiprocessors(call.target) if tuning.persistent else None,
     )
-    claims = machine.block_claims(num_consumers) if tuning.persistent else None
-    # The next block's query arrives while this block's output leaves.
-    has_output_memory = tuning.persistent or value_dim != head_dim
-    smem = _Smem(
-        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=dtype),
-        k=matrix(num_stages, block_kv, head_dim, dtype=dtype),
-        v=matrix(num_stages, block_kv, value_dim, dtype=dtype),
-        o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=dtype) if has_output_memory else None,
-        lse=vector(num_consumers, WGMMA_ROWS),
-        tokens=token_memory(tokens, "key_value", num_stages, block_kv).get("token_smem"),
-        p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=dtype),
-    )
-    barriers = _Barriers(
-        q=Pipeline(
-            plgpu.Barrier(num_barriers=num_consumers),
-            plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,
-        ),
-        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + len(tokens.given("key_value"))),
-        v=Pipeline.memory(num_stages, num_consumers=num_consumers),
-        ping_pong=plgpu.Barrier(num_barriers=num_consumers),
-        claims=claims,
-    )
+    scratch = forward_scratch(call, tuning, machine)
 
-    def kernel(*refs):
-        *gmem, smem, barriers = refs
-        program, warpgroup = jax.lax.axis_index("program"), jax.lax.axis_index("warpgroup")
-        ping_pong = PingPong(barriers.ping_pong if tuning.take_turns else None, warpgroup, num_consumers)
-        context = _Context(
-            call, tuning, machine, scheduler, _Gmem(*gmem), smem, barriers, ping_pong, program, warpgroup
+    def make_context(gmem, smem, barriers, program):
+        warpgroup = jax.lax.axis_index("warpgroup")
+        ping_pong = PingPong(barriers.ping_pong if tuning.ping_pong else None, warpgroup, tuning.num_warpgroups)
+        return ForwardContext(
+            call, tuning, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
         )
-        run_as_producer(warpgroup, tuning, functools.partial(_load, context))
-        run_as_consumer(warpgroup < num_consumers, tuning, functools.partial(_attend, context))
 
+    num_claimed = None if scratch[1].claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
     return launch(
-        kernel,
-        (query, key, value, rows, sinks, tokens, None if claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))),
+        make_context,
+        _load,
+        [_attend],
+        (query, key, value, rows, sinks, tokens, num_claimed),
         out_type=(
-            jax.ShapeDtypeStruct((batch, q_len, num_heads, value_dim), dtype),
+            jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
             jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
         ),
-        scratch=(smem, barriers),
+        scratch=scratch,
         num_programs=scheduler.num_programs,
-        num_consumers=num_consumers,
+        tuning=tuning,
         machine=machine,
     )
 
 
-def _for_each_block(context: _Context, body, member, claim) -> jax.Array:
+def _for_each_block(context: ForwardContext, body, consumer, claim) -> jax.Array:
     """Calls `body(block, walk, num_before)` for each block of the program; returns how many tiles they all had.
 
     Args:
-      member: the consumer whose sub-range of tiles `walk` holds.
+      consumer: the one whose sub-range of tiles `walk` holds.
       claim: (claims, number of blocks done before the last one) → the program's next claim.
     """
     rows, claims = context.gmem.rows, context.barriers.claims
 
-    def visit(block: Block, num_before):
-        walk = read_shared_row(
-            rows.bounds, rows.tiles, block.batch, block.number, member, context.tuning.num_warpgroups
-        )
+    def visit(block: WorkBlock, num_before):
+        walk = read_block_range(rows, block.batch, block.number, consumer, context.tuning.num_warpgroups)
         body(block, walk, num_before)
         return num_before + walk.num_tiles
 
@@ -208,7 +219,7 @@ def _for_each_block(context: _Context, body, member, claim) -> jax.Array:
     return context.scheduler.for_each_block(context.program, visit, jnp.int32(0), next_claim)
 
 
-def _load(context: _Context) -> None:
+def _load(context: ForwardContext) -> None:
     """Producer: copies the tiles of one block after another into the ring, and in persistent programs the queries."""
     barriers = context.barriers
     num_steps = _for_each_block(
@@ -223,7 +234,7 @@ def _load(context: _Context) -> None:
             pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, barriers.q.empty.at[w]))
 
 
-def _load_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
+def _load_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, num_before) -> None:
     """Copies the key/value tiles of one block."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
 
@@ -234,29 +245,28 @@ def _load_block(context: _Context, block: Block, walk: SharedWalk, num_before) -
         kv_head = block.head // context.call.group_size
         tile = pl.ds(walk.tile(rank) * tuning.block_kv, tuning.block_kv)
         barriers.k.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
+        barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
-        copy_tokens(gmem.tokens, smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
         if tuning.persistent:
             pl.when(rank == 0)(lambda: _load_next_queries(context, block, is_first=step == 0))
         barriers.v.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, tile, kv_head], smem.v.at[slot], barriers.v.full.at[slot])
+        barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
 
 
-def _load_next_queries(context: _Context, block: Block, is_first) -> None:
+def _load_next_queries(context: ForwardContext, block: WorkBlock, is_first) -> None:
     """Copies all queries of a block, each as soon as its consumer has no use for the last block's."""
     for w in range(context.tuning.num_warpgroups):
         pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, context.barriers.q.empty.at[w]))
         _load_query(context, block, w)
 
 
-def _load_query(context: _Context, block: Block, consumer) -> None:
+def _load_query(context: ForwardContext, block: WorkBlock, consumer) -> None:
     q_rows = pl.ds(block.number * context.tuning.block_q + consumer * WGMMA_ROWS, WGMMA_ROWS)
-    query = context.gmem.query.at[block.batch, q_rows, block.head]
-    plgpu.copy_gmem_to_smem(query, context.smem.q.at[consumer], context.barriers.q.full.at[consumer])
+    context.barriers.q.copy(context.gmem.query.at[block.batch, q_rows, block.head], context.smem.q, consumer)
 
 
-def _attend(context: _Context) -> None:
+def _attend(context: ForwardContext) -> None:
     """Consumer: computes its 64 rows of one block after another."""
     context.ping_pong.start()
     body = functools.partial(_attend_block, context)
@@ -265,7 +275,7 @@ def _attend(context: _Context) -> None:
     context.ping_pong.finish()
 
 
-def _attend_block(context: _Context, block: Block, walk: SharedWalk, num_before) -> None:
+def _attend_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, num_before) -> None:
     """Computes a consumer's rows of one block, and skips the tiles that only other rows attend to."""
     call, tuning, barriers, warpgroup = context.call, context.tuning, context.barriers, context.warpgroup
     first = block.number * tuning.block_q + warpgroup * WGMMA_ROWS
@@ -300,8 +310,8 @@ def _attend_block(context: _Context, block: Block, walk: SharedWalk, num_before)
     _skip_tiles(context, rows, walk.ends[2], walk.num_tiles)
 
 
-def _skip_tiles(context: _Context, rows: _QueryRows, begin, end) -> None:
-    """Releases tiles that these rows don't attend to, in the others' turns."""
+def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
+    """Releases tiles that these rows don't attend to, in step with the ping-pong schedule."""
     k, v = context.barriers.k, context.barriers.v
 
     @pl.loop(begin, end)
@@ -315,7 +325,7 @@ def _skip_tiles(context: _Context, rows: _QueryRows, begin, end) -> None:
         v.consumer_release(slot)
 
 
-def _attend_tiles(context: _Context, rows: _QueryRows, o_acc) -> None:
+def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
     s_type, walk = accumulator(context.tuning.block_kv), rows.walk
@@ -358,12 +368,12 @@ def _attend_tiles(context: _Context, rows: _QueryRows, o_acc) -> None:
     _epilogue(context, rows, result, state.row_max, context.machine.join_partial_sums(state.row_sum))
 
 
-def _softmax(context: _Context) -> OnlineSoftmax:
+def _softmax(context: ForwardContext) -> OnlineSoftmax:
     cap = context.call.logits_soft_cap
     return OnlineSoftmax(_LOG2_E * (context.call.scale if cap is None else cap), context.call.dtype, context.machine)
 
 
-def _masked(context: _Context, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
+def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
     """Logits of a tile, under soft cap and mask."""
     call = context.call
     if call.logits_soft_cap is not None:
@@ -371,7 +381,7 @@ def _masked(context: _Context, rows: _QueryRows, s, rank, slot, is_partial) -> j
     return rows.mask.apply(s, is_partial, rows.walk.tile(rank) * context.tuning.block_kv, slot)
 
 
-def _first_tile(context: _Context, rows: _QueryRows, s_acc):
+def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     """S = QKᵀ of the rows' first tile, whose softmax starts row_max and row_sum."""
     rank, walk, k = rows.walk.begin, rows.walk, context.barriers.k
     slot = k.slot(rows.num_before + rank)
@@ -384,7 +394,9 @@ def _first_tile(context: _Context, rows: _QueryRows, s_acc):
     return p, state
 
 
-def _next_tile(context: _Context, rows: _QueryRows, output, rank, slot, last_slot, carry, is_partial: bool, s_acc):
+def _next_tile(
+    context: ForwardContext, rows: _QueryRows, output, rank, slot, last_slot, carry, is_partial: bool, s_acc
+):
     """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
     p, state, carried = carry
     smem, k, v = context.smem, context.barriers.k, context.barriers.v
@@ -408,7 +420,7 @@ def _next_tile(context: _Context, rows: _QueryRows, output, rank, slot, last_slo
     return tile.p, tile.state, output.store(new_output)
 
 
-def _epilogue(context: _Context, rows: _QueryRows, output, row_max, row_sum) -> None:
+def _epilogue(context: ForwardContext, rows: _QueryRows, output, row_max, row_sum) -> None:
     """Adds the sink to row_sum, divides by it, and writes output and lse."""
     # A NaN isn't 0: only a row without an allowed pair has a sum of 0.
     attends = row_sum != 0
@@ -424,7 +436,7 @@ def _epilogue(context: _Context, rows: _QueryRows, output, row_max, row_sum) -> 
     _store(context, rows, output.astype(context.call.dtype), lse)
 
 
-def _store(context: _Context, rows: _QueryRows, output, lse) -> None:
+def _store(context: ForwardContext, rows: _QueryRows, output, lse) -> None:
     """Writes output and lse of the rows through shared memory."""
     gmem, (batch, head, _), warpgroup = context.gmem, rows.block, context.warpgroup
     o_smem = (context.smem.q if context.smem.o is None else context.smem.o).at[warpgroup]

@@ -17,10 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import Context, Operands, log2_scale, probabilities
-from kernels.backends.mosaic_gpu.key_value_block import (
+from kernels.backends.mosaic_gpu.backward_passes import (
+    BackwardArrays,
+    BackwardContext,
     launch_key_value_pass,
     load_keys_and_values,
+    log2_scale,
+    padded_head_dims,
+    probabilities,
     query_tile,
     store_gradient,
     wait_for_consumers,
@@ -28,12 +32,10 @@ from kernels.backends.mosaic_gpu.key_value_block import (
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, vector
 from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, offset_weights
-from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
-from kernels.plan import Rows
 
 # Indices of a query's offsets.
 _DELTA, _LSE = 0, 1
@@ -46,7 +48,7 @@ _TILE, _IS_PARTIAL, _HEAD = range(3)
 _SHIFT = 4
 
 
-class _Smem(NamedTuple):
+class DKeyValueSmem(NamedTuple):
     """Shared memory: k and v of the block; q, do, their numbers and steps for each stage; ds and dq of a fused pass."""
 
     k: Any
@@ -63,7 +65,7 @@ class _Smem(NamedTuple):
     weights: Any  # and with the offsets' weights
 
 
-class _Barriers(NamedTuple):
+class DKeyValueBarriers(NamedTuple):
     """Barriers: k and v are full once; q and do share the stages that q's `empty` frees.
 
     `ds_full` and `ds_read`: all consumers have written a step's dS, or have read it (None with three buffers). `done`:
@@ -79,7 +81,7 @@ class _Barriers(NamedTuple):
     ds_read: Any
 
 
-_Pass = Context[_Smem, _Barriers]
+DKeyValueContext = BackwardContext[DKeyValueSmem, DKeyValueBarriers]
 
 
 class _Tile(NamedTuple):
@@ -104,75 +106,74 @@ class _Keys(NamedTuple):
     dv_acc: Any = None
 
 
+def key_value_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
+) -> tuple[DKeyValueSmem, DKeyValueBarriers]:
+    """Shared memory and barriers of the pass."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
+    num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
+    block_q, block_kv, lse_is_offset = tuning.block_q, tuning.block_kv, _lse_is_offset(call)
+    dq_columns = head_dim // num_consumers if tuning.divides_dq_by_columns else head_dim
+    # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
+    # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
+    num_ds_buffers = 2 if _is_tall(tuning) else 3
+    smem = DKeyValueSmem(
+        k=matrix(block_kv, head_dim, dtype=call.dtype),
+        v=matrix(block_kv, value_dim, dtype=call.dtype),
+        q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
+        do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
+        offsets=matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
+        lse=None if lse_is_offset else vector(num_stages, block_q),
+        steps=plgpu.SMEM((num_stages, 3), jnp.int32),
+        tokens=token_memory(call, num_stages, block_q),
+        ds=matrix(num_ds_buffers, block_kv, block_q, dtype=call.dtype) if fused else None,
+        dq=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=jnp.float32) if fused else None,
+        operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
+        weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
+    )
+    num_copies = 3 + (not lse_is_offset) + num_token_arrays(call)
+    return smem, DKeyValueBarriers(
+        k=plgpu.Barrier(),
+        v=plgpu.Barrier(),
+        q=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
+        do=Pipeline(plgpu.Barrier(num_barriers=num_stages)),
+        done=plgpu.Barrier(num_arrivals=num_consumers),
+        ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
+        ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
+    )
+
+
 def key_value_pass(
-    operands: Operands,
-    tokens: Tokens,
-    rows: Rows,
-    call: AttentionCall,
-    tuning: MosaicBackwardTuning,
-    interpret,
-    *,
-    fused: bool,
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
     """dK, dV and, if fused, the float32 dQ without the scale.
 
     Args:
-      operands, tokens: padded to whole tiles.
-      rows: the query tiles of each key/value block.
+      arrays: what the pass reads; rows are the query tiles of each block of keys.
       call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
+      tuning, machine: how and where the kernel runs.
       fused: whether to compute dQ.
     """
-    head_dim, value_dim = operands.key.shape[-1], operands.value.shape[-1]
-    dtype, machine = operands.query.dtype, Hopper.of(interpret)
-    num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
-    block_q, block_kv = tuning.block_q, tuning.block_kv
-    # A soft cap comes between the product and lse.
-    lse_is_offset = call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
-    offsets = offset_columns(
-        -operands.delta, *([operands.lse * (-1 / log2_scale(call))] if lse_is_offset else []), dtype=dtype
+    lse_is_offset = _lse_is_offset(call)
+    offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
+    d_query = jax.new_ref(jnp.zeros(arrays.query.shape, jnp.float32)) if fused else None
+    arrays = arrays._replace(
+        lse=None if lse_is_offset else arrays.lse,
+        delta=None,
+        offsets=offset_columns(*offsets, dtype=call.dtype),
+        d_query=d_query,
     )
-    d_query = jax.new_ref(jnp.zeros(operands.query.shape, jnp.float32)) if fused else None
-    # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
-    # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
-    num_ds_buffers = 2 if _is_tall(tuning) else 3
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
-    same_start = call.mask.same_keys_for_all_queries and all(x is None for x in tokens)
-    num_copies = 3 + (not lse_is_offset) + len(tokens.given("query"))
-    d_key, d_value = launch_key_value_pass(
-        call,
-        tuning,
-        machine,
-        (*operands[:4], None if lse_is_offset else operands.lse, None, offsets, rows, tokens, d_query),
-        _Smem(
-            k=matrix(block_kv, head_dim, dtype=dtype),
-            v=matrix(block_kv, value_dim, dtype=dtype),
-            q=matrix(num_stages, block_q, head_dim, dtype=dtype),
-            do=matrix(num_stages, block_q, value_dim, dtype=dtype),
-            offsets=matrix(num_stages, block_q, NUM_COLUMNS, dtype=dtype),
-            lse=None if lse_is_offset else vector(num_stages, block_q),
-            steps=plgpu.SMEM((num_stages, 3), jnp.int32),
-            tokens=token_memory(tokens, "query", num_stages, block_q).get("token_smem"),
-            ds=matrix(num_ds_buffers, block_kv, block_q, dtype=dtype) if fused else None,
-            dq=matrix(num_consumers, WGMMA_ROWS, _dq_columns(tuning, head_dim), dtype=jnp.float32) if fused else None,
-            operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=dtype),
-            weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=dtype),
-        ),
-        _Barriers(
-            k=plgpu.Barrier(),
-            v=plgpu.Barrier(),
-            q=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
-            do=Pipeline(plgpu.Barrier(num_barriers=num_stages)),
-            done=plgpu.Barrier(num_arrivals=num_consumers),
-            ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
-            ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
-        ),
-        producer=_load,
-        consumers=[_differentiate],
-        shift=_SHIFT if same_start else None,
-    )
+    same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
+    scratch = key_value_scratch(call, tuning, machine, fused=fused)
+    roles = {"producer": _load, "consumers": [_differentiate], "shift": _SHIFT if same_start else None}
+    d_key, d_value = launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles)
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
+
+
+def _lse_is_offset(call: AttentionCall) -> bool:
+    """Whether the tensor cores subtract lse. A soft cap comes between the product and lse."""
+    return call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
 
 
 def _is_tall(tuning: MosaicBackwardTuning) -> bool:
@@ -184,12 +185,7 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     return tuning.block_q > WGMMA_ROWS
 
 
-def _dq_columns(tuning: MosaicBackwardTuning, head_dim: int) -> int:
-    """Columns of dQ that one consumer computes: all, or if a tile has too few rows to share, a part of them."""
-    return head_dim // tuning.num_warpgroups if tuning.divides_dq_by_columns else head_dim
-
-
-def _load(context: _Pass) -> None:
+def _load(context: DKeyValueContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, walk, num_steps = context.block, context.walk, context.num_steps
@@ -207,18 +203,17 @@ def _load(context: _Pass) -> None:
         smem.steps[slot, _IS_PARTIAL] = (rank < walk.num_partial).astype(jnp.int32)
         smem.steps[slot, _HEAD] = head
         plgpu.barrier_arrive(full)
-        plgpu.copy_gmem_to_smem(gmem.query.at[block.batch, queries, head], smem.q.at[slot], full)
-        plgpu.copy_gmem_to_smem(gmem.offsets.at[block.batch, head, queries], smem.offsets.at[slot], full)
+        barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
+        barriers.q.copy(gmem.offsets.at[block.batch, head, queries], smem.offsets, slot)
         if smem.lse is not None:
-            plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse.at[slot], full)
-        copy_tokens(gmem.tokens, smem.tokens, "query", (block.batch, queries), slot, full)
-        do_full = barriers.do.full.at[slot]
-        plgpu.copy_gmem_to_smem(gmem.d_output.at[block.batch, queries, head], smem.do.at[slot], do_full)
+            barriers.q.copy(gmem.lse.at[block.batch, head, queries], smem.lse, slot)
+        gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, full)
+        barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
 
     producer_tail(num_steps, barriers.q)
 
 
-def _differentiate(context: _Pass) -> None:
+def _differentiate(context: DKeyValueContext) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
     call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
@@ -236,7 +231,7 @@ def _differentiate(context: _Pass) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]), accumulator(gmem.value.shape[-1]))
 
 
-def _accumulate(context: _Pass, keys: _Keys) -> None:
+def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
     tuning, gmem = context.tuning, context.gmem
     smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
@@ -264,7 +259,7 @@ def _accumulate(context: _Pass, keys: _Keys) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _next_tile(context: _Pass, keys: _Keys, step, last):
+def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
     """Adds a tile's part to dK and dV, and in the fused form the last tile's part to dQ.
 
     Args:
@@ -319,7 +314,7 @@ def _next_tile(context: _Pass, keys: _Keys, step, last):
     return number, head
 
 
-def _p_and_ds(context: _Pass, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
+def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
     call, tuning, machine = context.call, context.tuning, context.machine
     smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
@@ -350,7 +345,7 @@ def _p_and_ds(context: _Pass, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     return operand, ds.astype(call.dtype)
 
 
-def _dq_place(context: _Pass) -> tuple[Any, Any]:
+def _dq_place(context: DKeyValueContext) -> tuple[Any, Any]:
     """Rows and columns of a tile of dQ that the consumer computes."""
     num_columns = context.smem.dq.shape[-1]
     by_columns = context.tuning.divides_dq_by_columns
@@ -358,7 +353,7 @@ def _dq_place(context: _Pass) -> tuple[Any, Any]:
     return rows, pl.ds(context.warpgroup * num_columns if by_columns else 0, num_columns)
 
 
-def _start_dq(context: _Pass, dq_acc, step) -> None:
+def _start_dq(context: DKeyValueContext, dq_acc, step) -> None:
     """Issues dQ = dSᵀ K of a step."""
     smem = context.smem
     rows, columns = _dq_place(context)
@@ -368,7 +363,7 @@ def _start_dq(context: _Pass, dq_acc, step) -> None:
     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
 
-def _add_to_dq(context: _Pass, dq, tile, predicate=None) -> None:
+def _add_to_dq(context: DKeyValueContext, dq, tile, predicate=None) -> None:
     """Starts to add the consumer's part of a tile's dQ to global memory.
 
     Args:
@@ -385,7 +380,7 @@ def _add_to_dq(context: _Pass, dq, tile, predicate=None) -> None:
     plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
 
 
-def _last_dq(context: _Pass, tile) -> None:
+def _last_dq(context: DKeyValueContext, tile) -> None:
     """Adds the last step's part to dQ."""
     plgpu.barrier_wait(context.barriers.ds_full)
 

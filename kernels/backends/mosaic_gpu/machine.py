@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.memory import accumulator, matrix
-from kernels.backends.mosaic_gpu.thread_sums import join_partial_sums, partial_sums
+from kernels.backends.mosaic_gpu.threads import column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
 from kernels.target import Target
 
@@ -78,11 +78,6 @@ class Hopper:
 
     interpret: Any = None
 
-    @staticmethod
-    def of(interpret) -> Hopper:
-        """What runs a kernel with these parameters of Pallas's interpreter, or with None."""
-        return Hopper() if interpret is None else Interpreter(interpret)
-
     def num_multiprocessors(self, target: Target) -> int:
         """Persistent programs that run at the same time."""
         assert target.num_multiprocessors is not None, f"{target} is a GPU"
@@ -112,6 +107,10 @@ class Hopper:
         """The sums of rows, from the parts of the threads that share a row."""
         return join_partial_sums(sums)
 
+    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
+        """The index of each element's column in a tile whose first column has the index `first`."""
+        return column_indices(first, shape)
+
 
 @dataclass(frozen=True)
 class Interpreter(Hopper):
@@ -139,3 +138,6 @@ class Interpreter(Hopper):
 
     def join_partial_sums(self, sums) -> jax.Array:
         return sums
+
+    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
+        return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)

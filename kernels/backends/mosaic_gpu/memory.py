@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -9,8 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile: a warpgroup's matmul."""
 ROWS_OF_A_THREAD, THREADS_OF_A_ROW, COLUMNS_OF_A_THREAD = 2, 4, 2
-"""Of an accumulator: a thread's registers hold pairs of neighbouring columns, alternately of two rows. Four threads
+"""Of an accumulator: a thread's registers hold two neighbouring columns each, alternately of two rows. Four threads
 share eight columns of a row."""
+_ALIGNMENT, _BARRIER_BYTES = 1024, 8
+"""Of shared memory: arrays begin at multiples of the first."""
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 """Layout of one number for each row of an accumulator."""
 
@@ -26,6 +31,23 @@ def matrix(*shape: int, dtype):
 def vector(*shape: int):
     """A stack of float32 vectors `[..., rows]`."""
     return plgpu.SMEM(shape, jnp.float32)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim that the kernels work at: 32 or a multiple of 64."""
+    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
+
+
+def num_bytes(scratch: Any) -> int:
+    """Shared memory that Pallas allocates for a tree of arrays and barriers."""
+    size = 0
+    for x in jax.tree.leaves(scratch):
+        if isinstance(x, plgpu.Barrier):
+            size += _BARRIER_BYTES * math.prod(jax.tree.leaves(x.num_barriers))
+        else:
+            array_bytes = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+            size += -(-array_bytes // _ALIGNMENT) * _ALIGNMENT
+    return size
 
 
 def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:

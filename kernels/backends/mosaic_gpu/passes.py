@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import Operands
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims
+from kernels.backends.mosaic_gpu.block_range import union_of_ranges
 from kernels.backends.mosaic_gpu.forward_pass import forward
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
-from kernels.backends.mosaic_gpu.pairs import Tokens
+from kernels.backends.mosaic_gpu.machine import Hopper, Interpreter
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, padded_head_dim
 from kernels.backends.mosaic_gpu.query_pass import query_pass
+from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
-from kernels.backends.mosaic_gpu.walk import share_walks
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Rows, make_rows
@@ -38,20 +39,16 @@ def run_forward(
     how = tuning.forward_tiles
     assert how is not None
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
-    query, key, value = (
-        _padded(x, block, padded_head_dim(x.shape[-1]))
-        for x, block in _matrices(inputs, how.block_q if tuning.interpret else WGMMA_ROWS, how.block_kv)
-    )
+    block_q = how.block_q if tuning.interpret else WGMMA_ROWS
+    head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
     output, lse = forward(
-        query,
-        key,
-        value,
+        *_matrices(inputs, block_q, how.block_kv, *head_dims),
         sinks=None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
-        tokens=Tokens.of(inputs, how.block_q, how.block_kv),
+        tokens=TokenArrays.of(inputs, how.block_q, how.block_kv),
         rows=_rows_of_warpgroups(inputs, call, how),
         call=call,
         tuning=how,
-        interpret=_interpreter(tuning),
+        machine=_machine(tuning),
     )
     return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
@@ -64,7 +61,7 @@ def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: Mo
     own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
     if own.tiles is not None:
         own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
-    return share_walks(own, tuning.num_warpgroups)
+    return union_of_ranges(own, tuning.num_warpgroups)
 
 
 def run_backward(
@@ -73,39 +70,29 @@ def run_backward(
     """The gradients of query, key and value. The arguments are `run_forward`'s."""
     how = tuning.backward_tiles
     assert how is not None
-    d_output, (lse, delta) = cotangent.d_output, cotangent.by_head()
+    lse, delta = cotangent.by_head()
 
-    def operands(block_q: int, block_kv: int) -> Operands:
-        widths = [max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim)]
-        # The halves of a fused dQ are 64 wide, too.
-        head_dim, value_dim = widths if how.one_gradient_each else [max(widths)] * 2
-        query, key, value, d_out = (
-            _padded(x, block, width)
-            for (x, block), width in zip(
-                (*_matrices(inputs, block_q, block_kv), (d_output, block_q)),
-                (head_dim, head_dim, value_dim, value_dim),
-                strict=True,
-            )
-        )
+    def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
+        head_dim, value_dim = padded_head_dims(call, how)
+        query, key, value = _matrices(inputs, block_q, block_kv, head_dim, value_dim)
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(lse != -jnp.inf, lse * _LOG2_E, _HUGE_LSE)
-        return Operands(
+        arrays = BackwardArrays(
             query,
             key,
             value,
-            d_out,
+            _padded(cotangent.d_output, block_q, value_dim),
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(delta, row_padding),
+            offsets=None,
+            rows=make_rows(inputs, call, block_q, block_kv, transposed=transposed),
+            tokens=TokenArrays.of(inputs, block_q, block_kv),
         )
-
-    def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
-        rows = make_rows(inputs, call, block_q, block_kv, transposed=transposed)
-        tokens = Tokens.of(inputs, block_q, block_kv)
-        return kernel(operands(block_q, block_kv), tokens, rows, call, how, _interpreter(tuning))
+        return kernel(arrays, call, how, _machine(tuning))
 
     key_values = (
         wide_key_value_pass
-        if how.one_gradient_each
+        if how.one_gradient_per_warpgroup
         else functools.partial(key_value_pass, fused=tuning.backward == "fused")
     )
     d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
@@ -117,8 +104,12 @@ def run_backward(
     return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value
 
 
-def _matrices(inputs: AttentionInputs, block_q: int, block_kv: int):
-    return (inputs.query, block_q), (inputs.key, block_kv), (inputs.value, block_kv)
+def _matrices(
+    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+) -> tuple[Array, Array, Array]:
+    """Query, key and value, padded to whole blocks and to these head dims."""
+    query, key = _padded(inputs.query, block_q, head_dim), _padded(inputs.key, block_kv, head_dim)
+    return query, key, _padded(inputs.value, block_kv, value_dim)
 
 
 def _padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
@@ -128,10 +119,7 @@ def _padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, 
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
-def padded_head_dim(head_dim: int) -> int:
-    """The head dim that the kernels work at: 32 or a multiple of 64."""
-    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
-
-
-def _interpreter(tuning: MosaicGpuTuning):
-    return plgpu.InterpretGPUParams() if tuning.interpret else None  # type: ignore[attr-defined]  # new in JAX 0.11
+def _machine(tuning: MosaicGpuTuning) -> Hopper:
+    if tuning.interpret:
+        return Interpreter(plgpu.InterpretGPUParams())  # type: ignore[attr-defined]  # new in JAX 0.11
+    return Hopper()

@@ -42,6 +42,10 @@ class Pipeline(NamedTuple):
         """Waits until the consumers have read what the stage held before this step."""
         pl.when(step >= self.num_stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
 
+    def copy(self, source, memory, slot) -> None:
+        """Starts to copy from global memory to a stage."""
+        plgpu.copy_gmem_to_smem(source, memory.at[slot], self.full.at[slot])
+
     def consumer_wait(self, slot) -> None:
         """Waits for a stage's copies."""
         plgpu.barrier_wait(self.full.at[slot])

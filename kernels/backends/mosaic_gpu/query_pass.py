@@ -10,19 +10,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, Context, Operands, launch_pass, probabilities
+from kernels.backends.mosaic_gpu.backward_passes import (
+    DELTA,
+    LSE,
+    BackwardArrays,
+    BackwardContext,
+    launch_pass,
+    padded_head_dims,
+    probabilities,
+)
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
-from kernels.plan import Rows
 
 
-class _Smem(NamedTuple):
+class DQuerySmem(NamedTuple):
     """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
 
     q: Any
@@ -34,7 +40,7 @@ class _Smem(NamedTuple):
     ds: Any  # what the machine needs to multiply with dS
 
 
-class _Barriers(NamedTuple):
+class DQueryBarriers(NamedTuple):
     """Barriers: the queries' for each consumer, k's and v's for each stage."""
 
     queries: Any
@@ -42,55 +48,58 @@ class _Barriers(NamedTuple):
     v: Pipeline
 
 
-_Pass = Context[_Smem, _Barriers]
+DQueryContext = BackwardContext[DQuerySmem, DQueryBarriers]
+
+
+def query_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[DQuerySmem, DQueryBarriers]:
+    """Shared memory and barriers of the pass."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
+    smem = DQuerySmem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+        do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
+        lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+        k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
+        v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
+        tokens=token_memory(call, num_stages, block_kv),
+        ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
+    )
+    return smem, DQueryBarriers(
+        queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
+    )
 
 
 def query_pass(
-    operands: Operands, tokens: Tokens, rows: Rows, call: AttentionCall, tuning: MosaicBackwardTuning, interpret
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
 ) -> Float[Array, "B T N H"]:
     """dQ alone, scaled, in the query's dtype.
 
     Args:
-      operands, tokens: padded to whole tiles.
-      rows: the key/value tiles of each block of query rows.
+      arrays: what the pass reads; rows are the key/value tiles of each block of queries.
       call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
+      tuning, machine: how and where the kernel runs.
     """
-    batch, q_len, num_heads, head_dim = operands.query.shape
-    value_dim, dtype, machine = operands.value.shape[-1], operands.query.dtype, Hopper.of(interpret)
-    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    # Wide heads leave no room for as many value tiles. Values are read early in a step, and their stage is free sooner.
-    num_value_stages = max(1, num_stages - 1) if tuning.one_gradient_each else num_stages
+    batch, q_len, num_heads, _ = arrays.query.shape
     return launch_pass(
         call,
         tuning,
         machine,
-        TileScheduler(batch, num_heads, pl.cdiv(q_len, tuning.block_q_dq), tuning.heads_at_once * call.group_size),
-        (*operands, None, rows, tokens),
-        _Smem(
-            q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=dtype),
-            do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=dtype),
-            lse_delta=vector(2, num_consumers, WGMMA_ROWS),
-            k=matrix(num_stages, block_kv, head_dim, dtype=dtype),
-            v=matrix(num_value_stages, block_kv, value_dim, dtype=dtype),
-            tokens=token_memory(tokens, "key_value", num_stages, block_kv).get("token_smem"),
-            ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=dtype),
-        ),
-        _Barriers(
-            queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
-            k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + len(tokens.given("key_value"))),
-            v=Pipeline.memory(num_value_stages, num_consumers=num_consumers),
-        ),
+        TileScheduler(batch, num_heads, pl.cdiv(q_len, tuning.block_q_dq), tuning.num_l2_heads * call.group_size),
+        arrays[:9],
+        query_scratch(call, tuning, machine),
         producer=_load,
         consumers=[_differentiate],
-        out_type=jax.ShapeDtypeStruct(operands.query.shape, dtype),
+        out_type=jax.ShapeDtypeStruct(arrays.query.shape, call.dtype),
         block_length=tuning.block_q_dq,
         heads_per_block=1,
     )
 
 
-def _load(context: _Pass) -> None:
+def _load(context: DQueryContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -101,18 +110,18 @@ def _load(context: _Pass) -> None:
         tile = pl.ds(context.walk.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
         slot = barriers.k.slot(step)
         barriers.k.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, tile, kv_head], smem.k.at[slot], barriers.k.full.at[slot])
+        barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
-        copy_tokens(gmem.tokens, smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
         slot = barriers.v.slot(step)
         barriers.v.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, tile, kv_head], smem.v.at[slot], barriers.v.full.at[slot])
+        barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
 
     producer_tail(num_steps, barriers.k)
     producer_tail(num_steps, barriers.v)
 
 
-def _differentiate(context: _Pass) -> None:
+def _differentiate(context: DQueryContext) -> None:
     """Consumer: dQ of 64 query rows."""
     call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
@@ -141,7 +150,7 @@ def _differentiate(context: _Pass) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _add_tile(context: _Pass, mask: TileMask, lse, delta, dq_acc, step) -> None:
+def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
     smem, barriers, walk = context.smem, context.barriers, context.walk
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)

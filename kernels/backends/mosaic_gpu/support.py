@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
@@ -36,7 +36,11 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} holds"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
-    return None
+    if interpreted:
+        return None
+    from kernels.backends.mosaic_gpu.shared_memory import shared_memory_excess
+
+    return shared_memory_excess(call, resolve(tuning, call))
 
 
 def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
@@ -44,11 +48,10 @@ def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
     if tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
         return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
     tiles = tuning.backward_tiles
-    if tiles is not None and not tiles.one_gradient_each:
+    if tiles is not None and not tiles.one_gradient_per_warpgroup:
         if widest > _MAX_FUSED_HEAD_DIM:
-            return (
-                f"needs backward_tiles with one_gradient_each above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
-            )
+            setting = "backward_tiles with one_gradient_per_warpgroup"
+            return f"needs {setting} above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
         may_fuse = tuning.backward != "split" and not tuning.interpret
         if may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
             return (

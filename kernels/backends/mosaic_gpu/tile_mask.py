@@ -1,28 +1,81 @@
-"""The mask of the tiles that one warpgroup computes: its rows stay while the other side's tiles stream past."""
+"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
 
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.pairs import Side, Tokens, allowed_pairs, keep_allowed, resident_tokens, tile_tokens
-from kernels.call import AttentionCall
+from kernels.backends.mosaic_gpu.memory import load_vector, spread
+from kernels.call import AttentionCall, AttentionInputs
+
+Side = Literal["query", "key_value"]
+
+
+class TokenArrays(NamedTuple):
+    """Segment ids and positions `[B, L]`, padded to whole tiles; None where they aren't given.
+
+    Within a kernel the same tuple holds references to the arrays.
+    """
+
+    query_segment_ids: Any = None
+    key_value_segment_ids: Any = None
+    query_positions: Any = None
+    key_value_positions: Any = None
+
+    def given(self, side: Side) -> dict[str, Any]:
+        """The given arrays of one side, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None and name.startswith(side)}
+
+    @staticmethod
+    def of(inputs: AttentionInputs, block_q: int, block_kv: int) -> TokenArrays:
+        """The arrays of a call. The last token's number fills the last tile."""
+
+        def padded(name: str, tokens: Int[Array, "B L"] | None):
+            if tokens is None:
+                return None
+            block = block_q if name.startswith("query") else block_kv
+            return jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
+
+        return TokenArrays(*(padded(name, getattr(inputs, name)) for name in TokenArrays._fields))
+
+    def copy(self, memory, side: Side, where, slot, full) -> None:
+        """Starts to copy a tile's tokens to their stage. Each array arrives at the barrier `full` once.
+
+        Args:
+          memory: `token_memory`; None if nothing is given.
+          where: (batch element, tokens).
+        """
+        for i, ref in enumerate(self.given(side).values()):
+            plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], full)
+
+
+def num_token_arrays(call: AttentionCall) -> int:
+    """Arrays that `TokenArrays` holds of each side."""
+    return call.has_segment_ids + call.has_positions
+
+
+def token_memory(call: AttentionCall, num_stages: int, block: int) -> Any:
+    """Shared memory for the tokens of the tiles in a ring; None if the call has none."""
+    num_arrays = num_token_arrays(call)
+    return plgpu.SMEM((num_arrays, num_stages, block), jnp.int32) if num_arrays else None
 
 
 class TileMask(NamedTuple):
-    """Mask, documents and padding of a warpgroup's tiles.
+    """The mask of a warpgroup's tiles. Its rows stay in shared memory, and the tiles of the other side stream past.
 
     Attributes:
       call: the call, with the lengths before padding.
       machine: what runs the kernel.
-      streamed: the side whose tiles stream past: "key_value", or "query" for transposed tiles.
-      row_first: index of the warpgroup's first row among the queries, or among the keys.
-      block_kv: the length of keys that padding fills.
+      streamed: the other side: "key_value", or "query" for transposed tiles.
+      row_first: index of the warpgroup's first query, or first key.
+      block_kv: the length of keys is padded to a multiple of it.
       tokens, memory: references to the tokens' arrays, and to their tiles in shared memory.
-      resident: the rows' own tokens.
+      row_tokens: the rows' own tokens, by name.
     """
 
     call: AttentionCall
@@ -30,36 +83,58 @@ class TileMask(NamedTuple):
     streamed: Side
     row_first: Any
     block_kv: int
-    tokens: Tokens
+    tokens: TokenArrays
     memory: Any
-    resident: dict[str, jax.Array]
+    row_tokens: dict[str, jax.Array]
 
     @staticmethod
     def load(context: Any, streamed: Side, batch, rows, block_kv: int) -> TileMask:
-        """Loads the tokens of a warpgroup's rows, `pl.ds(first, length)` of an element of the batch, in any kernel."""
-        tokens, memory = context.gmem.tokens, context.smem.tokens
-        resident = resident_tokens(tokens, streamed, (batch, rows))
-        return TileMask(context.call, context.machine, streamed, rows.start, block_kv, tokens, memory, resident)
+        """The mask of some rows, `pl.ds(first, length)` of a batch element. Loads their tokens from global memory."""
+        tokens: TokenArrays = context.gmem.tokens
+        given = tokens.given("key_value" if streamed == "query" else "query")
+        row_tokens = {name: load_vector(ref.at[batch, rows], rows=True, shared=False) for name, ref in given.items()}
+        return TileMask(
+            context.call, context.machine, streamed, rows.start, block_kv, tokens, context.smem.tokens, row_tokens
+        )
 
     def apply(self, logits, is_partial, column_first, slot) -> jax.Array:
-        """Sets the logits of pairs that may not attend to −inf.
+        """Sets the logits of pairs that may not attend to −inf. Evaluates the mask in PARTIAL tiles only.
 
         Args:
           logits: of a tile, in registers.
           is_partial: whether the tile is PARTIAL: a bool or a traced one.
           column_first: index of the tile's first column among the keys, or among the queries.
-          slot: the slot of the columns' tokens in shared memory.
+          slot: the stage that holds the columns' tokens.
         """
-        transposed = self.streamed == "query"
-        q_first, kv_first = (column_first, self.row_first) if transposed else (self.row_first, column_first)
-        allowed = functools.partial(
-            allowed_pairs,
-            self.call,
-            tile_tokens(self.tokens, self.memory, self.streamed, resident=self.resident, slot=slot),
-            q_first,
-            kv_first,
-            kv_padded=self.call.kv_len % self.block_kv != 0,
-            transposed=transposed,
-            interpreted=self.machine.interpret is not None,
-        )
-        return keep_allowed(logits, is_partial, allowed)
+
+        def masked(logits):
+            return jnp.where(self._allowed(logits.shape, column_first, slot), logits, -jnp.inf)
+
+        if isinstance(is_partial, bool):
+            return masked(logits) if is_partial else logits
+        return jax.lax.cond(is_partial, masked, lambda logits: logits, logits)
+
+    def _allowed(self, shape: tuple[int, int], column_first, slot) -> jax.Array:
+        """Which pairs of a tile may attend, in the layout of an accumulator."""
+        call = self.call
+        rows = self.row_first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        columns = self.machine.column_indices(column_first, shape)
+        q_index, kv_index = (columns, rows) if self.streamed == "query" else (rows, columns)
+        q_pos, kv_pos = q_index, kv_index
+        if call.has_positions:
+            q_pos = self._tokens_of_tile("query_positions", shape, slot)
+            kv_pos = self._tokens_of_tile("key_value_positions", shape, slot)
+        allowed = call.mask(q_pos, kv_pos)
+        if call.has_segment_ids:
+            q_ids = self._tokens_of_tile("query_segment_ids", shape, slot)
+            allowed &= q_ids == self._tokens_of_tile("key_value_segment_ids", shape, slot)
+        if call.kv_len % self.block_kv:
+            allowed &= kv_index < call.kv_len
+        return allowed
+
+    def _tokens_of_tile(self, name: str, shape: tuple[int, int], slot) -> jax.Array:
+        """An array's numbers of the tile's rows or columns, as a matrix."""
+        if name in self.row_tokens:
+            return spread(self.row_tokens[name], shape, rows=True)
+        index = list(self.tokens.given(self.streamed)).index(name)
+        return spread(load_vector(self.memory.at[index, slot], rows=False), shape, rows=False)

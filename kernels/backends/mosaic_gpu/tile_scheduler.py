@@ -23,11 +23,11 @@ _T = TypeVar("_T")
 _CLAIM_SLOTS = 2
 
 
-class Block(NamedTuple):
+class WorkBlock(NamedTuple):
     """A block of queries or of keys, within a kernel.
 
     Attributes:
-      batch, head: element of the batch, and head: of the queries, or of the keys.
+      batch, head: batch element, and head of the queries or of the keys.
       number: the block's number within its head.
     """
 
@@ -44,8 +44,8 @@ class TileScheduler:
     share them when fewer heads run together; the load is balanced better when more do.
 
     Attributes:
-      batch, num_heads, num_blocks_per_head: elements of the batch, heads of each, and blocks of each head.
-      heads_at_once: number of heads that run together, counted over the batch.
+      batch, num_heads, num_blocks_per_head: batch elements, heads of each, and blocks of each head.
+      num_l2_heads: number of heads processed together, counted over the batch.
       last_blocks_first: under a causal mask the last queries have the most work, and so have the first keys.
       num_multiprocessors: None for one program per block. Else at most this many persistent programs, each of which
         computes one block after another.
@@ -54,7 +54,7 @@ class TileScheduler:
     batch: int
     num_heads: int
     num_blocks_per_head: int
-    heads_at_once: int
+    num_l2_heads: int
     last_blocks_first: bool = True
     num_multiprocessors: int | None = None
 
@@ -68,25 +68,25 @@ class TileScheduler:
         """Programs to launch."""
         return self.num_blocks if self.num_multiprocessors is None else min(self.num_blocks, self.num_multiprocessors)
 
-    def block(self, index) -> Block:
+    def block(self, index) -> WorkBlock:
         """The index-th block of the schedule."""
         num_heads = self.batch * self.num_heads
-        at_once = min(self.heads_at_once, num_heads)
+        at_once = min(self.num_l2_heads, num_heads)
         group, place = (0, index) if at_once == num_heads else _div_rem(index, at_once * self.num_blocks_per_head)
         # The last group may have fewer heads.
         size = at_once if num_heads % at_once == 0 else jnp.minimum(at_once, num_heads - group * at_once)
         rank, member = _div_rem(place, size)
         batch, head = _div_rem(group * at_once + member, self.num_heads)
-        return Block(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
+        return WorkBlock(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
 
     def for_each_block(
         self,
         program,
-        body: Callable[[Block, _T], _T],
+        body: Callable[[WorkBlock, _T], _T],
         start: _T,
         next_claim: Callable[[jax.Array], jax.Array] | None = None,
     ) -> _T:
-        """Calls `body(block, carried)` for each block of a program in turn, and returns the last result.
+        """Calls `body(block, carried)` for one block of a program after another, and returns the last result.
 
         Args:
           program: the program's number. Its first block is the schedule's block of this index.
@@ -147,7 +147,7 @@ class BlockClaims(NamedTuple):
 
 
 class PingPong(NamedTuple):
-    """Ping-pong scheduling: consumers issue their matmuls in turn, so that one's softmax runs under another's matmuls.
+    """Ping-pong scheduling: consumers issue matmuls one after another, so that one's softmax runs under another's.
 
     Attributes:
       barriers: one for each consumer; None if a consumer issues its matmuls whenever it is ready.
@@ -159,22 +159,22 @@ class PingPong(NamedTuple):
     num_consumers: int
 
     def start(self) -> None:
-        """Gives the first consumer its turn. Each consumer calls this once, before anything else."""
+        """Lets the first consumer issue first. Each consumer calls this once, before anything else."""
         if self.barriers is not None:
             pl.when(self.warpgroup == self.num_consumers - 1)(lambda: plgpu.barrier_arrive(self.barriers.at[0]))
 
     def acquire(self) -> None:
-        """Waits for the consumer's turn."""
+        """Waits until this consumer may issue its matmuls."""
         if self.barriers is not None:
             plgpu.barrier_wait(self.barriers.at[self.warpgroup])
 
     def release(self) -> None:
-        """Gives the next consumer its turn."""
+        """Lets the next consumer issue its matmuls."""
         if self.barriers is not None:
             plgpu.barrier_arrive(self.barriers.at[jax.lax.rem(self.warpgroup + 1, self.num_consumers)])
 
     def finish(self) -> None:
-        """Takes the turn that the last consumer gave away. Each consumer calls this once, after everything else."""
+        """Waits for the last consumer's release, as no other wait does. Each consumer calls this once, at the end."""
         if self.barriers is not None:
             pl.when(self.warpgroup == 0)(self.acquire)
 

@@ -10,7 +10,7 @@ from typing import Literal
 _Key = tuple[int, Literal["full", "causal", "window", "packed", "other"], int]
 
 FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
-    # num_warpgroups, block_kv, num_stages, take_turns, persistent, heads_at_once
+    # num_warpgroups, block_kv, num_stages, ping_pong, persistent, num_l2_heads
     (32, "causal", 4096): (3, 64, 3, True, True, 24),
     (32, "causal", 32768): (3, 64, 3, True, True, 24),
     (64, "causal", 4096): (3, 64, 4, False, True, 24),
@@ -26,7 +26,7 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
 }
 
 FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int]] = {
-    # num_warpgroups, block_q, num_stages, one_gradient_each, block_kv_dq, num_stages_dq, heads_at_once
+    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads
     (32, "causal", 4096): (2, 128, 2, False, 64, 2, 12),
     (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24),
     (64, "causal", 4096): (2, 128, 2, False, 64, 2, 24),
@@ -40,7 +40,7 @@ FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int]] = {
 }
 
 SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int]] = {
-    # num_warpgroups, block_q, num_stages, one_gradient_each, block_kv_dq, num_stages_dq, heads_at_once
+    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads
     (32, "causal", 4096): (2, 128, 2, False, 128, 2, 24),
     (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24),
     (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24),

@@ -17,13 +17,16 @@ CallFamily = Literal["full", "causal", "window", "packed", "other"]
 
 
 class _Warpgroups:
-    """Warpgroups of a `mosaic_gpu` kernel: some compute, one more loads, and gives them most of its registers."""
+    """Registers of a kernel's warpgroups: those that compute, and one more, which copies and needs few."""
 
     num_warpgroups: int
 
-    def _check_warpgroups(self) -> None:
+    def _check(self, *counts: str) -> None:
         if self.num_warpgroups not in (1, 2, 3):
             raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
     @property
     def compute_registers(self) -> int:
@@ -32,7 +35,7 @@ class _Warpgroups:
 
     @property
     def load_registers(self) -> int:
-        """Registers of a loading thread."""
+        """Registers of a copying thread."""
         return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
 
 
@@ -41,16 +44,16 @@ class MosaicForwardTuning(_Warpgroups):
     """How the `mosaic_gpu` forward kernel runs.
 
     Attributes:
-      num_warpgroups: warpgroups that compute, each on 64 query rows; one more loads. Three have registers for tiles of
-        64 keys; with larger ones they spill, to several times the time.
+      num_warpgroups: consumer warpgroups, each of which computes 64 queries; one more is the producer. Three have
+        registers for tiles of 64 keys; with larger tiles they spill.
       block_kv: keys in a tile: 64, 128, 192 or 256.
       num_stages: key/value tiles in shared memory.
-      take_turns: whether warpgroups issue their matmuls by turns.
-      persistent: whether as many programs as the GPU has multiprocessors take one block after another, whichever is
-        next when they are done with one, and load its first tiles while the one before ends: for short rows; for head
-        dims up to 128. Else each block has a program of its own.
-      heads_at_once: key/value heads, of all elements of the batch, whose queries' blocks are made before any other's:
-        so few that many blocks read the same keys and values at a time, from the L2 cache.
+      ping_pong: whether warpgroups issue their matmuls one after another, so that one's softmax runs under another's.
+      persistent: whether a dynamic tile scheduler gives one program per multiprocessor one block after another. The
+        program loads a block's first tiles while the block before it ends. For short rows, and head dims up to 128.
+        Otherwise each block has its own program.
+      num_l2_heads: number of key/value heads processed together, counted over the batch. Fewer heads keep their keys
+        and values in the L2 cache; more heads balance the load better.
 
     Raises:
       ValueError: a value out of range.
@@ -59,37 +62,36 @@ class MosaicForwardTuning(_Warpgroups):
     num_warpgroups: int = 2
     block_kv: int = 128
     num_stages: int = 2
-    take_turns: bool = True
+    ping_pong: bool = True
     persistent: bool = False
-    heads_at_once: int = 24
+    num_l2_heads: int = 24
 
     def __post_init__(self):
-        self._check_warpgroups()
+        self._check("num_stages", "num_l2_heads")
         if self.block_kv not in (64, 128, 192, 256):
             raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
-        _require_positive(num_stages=self.num_stages, heads_at_once=self.heads_at_once)
 
     @property
     def block_q(self) -> int:
-        """Query rows of a block."""
+        """Queries of a block."""
         return 64 * self.num_warpgroups
 
 
 @dataclass(frozen=True)
 class MosaicBackwardTuning(_Warpgroups):
-    """How the `mosaic_gpu` backward kernels cut their work up.
+    """How the `mosaic_gpu` backward kernels run.
 
     Attributes:
-      num_warpgroups: warpgroups that compute; one more loads. The pass for dK and dV (and dQ, if fused) gives each
-        64 keys, the pass for dQ alone 64 query rows.
-      block_q: query rows in a tile of the pass for dK and dV, 64 or 128.
+      num_warpgroups: consumer warpgroups; one more is the producer. In the pass for dK and dV (and dQ, if fused) each
+        computes 64 keys, in the pass for dQ alone 64 queries.
+      block_q: queries in a tile of the pass for dK and dV: 64 or 128.
       num_stages: such tiles in shared memory.
-      one_gradient_each: two warpgroups share 64 keys, and one makes dV, the other dK: above a head dim of 128 one
-        warpgroup's registers don't hold both. Not for a fused backward.
-      block_kv_dq, num_stages_dq: keys in a tile of the pass for dQ alone, and such tiles in shared memory (with
-        one_gradient_each, of values one fewer).
-      heads_at_once: key/value heads, of all elements of the batch, whose blocks are made before any other's: so few
-        that many blocks of each run at a time, and read its queries, and add to their dQ, in the L2 cache.
+      one_gradient_per_warpgroup: whether two warpgroups share 64 keys: one computes dV, the other dK. Head dims above
+        128 need it, since one warpgroup's registers don't hold both. Not for a fused backward.
+      block_kv_dq: keys in a tile of the pass for dQ alone: 64 or 128.
+      num_stages_dq: such tiles in shared memory (with one_gradient_per_warpgroup, one value tile fewer).
+      num_l2_heads: number of key/value heads processed together, counted over the batch. Fewer heads keep their queries
+        and dQ in the L2 cache; more heads balance the load better.
 
     Raises:
       ValueError: a value out of range.
@@ -98,39 +100,41 @@ class MosaicBackwardTuning(_Warpgroups):
     num_warpgroups: int = 2
     block_q: int = 64
     num_stages: int = 2
-    one_gradient_each: bool = False
+    one_gradient_per_warpgroup: bool = False
     block_kv_dq: int = 64
     num_stages_dq: int = 2
-    heads_at_once: int = 24
+    num_l2_heads: int = 24
 
     def __post_init__(self):
-        self._check_warpgroups()
-        if self.one_gradient_each and (self.num_warpgroups != 2 or self.num_stages < 2):
+        self._check("num_stages", "num_stages_dq", "num_l2_heads")
+        if self.one_gradient_per_warpgroup and (self.num_warpgroups != 2 or self.num_stages < 2):
             raise ValueError(
-                "one_gradient_each takes num_warpgroups=2 and num_stages of at least 2, not "
+                "one_gradient_per_warpgroup takes num_warpgroups=2 and num_stages of at least 2, not "
                 f"{self.num_warpgroups} and {self.num_stages}"
             )
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
-        _require_positive(
-            num_stages=self.num_stages, num_stages_dq=self.num_stages_dq, heads_at_once=self.heads_at_once
-        )
 
     @property
     def block_kv(self) -> int:
         """Keys of a block of the pass for dK and dV."""
-        return 64 if self.one_gradient_each else 64 * self.num_warpgroups
+        return 64 if self.one_gradient_per_warpgroup else 64 * self.num_warpgroups
 
     @property
     def divides_dq_by_columns(self) -> bool:
-        """Whether the warpgroups of a fused backward share a tile of dQ by columns: it has too few rows."""
+        """Whether the warpgroups of a fused backward share a tile of dQ by columns: it has too few queries."""
         return self.block_q < 64 * self.num_warpgroups
 
     @property
     def block_q_dq(self) -> int:
-        """Query rows of a block of the pass for dQ alone."""
+        """Queries of a block of the pass for dQ alone."""
         return 64 * self.num_warpgroups
+
+    @property
+    def num_value_stages_dq(self) -> int:
+        """Value tiles in shared memory of the pass for dQ alone. Values are read early, and free their stage sooner."""
+        return max(1, self.num_stages_dq - 1) if self.one_gradient_per_warpgroup else self.num_stages_dq
 
 
 @dataclass(frozen=True)
@@ -138,9 +142,10 @@ class MosaicGpuTuning:
     """How the `mosaic_gpu` backend runs.
 
     Attributes:
-      backward: "fused": one kernel for all gradients, which adds up dQ in an order that differs from run to run; for
-        head dims up to 128. "split": one for dK and dV, one for dQ; the same bits in every run. None: the faster one.
-      forward_tiles, backward_tiles: how the kernels cut the work up; None for the best known for the call.
+      backward: "fused": one kernel for all gradients, for head dims up to 128. It adds up dQ in an order that differs
+        from run to run. "split": one kernel for dK and dV, one for dQ, with the same bits in every run. None: the
+        faster one.
+      forward_tiles, backward_tiles: tiles of the kernels; None for the best known for the call.
       interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
         times slower. On a machine with few cores set the environment's PJRT_NPROC=16, or it may wait forever.
 
@@ -161,10 +166,12 @@ class MosaicGpuTuning:
         if self.interpret and self.backward == "fused":
             raise ValueError("Pallas's interpreter can't add to memory as backward='fused' does; use backward='split'")
         tiles = self.backward_tiles
-        if tiles is not None and self.backward == "fused" and tiles.one_gradient_each:
-            raise ValueError("backward='fused' can't take backward_tiles with one_gradient_each; use backward='split'")
+        if tiles is not None and self.backward == "fused" and tiles.one_gradient_per_warpgroup:
+            raise ValueError(
+                "backward='fused' can't take backward_tiles with one_gradient_per_warpgroup; use backward='split'"
+            )
         may_fuse = self.backward != "split" and not self.interpret
-        if tiles is not None and may_fuse and not tiles.one_gradient_each:
+        if tiles is not None and may_fuse and not tiles.one_gradient_per_warpgroup:
             # Its warpgroups share a tile of dQ by 64 rows, or two of them by columns.
             shared = (tiles.num_warpgroups, tiles.block_q)
             if shared not in ((1, 64), (2, 64), (2, 128)):
@@ -172,12 +179,6 @@ class MosaicGpuTuning:
                     "backward_tiles of a fused backward are (num_warpgroups, block_q) = (1, 64), (2, 64) or (2, 128), "
                     f"not {shared}; choose one of these, or backward='split'"
                 )
-
-
-def _require_positive(**settings: int) -> None:
-    for name, setting in settings.items():
-        if setting < 1:
-            raise ValueError(f"{name}={setting} must be at least 1")
 
 
 class TunedCall(NamedTuple):
@@ -212,37 +213,26 @@ FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWAR
 
 
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
-    """Settles what a tuning leaves open. Pallas's interpreter, which has no atomics, can't run a fused backward."""
+    """Fills what a tuning leaves open.
+
+    Pallas's interpreter, which has no atomics, can't run a fused backward, nor can tiles for a split one.
+    """
     tuning = tuning or MosaicGpuTuning()
-    backward = "split" if tuning.interpret else tuning.backward or fastest_backward(call)
+    tiles = tuning.backward_tiles
+    only_split = tuning.interpret or (tiles is not None and tiles.one_gradient_per_warpgroup)
+    backward = "split" if only_split else tuning.backward or _likest(FASTEST_BACKWARD, call)
     return dataclasses.replace(
         tuning,
         backward=backward,
-        forward_tiles=tuning.forward_tiles or forward_tiles(call),
-        backward_tiles=tuning.backward_tiles or backward_tiles(call, backward),
+        forward_tiles=tuning.forward_tiles or _likest(FORWARD, call),
+        backward_tiles=tiles or _likest(FUSED if backward == "fused" else SPLIT, call),
     )
 
 
-def forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
-    """The forward's tiles of a call."""
-    return _likest(FORWARD, call)
-
-
-def fastest_backward(call: AttentionCall) -> Literal["fused", "split"]:
-    """The backward's faster form."""
-    return _likest(FASTEST_BACKWARD, call)
-
-
-def backward_tiles(call: AttentionCall, backward: Literal["fused", "split"] | None = None) -> MosaicBackwardTuning:
-    """The backward's tiles of a call, in a form or in the faster one."""
-    fused = (backward or fastest_backward(call)) == "fused"
-    return _likest(FUSED if fused else SPLIT, call)
-
-
 def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
-    """The row of the next head dim, if possible with the same kind of mask, and then of the nearest length."""
+    """The entry of the next head dim, if possible of the same family, and then of the nearest length."""
     widest = max(call.head_dim, call.value_dim)
-    # Positions come beside the keys as segment ids do: in what packed documents leave of shared memory.
+    # Positions take as much shared memory as segment ids do.
     family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
 
     def unlikeness(key: TunedCall):

@@ -18,29 +18,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, Context, Operands, probabilities
-from kernels.backends.mosaic_gpu.key_value_block import (
+from kernels.backends.mosaic_gpu.backward_passes import (
+    DELTA,
+    LSE,
+    BackwardArrays,
+    BackwardContext,
     launch_key_value_pass,
     load_keys_and_values,
+    padded_head_dims,
+    probabilities,
     query_tile,
     store_gradient,
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_matrix, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pairs import Tokens, copy_tokens, token_memory
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.tile_mask import TileMask
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
-from kernels.plan import Rows
 
 _NUM_CONSUMERS = 2
 # Tiles by which P's consumer may be ahead.
 _NUM_P_BUFFERS = 2
 
 
-class _Smem(NamedTuple):
+class WideSmem(NamedTuple):
     """Shared memory: k and v of the block; q, do, their numbers and tokens for each stage; p for each buffer."""
 
     k: Any
@@ -53,7 +56,7 @@ class _Smem(NamedTuple):
     operand: Any  # what the machine needs to multiply with P and dS
 
 
-class _Barriers(NamedTuple):
+class WideBarriers(NamedTuple):
     """Barriers: k and v are full once; q, do and p are rings; `done`: no consumer reads keys and values any more."""
 
     k: Any
@@ -64,48 +67,46 @@ class _Barriers(NamedTuple):
     done: Any
 
 
-_Pass = Context[_Smem, _Barriers]
+WideContext = BackwardContext[WideSmem, WideBarriers]
 
 
-def wide_key_value_pass(
-    operands: Operands, tokens: Tokens, rows: Rows, call: AttentionCall, tuning: MosaicBackwardTuning, interpret
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], None]:
-    """dK and dV, and None for dQ, as `key_value_pass` returns them without fusing.
-
-    Args:
-      operands, tokens: padded to whole tiles.
-      rows: the query tiles of each block of 64 keys.
-      call: the call, with the lengths before padding.
-      tuning: how the kernel runs.
-      interpret: parameters of Pallas's interpreter, or None.
-    """
-    head_dim, value_dim = operands.key.shape[-1], operands.value.shape[-1]
-    dtype, machine = operands.query.dtype, Hopper.of(interpret)
+def wide_key_value_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[WideSmem, WideBarriers]:
+    """Shared memory and barriers of the pass."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=_NUM_CONSUMERS)
-    smem = _Smem(
-        k=matrix(WGMMA_ROWS, head_dim, dtype=dtype),
-        v=matrix(WGMMA_ROWS, value_dim, dtype=dtype),
-        q=matrix(num_stages, block_q, head_dim, dtype=dtype),
-        do=matrix(num_stages, block_q, value_dim, dtype=dtype),
+    smem = WideSmem(
+        k=matrix(WGMMA_ROWS, head_dim, dtype=call.dtype),
+        v=matrix(WGMMA_ROWS, value_dim, dtype=call.dtype),
+        q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
+        do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
         lse_delta=vector(2, num_stages, block_q),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
-        tokens=token_memory(tokens, "query", num_stages, block_q).get("token_smem"),
-        operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=dtype),
+        tokens=token_memory(call, num_stages, block_q),
+        operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
-    barriers = _Barriers(
+    return smem, WideBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
-        q=ring(num_copies=2 + len(tokens.given("query"))),
+        q=ring(num_copies=2 + num_token_arrays(call)),
         do=ring(num_copies=2),
         p=Pipeline.memory(_NUM_P_BUFFERS, num_consumers=1),
         done=plgpu.Barrier(num_arrivals=_NUM_CONSUMERS),
     )
-    gmem, roles = (*operands, None, rows, tokens, None), [_compute_dv, _compute_dk]
-    return *launch_key_value_pass(call, tuning, machine, gmem, smem, barriers, producer=_load, consumers=roles), None
 
 
-def _load(context: _Pass) -> None:
+def wide_key_value_pass(
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], None]:
+    """dK and dV, and None for dQ. The arguments are `key_value_pass`'s."""
+    scratch = wide_key_value_scratch(call, tuning, machine)
+    roles = {"producer": _load, "consumers": [_compute_dv, _compute_dk]}
+    return *launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles), None
+
+
+def _load(context: WideContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -118,18 +119,18 @@ def _load(context: _Pass) -> None:
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.query.at[block.batch, queries, head], smem.q.at[slot], q_full)
+        barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
         plgpu.copy_gmem_to_smem(gmem.lse.at[block.batch, head, queries], smem.lse_delta.at[LSE, slot], q_full)
-        copy_tokens(gmem.tokens, smem.tokens, "query", (block.batch, queries), slot, q_full)
+        gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, q_full)
         barriers.do.producer_acquire(step, slot)
-        plgpu.copy_gmem_to_smem(gmem.d_output.at[block.batch, queries, head], smem.do.at[slot], do_full)
+        barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
     producer_tail(num_steps, barriers.q)
     producer_tail(num_steps, barriers.do)
 
 
-def _compute_dv(context: _Pass) -> None:
+def _compute_dv(context: WideContext) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
     call, tuning, gmem = context.call, context.tuning, context.gmem
     smem, barriers, first = context.smem, context.barriers, context.first
@@ -162,7 +163,7 @@ def _compute_dv(context: _Pass) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
 
-def _compute_dk(context: _Pass) -> None:
+def _compute_dk(context: WideContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
@@ -187,7 +188,7 @@ def _compute_dk(context: _Pass) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
 
 
-def _add_products(context: _Pass, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
+def _add_products(context: WideContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
     """Adds `operand @ other` of all tiles to a gradient, with operand = compute_operand(left @ rightᵀ).
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.

@@ -1,11 +1,11 @@
 """The backward kernels.
 
-`key_value_pass`: a block of keys and values stays, query tiles stream past it. It works on the transposed tile, keys as
-rows, so that p and the logits' gradients are left operands of dV's and dK's matmuls as they are. The fused form
-makes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. Five matmuls a tile.
+`key_value_pass` computes dK and dV of a block of keys and values, in a loop over query tiles. Its tiles are transposed,
+with keys as rows, so that p and the logits' gradients are the left operands of dV's and dK's matmuls. The fused form
+computes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. It takes five matmuls a tile.
 
-`query_pass`: a block of queries stays, key/value tiles stream past it; dQ alone, in a fixed order. Together with a
-`key_value_pass` that leaves dQ out, the split form: seven matmuls a tile, the same bits in every run.
+`query_pass` computes dQ of a block of queries, in a loop over key/value tiles. The split form runs both passes. It
+takes seven matmuls a tile, and gives the same bits in every run.
 
 Source: FlashAttention-2 (arXiv:2307.08691).
 """
@@ -34,8 +34,8 @@ from kernels.backends.triton.tiles import (
     load_key_positions,
     load_rows,
     load_tokens,
-    make_walk,
     partial_tile,
+    plan_tiles,
     read_row,
     store_rows,
 )
@@ -43,7 +43,7 @@ from kernels.backends.triton.tuning import TritonTiles
 from kernels.call import AttentionCall, AttentionInputs
 
 
-class Operands(NamedTuple):
+class GradientOperands(NamedTuple):
     """What both passes read.
 
     `delta` is rowsum(dO∘O), less the gradient that arrives through lse itself.
@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 
 
 def key_value_pass(
-    operands: Operands,
+    operands: GradientOperands,
     inputs: AttentionInputs,
     call: AttentionCall,
     tiles: TritonTiles,
@@ -80,22 +80,22 @@ def key_value_pass(
       operands: what the kernel reads.
       inputs, call: the call; of the inputs only what is known of each token.
       tiles: how the kernel cuts its work up.
-      fused: whether to make dQ.
+      fused: whether to compute dQ.
       interpret: run it in Triton's interpreter.
     """
-    walk = make_walk(inputs, call, tiles, transposed=True)
+    plan = plan_tiles(inputs, call, tiles, transposed=True)
     key_shape = (call.batch, call.kv_len, call.num_kv_heads, call.head_dim)
     value_shape = (*key_shape[:3], call.value_dim)
     query_shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
     d_key, d_value, d_query = launch(
         _key_value_kernel,
-        (*operands.arrays, *walk.operands),
+        (*operands.arrays, *plan.operands),
         (
             jax.ShapeDtypeStruct(key_shape, call.dtype),
             jax.ShapeDtypeStruct(value_shape, call.dtype),
             jax.ShapeDtypeStruct(query_shape if fused else (1,), jnp.float32),
         ),
-        grid=(walk.num_rows, call.num_kv_heads, call.batch),
+        grid=(plan.num_rows, call.num_kv_heads, call.batch),
         constants={
             **operands.constants,
             "d_key_at": layout_of(key_shape),
@@ -103,7 +103,7 @@ def key_value_pass(
             "d_query_at": layout_of(query_shape),
             "scale": call.scale,
             "fused": fused,
-            **walk.constants,
+            **plan.constants,
             **call_constants(call, tiles),
         },
         tiles=tiles,
@@ -115,21 +115,21 @@ def key_value_pass(
 
 
 def query_pass(
-    operands: Operands, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
+    operands: GradientOperands, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
 ) -> Float[Array, "B T N H"]:
     """dQ. The arguments are `key_value_pass`'s."""
-    walk = make_walk(inputs, call, tiles)
+    plan = plan_tiles(inputs, call, tiles)
     shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
     (d_query,) = launch(
         _query_kernel,
-        (*operands.arrays, *walk.operands),
+        (*operands.arrays, *plan.operands),
         (jax.ShapeDtypeStruct(shape, call.dtype),),
-        grid=(walk.num_rows, call.num_heads, call.batch),
+        grid=(plan.num_rows, call.num_heads, call.batch),
         constants={
             **operands.constants,
             "d_query_at": layout_of(shape),
             "scale": call.scale,
-            **walk.constants,
+            **plan.constants,
             **call_constants(call, tiles),
         },
         tiles=tiles,

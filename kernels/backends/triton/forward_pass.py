@@ -23,8 +23,8 @@ from kernels.backends.triton.tiles import (
     load_key_positions,
     load_rows,
     load_tokens,
-    make_walk,
     partial_tile,
+    plan_tiles,
     read_row,
     store_rows,
 )
@@ -43,22 +43,22 @@ def forward(
       tiles: how the kernel cuts its work up.
       interpret: run it in Triton's interpreter.
     """
-    walk = make_walk(inputs, call, tiles)
+    plan = plan_tiles(inputs, call, tiles)
     sinks = jnp.zeros(1, jnp.float32) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     shape = (call.batch, call.q_len, call.num_heads, call.value_dim)
     output, lse = launch(
         _forward_kernel,
-        (*(x.array for x in matrices), sinks, *walk.operands),
+        (*(x.array for x in matrices), sinks, *plan.operands),
         (
             jax.ShapeDtypeStruct(shape, call.dtype),
             jax.ShapeDtypeStruct((call.batch, call.num_heads, call.q_len), jnp.float32),
         ),
-        grid=(walk.num_rows, call.num_heads, call.batch),
+        grid=(plan.num_rows, call.num_heads, call.batch),
         constants={
             **layout_constants(**matrices._asdict()),
             "output_at": layout_of(shape),
             "has_sinks": call.has_sinks,
-            **walk.constants,
+            **plan.constants,
             **call_constants(call, tiles),
         },
         tiles=tiles,

@@ -75,5 +75,5 @@ def _interpret(kernel, outputs, grid, constants, zeroed, *inputs) -> list[np.nda
 def _pointer(array: np.ndarray) -> tl.tensor:
     """What the interpreter makes of a PyTorch tensor, which it expects."""
     handle: Callable = triton.runtime.interpreter.TensorHandle
-    kind = tl.pointer_type(_POINTEES[array.dtype.name])
-    return tl.tensor(handle(np.array([array.ctypes.data], np.uint64), kind), kind)
+    pointer = tl.pointer_type(_POINTEES[array.dtype.name])
+    return tl.tensor(handle(np.array([array.ctypes.data], np.uint64), pointer), pointer)

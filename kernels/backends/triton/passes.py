@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from kernels.backends.triton.backward_passes import Operands, key_value_pass, query_pass
+from kernels.backends.triton.backward_passes import GradientOperands, key_value_pass, query_pass
 from kernels.backends.triton.forward_pass import forward as forward_pass
 from kernels.backends.triton.tiles import Matrices, Strided
 from kernels.backends.triton.tuning import TritonTuning
@@ -32,7 +32,7 @@ def run_backward(
     """The gradients of query, key and value. The arguments are `run_forward`'s."""
     assert tuning.key_value is not None
     assert tuning.query is not None
-    operands = Operands(matrices, Strided.of(cotangent.d_output), *cotangent.by_head())
+    operands = GradientOperands(matrices, Strided.of(cotangent.d_output), *cotangent.by_head())
     d_key, d_value, d_query = key_value_pass(
         operands, inputs, call, tuning.key_value, fused=tuning.backward == "fused", interpret=tuning.interpret
     )

@@ -9,22 +9,25 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.backends.triton.tuning import TritonTuning
+from kernels.backends.triton.tuning import TritonTuning, resolve, shared_memory_excess
 from kernels.call import AttentionCall
 
 if TYPE_CHECKING:
     from kernels.decode.call import DecodeCall
-    from kernels.decode.triton.tuning import TritonDecodeTuning
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256
 
 
-def unsupported_reason(
-    call: AttentionCall | DecodeCall, tuning: TritonTuning | TritonDecodeTuning | None = None
-) -> str | None:
+def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) -> str | None:
     """Why the kernels can't serve the call, or None if they can."""
     interpreted = tuning is not None and tuning.interpret
+    reason = reason_in_call(call, interpreted=interpreted)
+    return reason or (None if interpreted else shared_memory_excess(call, resolve(tuning, call)))
+
+
+def reason_in_call(call: AttentionCall | DecodeCall, *, interpreted: bool) -> str | None:
+    """Why no tuning serves a call of attention or of decoding."""
     capability = call.target.compute_capability
     if not interpreted:
         if capability is None:
@@ -41,9 +44,7 @@ def unsupported_reason(
             return f"needs masks that allow each query one interval of keys, known in closed form, not {mask!r}"
     if call.scale <= 0:
         return f"takes positive scales, not {call.scale}"
-    if interpreted:
-        return _interpreter_missing(call.dtype)
-    return _compiler_missing()
+    return _interpreter_missing(call.dtype) if interpreted else _compiler_missing()
 
 
 def _compiler_missing() -> str | None:

@@ -12,14 +12,12 @@ import triton.language as tl
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.triton.key_intervals import make_key_intervals
-from kernels.backends.triton.tuning import TritonTiles
+from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
 
 _LOG2_E = math.log2(math.e)
-# Of a matmul's sides, for the tensor cores.
-_SMALLEST_BLOCK = 16
 
 
 class Layout(NamedTuple):
@@ -70,14 +68,14 @@ def layout_constants(**operands: Strided) -> dict[str, Layout]:
     return {f"{name}_at": operand.layout for name, operand in operands.items()}
 
 
-class Walk(NamedTuple):
-    """What of the mask and of the tokens a kernel reads, and the constants that say what is there.
+class TilePlan(NamedTuple):
+    """What a kernel reads of the mask and of the tokens, and the constants that say what is there.
 
     Attributes:
-      operands: bounds of each row of tiles `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids:
+      operands: bounds of each query tile `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids:
         those of the two sides; one zero in place of what isn't given.
       constants: strides between elements of the batch (0: shared), and what is given.
-      num_rows: rows of tiles.
+      num_rows: query tiles, or key/value tiles if transposed.
     """
 
     operands: tuple[Int[Array, ...], ...]
@@ -85,13 +83,15 @@ class Walk(NamedTuple):
     num_rows: int
 
 
-def make_walk(inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, transposed: bool = False) -> Walk:
-    """The walk of a call.
+def plan_tiles(
+    inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, transposed: bool = False
+) -> TilePlan:
+    """The tiles of a call.
 
     Args:
       inputs, call: the call; of the inputs only what is known of each token.
-      tiles: the sides of its tiles.
-      transposed: rows of query tiles for each key/value tile.
+      tiles: the sides of a tile.
+      transposed: the query tiles of each key/value tile.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, last, key_positions = make_key_intervals(inputs, call)
@@ -104,7 +104,7 @@ def make_walk(inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, 
         "has_ids": call.has_segment_ids,
     }
     absent = jnp.zeros(1, jnp.int32)
-    return Walk(tuple(absent if x is None else x for x in operands), constants, bounds.shape[1])
+    return TilePlan(tuple(absent if x is None else x for x in operands), constants, bounds.shape[1])
 
 
 def call_constants(call: AttentionCall, tiles: TritonTiles) -> dict[str, Any]:
@@ -123,14 +123,9 @@ def call_constants(call: AttentionCall, tiles: TritonTiles) -> dict[str, Any]:
         "value_dim": call.value_dim,
         "block_q": tiles.block_q,
         "block_kv": tiles.block_kv,
-        "block_h": max(_SMALLEST_BLOCK, next_power_of_2(call.head_dim)),
-        "block_v": max(_SMALLEST_BLOCK, next_power_of_2(call.value_dim)),
+        "block_h": padded_head_dim(call.head_dim),
+        "block_v": padded_head_dim(call.value_dim),
     }
-
-
-def next_power_of_2(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
-    return 1 << (size - 1).bit_length()
 
 
 @triton.jit
@@ -192,7 +187,7 @@ def load_key_positions(start, first, kv_len: tl.constexpr, size: tl.constexpr, h
 
 @triton.jit
 def read_row(bounds, row):
-    """(Number of PARTIAL tiles, of those before the FULL ones, start, full_start, full_stop) of a row of tiles."""
+    """(Number of PARTIAL tiles, of those before the FULL ones, start, full_start, full_stop) of a query tile."""
     start, full_start = tl.load(bounds + 4 * row), tl.load(bounds + 4 * row + 1)
     full_stop, stop = tl.load(bounds + 4 * row + 2), tl.load(bounds + 4 * row + 3)
     return full_start - start + stop - full_stop, full_start - start, start, full_start, full_stop

@@ -9,16 +9,19 @@ from typing import ClassVar, Literal
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
+_WGMMA_ROWS = 64
+# Of one program, by compute capability (CUDA C++ Programming Guide, technical specifications).
+_SHARED_MEMORY_KIB = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 12.0: 99}
 
 
 @dataclass(frozen=True)
 class TritonTiles:
-    """How one of the `triton` backend's kernels cuts its work up.
+    """The tiles of one of the `triton` backend's kernels.
 
     Attributes:
       block_q, block_kv: sides of a tile, in tokens.
       num_warps: warps that share a tile.
-      num_stages: tiles being loaded while one is computed, and that one.
+      num_stages: tiles in flight: the one being computed, and those being loaded.
 
     Raises:
       ValueError: a block or a number of warps that isn't a power of two, or no stage.
@@ -67,12 +70,7 @@ class TritonTuning:
 
 
 def resolve(tuning: TritonTuning | None, call: AttentionCall) -> TritonTuning:
-    """Settles what a tuning leaves open.
-
-    Split is the default for every head dim: what the fused backward saves in matmuls, two of seven, it loses in adding
-    dQ up in memory, and at 32, where both take as long, in clearing and rounding dQ. `python -m
-    experiments.benchmarks.attention --suite triton` times both forms.
-    """
+    """Fills what a tuning leaves open. The split backward is the faster one: see docs/hopper_kernels.md."""
     tuning = tuning or TritonTuning()
     forward, key_value, query = (_hopper_tiles if call.target.compute_capability == _HOPPER else _other_tiles)(call)
     return dataclasses.replace(
@@ -85,9 +83,9 @@ def resolve(tuning: TritonTuning | None, call: AttentionCall) -> TritonTuning:
 
 
 def _hopper_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, TritonTiles]:
-    """Tiles of the forward, of the kernel for dK and dV, and of that for dQ.
+    """Tiles of the forward, of the kernel for dK and dV, and of that for dQ. docs/hopper_kernels.md says how chosen.
 
-    The best of five to ten for each, causal, at 1×2×32768 and, for 64 and 128, 4×24×4096 on an H200 (2026-11-21).
+    Above a head dim of 128 tiles have few keys, since dK and dV must fit into registers.
     """
     widest, is_long = max(call.head_dim, call.value_dim), call.q_len > 8192
     if widest <= 32:
@@ -98,19 +96,61 @@ def _hopper_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, Triton
         return tall, TritonTiles(64, 64, 4, 3), tall
     if widest <= 128:
         return TritonTiles(64, 64, 4, 3), TritonTiles(64, 128, 8, 3), TritonTiles(128, 64, 8, 3)
-    # Few keys, or the sums of dK and dV wouldn't fit into the registers.
     return TritonTiles(128, 64, 8, 2), TritonTiles(64, 32, 4, 2), TritonTiles(128, 32, 8, 3)
 
 
 def _other_tiles(call: AttentionCall) -> tuple[TritonTiles, TritonTiles, TritonTiles]:
-    """The same for GPUs that nothing was measured on.
-
-    Compiled for compute capability 8.0, 8.6, 8.9, 10.0 and 12.0, both backwards fit into each one's shared memory (at
-    most 89 KB but on 10.0), and calls with whole tiles spill no more than 8 bytes of a thread's registers.
-    """
+    """The same for GPUs on which nothing was measured: tiles that fit into the shared memory of each."""
     widest = max(call.head_dim, call.value_dim)
     if widest <= 64:
         return TritonTiles(128, 64, 4, 2), TritonTiles(64, 64, 4, 2), TritonTiles(64, 64, 4, 2)
     if widest <= 128:
         return TritonTiles(64, 64, 4, 2), TritonTiles(32, 128, 8, 2), TritonTiles(128, 32, 8, 2)
     return TritonTiles(64, 32, 4, 2), TritonTiles(16, 64, 8, 1), TritonTiles(32, 32, 4, 1)
+
+
+def least_shared_memory(call: AttentionCall, tuning: TritonTuning) -> dict[str, int]:
+    """Bytes of shared memory that each kernel of a tuning with nothing left open takes at least, by field.
+
+    A Hopper GPU's matmuls of 64 rows and more read both operands from shared memory: the block that stays, and
+    `num_stages` tiles of the other side. Other matmuls have one tile fewer there, and possibly no block.
+    """
+    query_bytes, value_bytes = (call.dtype.itemsize * padded_head_dim(dim) for dim in (call.head_dim, call.value_dim))
+    least = {}
+    for name in ("forward", "key_value", "query"):
+        tiles: TritonTiles = getattr(tuning, name)
+        block, streamed = tiles.block_q, tiles.block_kv
+        if name == "key_value":
+            block, streamed = streamed, block
+        tile_bytes = streamed * (query_bytes + value_bytes)
+        if call.target.compute_capability == _HOPPER and block >= _WGMMA_ROWS:
+            block_bytes = query_bytes if name == "forward" else query_bytes + value_bytes
+            least[name] = block * block_bytes + tiles.num_stages * tile_bytes
+        else:
+            least[name] = (tiles.num_stages - 1) * tile_bytes
+    return least
+
+
+def shared_memory_excess(call: AttentionCall, tuning: TritonTuning) -> str | None:
+    """Why a tuning with nothing left open surely doesn't fit into shared memory, or None if it may fit."""
+    capability = call.target.compute_capability
+    assert capability is not None, "refused by unsupported_reason"
+    available = _SHARED_MEMORY_KIB.get(capability, max(_SHARED_MEMORY_KIB.values())) * 1024
+    for name, least in least_shared_memory(call, tuning).items():
+        if least > available:
+            return (
+                f"{name}={getattr(tuning, name)} at head dim {max(call.head_dim, call.value_dim)} needs at least "
+                f"{least:,} bytes of shared memory, of which a GPU of compute capability {capability} has "
+                f"{available:,}; lower num_stages, block_q or block_kv"
+            )
+    return None
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim that the kernels work at: a power of two, at least 16."""
+    return max(16, next_power_of_2(head_dim))
+
+
+def next_power_of_2(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << (size - 1).bit_length()

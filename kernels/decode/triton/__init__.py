@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from kernels.backends.triton import support
+from kernels.backends.triton.support import reason_in_call
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.triton.tuning import TritonDecodeTuning, resolve
 
@@ -23,7 +23,7 @@ def unsupported_reason(call: DecodeCall, tuning: TritonDecodeTuning | None = Non
         return f"takes a block_size that is a multiple of {_SMALLEST_TILE}, not {call.block_size}"
     if tuning is not None and tuning.tiles is not None and call.block_size % tuning.tiles.block_kv:
         return f"takes tiles.block_kv that divides block_size={call.block_size}, not {tuning.tiles.block_kv}"
-    return support.unsupported_reason(call, tuning)
+    return reason_in_call(call, interpreted=tuning is not None and tuning.interpret)
 
 
 def attend(

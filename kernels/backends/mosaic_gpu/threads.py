@@ -1,6 +1,6 @@
-"""Sums of an accumulator's rows, as the four threads that share a row make them.
+"""What depends on which thread holds which elements of an accumulator: its rows' sums, its columns' indices.
 
-Each thread sums up its own numbers. The parts are joined once, when a row is done.
+Four threads share a row. Each thread sums up its own elements of it. The parts are joined once, when a row is done.
 """
 
 from __future__ import annotations
@@ -13,9 +13,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 from jaxlib.mlir.dialects import vector as vectors
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from kernels.backends.mosaic_gpu.memory import COLUMNS_OF_A_THREAD, ROW_LAYOUT, ROWS_OF_A_THREAD, WGMMA_ROWS
+from kernels.backends.mosaic_gpu.memory import (
+    COLUMNS_OF_A_THREAD,
+    ROW_LAYOUT,
+    ROWS_OF_A_THREAD,
+    THREADS_OF_A_ROW,
+    WGMMA_ROWS,
+    spread,
+)
 
 _ALL_LANES = 0xFFFFFFFF
 
@@ -31,7 +38,7 @@ def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[A
     def add_up(_, p: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         rows = p.registers.reshape(-1, ROWS_OF_A_THREAD).T
         sums = [
-            _sum([vectors.extract(pair, [], [i]) for pair in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
+            _sum([vectors.extract(two, [], [i]) for two in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
         ]
         highest = mgpu.c(limit, ir.F32Type.get())
         is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, part, highest) for part in sums))
@@ -58,6 +65,38 @@ def join_partial_sums(sums: Float[Array, " rows"]) -> Float[Array, " rows"]:
         return _fragments(registers)
 
     return join(sums)
+
+
+def column_indices(first, shape: tuple[int, int]) -> Int[Array, "rows columns"]:
+    """The index of each element's column: the thread's own first index, plus constants.
+
+    An iota differs by the tile's first index only, so the compiler would hoist it out of the loop over tiles, into one
+    register per column.
+    """
+    layout, row_layout = plgpu.Layout.WGMMA, ROW_LAYOUT
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape[:1], jnp.int32, row_layout))
+    def own_first(_) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        place = arith.remui(utils.thread_idx(), mgpu.c(THREADS_OF_A_ROW, i32))
+        return mgpu.FragmentedArray.splat(
+            arith.muli(place, mgpu.c(COLUMNS_OF_A_THREAD, i32)), shape[:1], row_layout.to_mgpu(), is_signed=True
+        )
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
+    def distances(_) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        vector_type = ir.VectorType.get((COLUMNS_OF_A_THREAD,), i32)
+        registers = np.empty(layout.to_mgpu().registers_shape(shape), object)
+        for i in range(registers.size):
+            distance = i // ROWS_OF_A_THREAD * COLUMNS_OF_A_THREAD * THREADS_OF_A_ROW
+            numbers = [ir.IntegerAttr.get(i32, distance + n) for n in range(COLUMNS_OF_A_THREAD)]
+            value = ir.DenseElementsAttr.get(numbers, type=vector_type)
+            # jaxlib's stub knows constants that are numbers only.
+            registers.flat[i] = arith.constant(vector_type, value)  # type: ignore[call-arg,arg-type]
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return spread(first + own_first(), shape, rows=True) + distances()
 
 
 def _sum(numbers: list[ir.Value]) -> ir.Value:

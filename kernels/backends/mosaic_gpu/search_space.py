@@ -1,0 +1,99 @@
+"""The tunings that a search tries. `python -m experiments.benchmarks.tune_attention` times them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kernels.backends.mosaic_gpu.support import unsupported_reason
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
+from kernels.call import AttentionCall
+
+Settings = Mapping[str, tuple[Any, ...]]
+"""Settings that are tried in every combination, and their values."""
+Searched = Literal["forward", "fused", "split"]
+"""The forward's tiles, or those of one form of the backward."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What is searched, in stages, each from the best of the stage before.
+
+    Attributes:
+      start: where to begin if the table has nothing for such a call.
+      stages: settings that matter together.
+    """
+
+    start: MosaicForwardTuning | MosaicBackwardTuning
+    stages: tuple[Settings, ...]
+
+
+# Tiles are powers of two: others don't divide most lengths, and keys and values would have to be copied to pad them.
+SEARCH_SPACES: dict[Searched, SearchSpace] = {
+    "forward": SearchSpace(
+        MosaicForwardTuning(),
+        (
+            # A persistent program's shared memory holds fewer tiles.
+            {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3, 4), "persistent": (False, True)},
+            {"ping_pong": (False, True), "num_l2_heads": (1, 4, 24)},
+        ),
+    ),
+    "fused": SearchSpace(
+        MosaicBackwardTuning(),
+        (
+            {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},
+            {"num_l2_heads": (1, 2, 4, 12, 24, 48)},
+        ),
+    ),
+    "split": SearchSpace(
+        MosaicBackwardTuning(),
+        (
+            {
+                "num_warpgroups": (2, 3),
+                "block_q": (64, 128),
+                "num_stages": (1, 2),
+                "one_gradient_per_warpgroup": (False, True),
+            },
+            {"block_kv_dq": (64, 128), "num_stages_dq": (1, 2)},
+            {"num_l2_heads": (1, 4, 24)},
+        ),
+    ),
+}
+
+
+def backend_tuning(searched: Searched, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:
+    """The backend's tuning with some tiles.
+
+    Args:
+      forward: beside tiles of a backward, the forward's tiles.
+    """
+    if searched == "forward":
+        return MosaicGpuTuning(forward_tiles=tiles)
+    return MosaicGpuTuning(searched, forward_tiles=forward, backward_tiles=tiles)
+
+
+def variations(
+    searched: Searched, tiles: Any, settings: Settings, forward: MosaicForwardTuning | None, call: AttentionCall
+) -> dict[Any, MosaicGpuTuning]:
+    """Tiles that differ in these settings alone, and the backend's tuning with each: what serves the call, no other.
+
+    Args:
+      tiles: tiles to begin with; the first of the result if they serve the call.
+      forward: beside tiles of a backward, the forward's tiles.
+      call: the call, on a Hopper GPU.
+    """
+    candidates = [{}, *(dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values()))]
+    found = {}
+    for candidate in candidates:
+        try:
+            varied = dataclasses.replace(tiles, **candidate)
+            tuning = backend_tuning(searched, varied, forward)
+        except ValueError:
+            # These settings exclude each other.
+            continue
+        if unsupported_reason(call, tuning) is None:
+            found[varied] = tuning
+    return found
