@@ -62,11 +62,14 @@ class ForwardGmem(NamedTuple):
 
 
 class ForwardSmem(NamedTuple):
-    """Shared memory: q, o, lse and p for each consumer, k, v and their tokens for each stage."""
+    """Shared memory, in the order of its addresses: k, v and their tokens for each stage, the rest for each consumer.
 
-    q: Any
+    Keys and values come first for speed (docs/hopper_kernels.md).
+    """
+
     k: Any
     v: Any
+    q: Any
     o: Any  # None: a consumer's output takes its query's place.
     lse: Any
     tokens: Any
