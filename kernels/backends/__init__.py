@@ -57,7 +57,7 @@ class Backend:
 
 
 BACKENDS = (
-    Backend("splash", "kernels.backends.splash", platforms=("tpu",)),
+    Backend("splash", "kernels.backends.splash", platforms=("tpu",), takes_masks_of_heads=True),
     Backend("mosaic_gpu", "kernels.backends.mosaic_gpu", platforms=("gpu",)),
     Backend("cudnn", "kernels.backends.cudnn", platforms=("gpu",), differentiates_itself=True),
     Backend("triton", "kernels.backends.triton", platforms=("gpu",)),
