@@ -48,6 +48,20 @@ class Pass:
     shrunk: bool
 
 
+class QueryPositions(NamedTuple):
+    """The positions of a tile's queries.
+
+    Attributes:
+      of_pairs: of each of the tile's pairs.
+      once: of each query, repeated over the vector registers' other dimension.
+      to_pairs: repeats something of `once`'s shape for each of the tile's pairs.
+    """
+
+    of_pairs: Array
+    once: Array
+    to_pairs: Callable[[Array], Array]
+
+
 class PassMask(NamedTuple):
     """What one pass knows of the masks."""
 
@@ -197,12 +211,19 @@ def launch(
             named |= {name: _TableOfMask(named[name], number) for name in tables}
         kv_positions = named.pop("kv_positions", None)
 
+        def to_pairs(x):
+            if walk.transposed:
+                return jnp.broadcast_to(x, (walk.block_kv_compute, walk.block_q))
+            return jnp.tile(x, (1, walk.block_kv_compute // _LANES))
+
         def allowed(q_pos, kv_place):
             kv_pos = kv_place
             if kv_positions is not None:
                 one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
                 kv_pos = jnp.broadcast_to(one, kv_place.shape)
-            return mask.function(number, q_pos, kv_pos, kv_place)
+            once = named["q_sequence"][:1, :] if walk.transposed else named["q_sequence"][...]
+            assert mask.function is not None
+            return mask.function(number, QueryPositions(q_pos, once, to_pairs), kv_pos, kv_place)
 
         parameters = inspect.signature(kernel).parameters
         absent = {name: None for name in parameters if name.endswith("_ref")}

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.splash.launch import MASKED, Pass, PassMask, launch
+from kernels.backends.splash.launch import MASKED, Pass, PassMask, QueryPositions, launch
 from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
@@ -137,11 +137,22 @@ def _predicate(call: AttentionCall, walk: Pass):
         return None
     masks = list(call.mask.distinct_heads(call.num_heads))
 
-    def allowed(number, q_pos, kv_pos, kv_place):
+    def of_head(number, values):
+        result, *others = values
+        for i, other in enumerate(others, 1):
+            result = jnp.where(number == i, other, result)
+        return result
+
+    def allowed(number, queries: QueryPositions, kv_pos, kv_place):
         if len(masks) == 1:
-            result = masks[0](q_pos, kv_pos)
+            result = masks[0](queries.of_pairs, kv_pos)
+        elif call.mask.has_row_intervals:
+            # Chosen once for each query, and not for each pair.
+            intervals = [mask.row_interval(queries.once) for mask in masks]
+            first, last = (queries.to_pairs(of_head(number, ends)) for ends in zip(*intervals, strict=True))
+            result = (first <= kv_pos) & (kv_pos <= last)
         else:
-            each = ((number == i) & mask(q_pos, kv_pos) for i, mask in enumerate(masks))
+            each = ((number == i) & mask(queries.of_pairs, kv_pos) for i, mask in enumerate(masks))
             result = functools.reduce(jnp.logical_or, each)
         return result & (kv_place < call.kv_len) if sticks_out else result
 
@@ -187,25 +198,27 @@ def run_forward(
             bkv_compute=walk.block_kv_compute,
             head_dim_v=call.value_dim,
         )
-        return output, lse[..., 0]
+        # The kernel repeats lse over the lanes. XLA would transpose all of these before it took a slice of them.
+        return output, lse.max(-1)
 
     query, key, value = _kernel_operands(inputs, call, walk)
     with _full_precision(call):
         output, lse = _over_batch(attend_one, call, _tokens(inputs), query, key, value)
-    output, lse = output[:, :, : call.q_len].swapaxes(1, 2), lse[:, :, : call.q_len].swapaxes(1, 2)
+    output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
     # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
     # A NaN is neither.
     attends = ~(lse <= 0.5 * MASKED)
     lse = jnp.where(attends, lse, -jnp.inf)
-    alpha = jnp.ones_like(lse)
+    alpha = None
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
-        sinks = inputs.sinks.astype(lse.dtype)
+        sinks = inputs.sinks.astype(lse.dtype)[:, None]
         row_max = jnp.maximum(lse, sinks)
         row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
         alpha = jnp.exp(lse - row_max) / row_sum
         lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-    return jnp.where(attends[..., None], output * alpha[..., None], 0).astype(call.dtype), lse
+    scaled = output if alpha is None else (output * alpha[..., None]).astype(call.dtype)
+    return jnp.where(attends[..., None], scaled, 0).swapaxes(1, 2), lse.swapaxes(1, 2)
 
 
 def run_backward(

@@ -55,8 +55,8 @@ def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) ->
         info = info._replace(data_next=tiles, block_mask=np.full(tiles.shape, 2, np.int8))
     heads_share = info.data_next.shape[0] == 1
 
-    def allowed(number, q_pos, kv_pos, kv_place):
-        return function(q_pos, kv_pos)
+    def allowed(number, queries, kv_pos, kv_place):
+        return function(queries.of_pairs, kv_pos)
 
     numbers = (0,) * call.num_heads if heads_share else tuple(range(call.num_heads))
     return PassMask(jax.tree.map(jnp.asarray, info), None if function is None else allowed, numbers)
