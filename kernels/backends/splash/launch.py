@@ -104,18 +104,18 @@ class _Grid:
 
     def lookup(self, table, *at):
         """The step's entry in a table."""
-        _, _, step, mask_of_head, *_ = at
+        step, mask_of_head = at[2], at[-1]
         row = at[0 if self.walk.transposed else 1]
         index = (step, row) if self.walk.transposed else (row, step)
         return table[(mask_of_head[self.head(*at)] if self.num_masks > 1 else 0, *index)].astype(jnp.int32)
 
     def q_tile(self, *at):
         """The query tile; where steps aren't visited, that of the next one that is."""
-        return self.lookup(at[4], *at) if self.walk.transposed else at[1]
+        return self.lookup(at[3], *at) if self.walk.transposed else at[1]
 
     def kv_tile(self, *at):
         """The same for the key/value tile."""
-        return at[0] if self.walk.transposed else self.lookup(at[4], *at)
+        return at[0] if self.walk.transposed else self.lookup(at[3], *at)
 
     def of_queries(self, width: int) -> pl.BlockSpec:
         """Blocks of `[N, T, width]`."""
@@ -143,11 +143,7 @@ class _Grid:
             return x, self.of_keys(x.shape[-1])
         if name in ("q", "do"):
             return x, self.of_queries(x.shape[-1])
-        sublanes = _SUBLANES if self.walk.transposed else 1
-        repeated = jnp.broadcast_to(x[:, None], (x.shape[0], sublanes, x.shape[1]))
-        return repeated, pl.BlockSpec(
-            (None, sublanes, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at))
-        )
+        return x[:, None], pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
 
     def of_output(self, name: str, width: int) -> pl.BlockSpec:
         """An output's blocks."""
@@ -200,15 +196,18 @@ def launch(
             given["kv_positions"] = grid.of_tokens(mask.key_value_positions, queries=False)
     if info.partial_mask_blocks is not None:
         blocks = jnp.asarray(info.partial_mask_blocks)
-        given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[6], *at), 0, 0))
+        given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[5], *at), 0, 0))
 
-    def body(mask_of_head, *refs):
+    if num_masks > 1:
+        tables["mask_of_head"] = jnp.asarray(mask.mask_of_head, jnp.int32)
+
+    def body(*refs):
         names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
         named = dict(zip(names, refs, strict=True))
         number = 0
         if num_masks > 1:
-            number = mask_of_head[grid.head(*(pl.program_id(axis) for axis in range(3)))]
-            named |= {name: _TableOfMask(named[name], number) for name in tables}
+            number = named.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
+            named |= {name: _TableOfMask(named[name], number) for name in tables if name in named}
         kv_positions = named.pop("kv_positions", None)
 
         def to_pairs(x):
@@ -245,7 +244,7 @@ def launch(
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1 + len(tables),
+            num_scalar_prefetch=len(tables),
             grid=(num_kv, call.num_heads, steps[0]) if walk.transposed else (call.num_heads, num_q, steps[1]),
             in_specs=[spec for _, spec in given.values()],
             out_specs=[grid.of_output(name, shape.shape[-1]) for name, shape in outputs.items()],
@@ -255,4 +254,4 @@ def launch(
         out_shape=list(outputs.values()),
         name=f"splash_{'_'.join(outputs)}",
         interpret=interpret,
-    )(jnp.asarray(mask.mask_of_head, jnp.int32), *tables.values(), *(x for x, _ in given.values()))
+    )(*tables.values(), *(x for x, _ in given.values()))
