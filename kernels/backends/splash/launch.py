@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall
 
@@ -67,7 +67,7 @@ class PassMask(NamedTuple):
 
     info: MaskInfo
     """The tiles to visit under each distinct mask, as the kernels take them."""
-    function: Callable[[Any, Array, Array, Array], Bool[Array, ...]] | None
+    function: Callable[[Any, QueryPositions, Any, Any], Any] | None
     """(number of the mask, query positions, key positions, keys' places) → allowed, traced into the kernel. None: the
     info says it all."""
     mask_of_head: tuple[int, ...]
@@ -240,7 +240,7 @@ def launch(
 
     num_q, num_kv = operands["q"].shape[1] // walk.block_q, operands["k"].shape[1] // walk.block_kv
     # Two cores of a chip may share the forward's heads, as upstream has it.
-    first = "parallel" if "o" in outputs else "arbitrary"
+    first: Literal["parallel", "arbitrary"] = "parallel" if "o" in outputs else "arbitrary"
     return pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(

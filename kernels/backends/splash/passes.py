@@ -91,9 +91,10 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     if call.mask.needs_lookup:
         partial, mask_next = partial_blocks(list(distinct), grids, call, walk)
     elif (function := _predicate(call, walk)) is not None:
-        q_positions = _to_whole(tokens.query_positions, walk.block_q)
-        if q_positions is None:
+        if tokens.query_positions is None:
             q_positions = np.arange(_whole(call.q_len, walk.block_q), dtype=np.int32)
+        else:
+            q_positions = _to_whole(tokens.query_positions, walk.block_q)
 
     def for_kernel(steps):
         """`[M, R, J]` with query tiles before key/value tiles."""
@@ -110,8 +111,10 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     )
     numbers = {mask: number for number, mask in enumerate(distinct)}
     heads = tuple(numbers[mask] for mask in call.mask.for_each_head(call.num_heads))
-    key_positions = tokens.key_value_positions if call.has_key_value_positions else None
-    return PassMask(info, function, heads, _to_whole(key_positions, walk.block_kv))
+    kv_positions = None
+    if call.has_key_value_positions and tokens.key_value_positions is not None:
+        kv_positions = _to_whole(tokens.key_value_positions, walk.block_kv)
+    return PassMask(info, function, heads, kv_positions)
 
 
 def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
@@ -300,16 +303,16 @@ def _tokens(inputs: AttentionInputs) -> Tokens:
 
 
 def _segment_ids(tokens: Tokens, walk: Pass) -> upstream.SegmentIds | None:
-    if tokens.query_segment_ids is None:
+    if tokens.query_segment_ids is None or tokens.key_value_segment_ids is None:
         return None
     return upstream.SegmentIds(
         _to_whole(tokens.query_segment_ids, walk.block_q), _to_whole(tokens.key_value_segment_ids, walk.block_kv)
     )
 
 
-def _to_whole(tokens: Int[Array, " L"] | None, block: int) -> Int[Array, " padded"] | None:
+def _to_whole(tokens: Int[Array, " L"], block: int) -> Int[Array, " padded"]:
     """Ids or positions, up to whole tiles."""
-    return None if tokens is None else jnp.pad(tokens, (0, -len(tokens) % block), mode="edge")
+    return jnp.pad(tokens, (0, -len(tokens) % block), mode="edge")
 
 
 def _over_batch(function: Callable, call: AttentionCall, tokens: Tokens, *arrays: Array) -> Any:

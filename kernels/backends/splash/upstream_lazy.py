@@ -51,15 +51,14 @@ def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) ->
     if info.block_mask is None:
         # Every tile is visited, and none is masked.
         steps = tuple(length // block for length, block in zip(padded, blocks, strict=True))
-        tiles = np.broadcast_to(np.arange(steps[0])[:, None] if walk.transposed else np.arange(steps[1]), (1, *steps))
-        info = info._replace(data_next=tiles, block_mask=np.full(tiles.shape, 2, np.int8))
-    heads_share = info.data_next.shape[0] == 1
+        tiles = np.arange(steps[0])[:, None] if walk.transposed else np.arange(steps[1])
+        info = info._replace(data_next=np.broadcast_to(tiles, (1, *steps)), block_mask=np.full((1, *steps), 2, np.int8))
 
-    def allowed(number, queries, kv_pos, kv_place):
-        return function(queries.of_pairs, kv_pos)
-
-    numbers = (0,) * call.num_heads if heads_share else tuple(range(call.num_heads))
-    return PassMask(jax.tree.map(jnp.asarray, info), None if function is None else allowed, numbers)
+    info = jax.tree.map(jnp.asarray, info)
+    numbers = tuple(range(call.num_heads)) if len(info.block_mask) > 1 else (0,) * call.num_heads
+    if function is None:
+        return PassMask(info, None, numbers)
+    return PassMask(info, lambda number, queries, kv_pos, kv_place: function(queries.of_pairs, kv_pos), numbers)
 
 
 def lazy_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:
