@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
@@ -182,7 +183,7 @@ def run_forward(
     def attend_one(tokens, query, key, value):
         num_heads, q_len, _ = query.shape
         output, lse = launch(
-            upstream.flash_attention_kernel,
+            _forward_kernel,
             call,
             walk,
             source(call, walk, tokens),
@@ -208,20 +209,31 @@ def run_forward(
     with _full_precision(call):
         output, lse = _over_batch(attend_one, call, _tokens(inputs), query, key, value)
     output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
-    # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
-    # A NaN is neither.
-    attends = ~(lse <= 0.5 * MASKED)
-    lse = jnp.where(attends, lse, -jnp.inf)
-    alpha = None
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
         sinks = inputs.sinks.astype(lse.dtype)[:, None]
         row_max = jnp.maximum(lse, sinks)
         row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
-        alpha = jnp.exp(lse - row_max) / row_sum
+        attends = lse != -jnp.inf
+        alpha = jnp.where(attends, jnp.exp(lse - row_max) / row_sum, 0)
+        output = (output * alpha[..., None]).astype(call.dtype)
         lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-    scaled = output if alpha is None else (output * alpha[..., None]).astype(call.dtype)
-    return jnp.where(attends[..., None], scaled, 0).swapaxes(1, 2), lse.swapaxes(1, 2)
+    return output.swapaxes(1, 2), lse.swapaxes(1, 2)
+
+
+@functools.wraps(upstream.flash_attention_kernel)
+def _forward_kernel(*, o_ref, logsumexp_ref, grid_width: int, **others):
+    """Upstream's, and rows that attend to nothing get output 0 and lse −inf: in XLA that takes long to compile."""
+    upstream.flash_attention_kernel(o_ref=o_ref, logsumexp_ref=logsumexp_ref, grid_width=grid_width, **others)
+
+    @pl.when(pl.program_id(2) == grid_width - 1)
+    def clear_empty_rows():
+        lse, width = logsumexp_ref[...], o_ref.shape[-1]
+        # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
+        # A NaN is neither.
+        logsumexp_ref[...] = jnp.where(lse <= 0.5 * MASKED, -jnp.inf, lse)
+        of_output = jnp.tile(lse, (1, pl.cdiv(width, upstream.NUM_LANES)))[:, :width]
+        o_ref[...] = jnp.where(of_output <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
 
 def run_backward(
