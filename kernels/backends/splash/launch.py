@@ -1,9 +1,8 @@
 """Launches JAX's splash attention kernels with what its own `pallas_call`s don't pass on.
 
-The kernels' bodies are upstream's, by names that begin with an underscore; they are the same from JAX 0.10.2 to 0.12,
-which a test of each of their signatures holds. Its `pallas_call`s know one mask function of query positions only. These
-here also pass key positions, and tell the mask function which of several masks a head has, so that heads with different
-masks share one kernel, and heads with the same mask share one table.
+The kernels' bodies are upstream's. They aren't public; a test holds their signatures, the same from JAX 0.10.2 to 0.12.
+Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions and the number
+of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
 
 Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 """

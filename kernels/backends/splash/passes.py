@@ -174,7 +174,7 @@ def run_forward(
     """Output and lse.
 
     Args:
-      source: makes the passes' masks; `planned_mask` takes the mask of one head, which all heads share.
+      source: makes the passes' masks.
       inputs, call: the call.
       tuning: the passes' tiles.
     """
