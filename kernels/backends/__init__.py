@@ -76,7 +76,7 @@ class Backend:
 _ALL = ("cpu", "gpu", "tpu")
 
 BACKENDS = (
-    Backend("splash", "backends.splash", ("tpu",), "SplashTuning"),
+    Backend("splash", "backends.splash", ("tpu",), "SplashTuning", takes_masks_of_heads=True),
     Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
     Backend("cudnn", "backends.cudnn", ("gpu",), differentiates_itself=True),
     Backend("triton", "backends.triton", ("gpu",), "TritonTuning"),

@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import LAST_POSITION, TileKind, kleene_and, tile_kind
 from kernels.plan.documents import Intervals, document_intervals
-from kernels.plan.host import make_block_plan
+from kernels.plan.host import BlockPlan, make_block_plan
 from kernels.plan.rows import Rows, list_rows
 from kernels.plan.search import search
 from kernels.varying import vary
@@ -39,23 +40,59 @@ def make_rows(
       transposed: rows of query tiles for each key/value tile, in place of key/value tiles for each query tile.
       only_intervals: no lists; tiles of an interval that are EMPTY are then visited as PARTIAL ones.
     """
+    if not (call.has_positions or call.has_segment_ids or only_intervals):
+        return jax.tree.map(jnp.asarray, _host_plan(call, block_q, block_kv, transposed).rows)
+    plan = _rows_or_kinds(inputs, call, block_q, block_kv, transposed)
+    if isinstance(plan, Rows):
+        return plan
+    return _hull(plan) if only_intervals else list_rows(plan)
+
+
+def kinds_of_tiles(
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    block_q: int,
+    block_kv: int,
+    tiles: Int[np.ndarray, "R J"],
+    *,
+    transposed: bool = False,
+) -> Int[Array, "B R J"]:
+    """`TileKind` of given tiles of each row: the plan for a kernel whose grid is fixed ahead of time.
+
+    Args:
+      inputs, call, block_q, block_kv, transposed: as for `make_rows`.
+      tiles: of each row.
+    """
+    plan = _rows_or_kinds(inputs, call, block_q, block_kv, transposed)
+    if not isinstance(plan, Rows):
+        return jnp.take_along_axis(plan, jnp.asarray(tiles)[None], axis=2)
+    start, full_start, full_stop, stop = (plan.bounds[..., i, None] for i in range(4))
+    return tile_kind((start <= tiles) & (tiles < stop), (full_start <= tiles) & (tiles < full_stop))
+
+
+def _host_plan(call: AttentionCall, block_q: int, block_kv: int, transposed: bool) -> BlockPlan:
+    plan = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv)
+    return plan.transpose() if transposed else plan
+
+
+def _rows_or_kinds(
+    inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
+) -> Rows | Int[Array, "B R C"]:
+    """Rows where they are intervals, else the kind of every tile."""
     if call.has_positions:
         if call.mask.has_row_intervals:
             return _rows_by_position(inputs, call, block_q, block_kv, transposed)
         kinds = _kinds_by_position(inputs, call, block_q, block_kv)
         kinds = kinds.swapaxes(1, 2) if transposed else kinds
     else:
-        plan = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv)
-        plan = plan.transpose() if transposed else plan
+        plan = _host_plan(call, block_q, block_kv, transposed)
         if plan.rows.tiles is None:
             return _narrowed(plan.rows, inputs, call, block_q, block_kv, transposed)
-        if not call.has_segment_ids and not only_intervals:
-            return jax.tree.map(jnp.asarray, plan.rows)
         kinds = jnp.asarray(plan.kinds())[None]
     if call.has_segment_ids:
         documents = _kinds_of_documents(inputs, block_q, block_kv)
         kinds = kleene_and(kinds, documents.swapaxes(1, 2) if transposed else documents)
-    return _hull(kinds) if only_intervals else list_rows(kinds)
+    return kinds
 
 
 def _tiles_of_documents(

@@ -225,6 +225,8 @@ LONG = [
         "packed",
         "scattered_segments",
         "context_shard",
+        "permuted_positions",
+        "everything",
         "value_dim",
     )
 ]
@@ -232,17 +234,12 @@ LONG = [
 
 IN_ONE_TILE = [case for case in CASES if case.name not in {long.name for long in LONG}]
 # The fused backward walks its own grid and adds dQ up outside of the kernel; masks reach it as they do the split one.
-FUSED = [case for case in LONG if case.name in ("window", "per_head", "cross", "packed", "context_shard")]
+FUSED = [case for case in LONG if case.name in ("window", "per_head", "cross", "packed", "everything")]
 
 
 @pytest.mark.parametrize("case", IN_ONE_TILE, ids=lambda case: case.name)
 def test_splash_in_one_tile(case, rng):
-    attend = through_implementation(case, SPLASH)
-    if case.positions == "permuted":
-        with pytest.raises(ValueError, match="has no key_value_positions: it counts them from 0 itself"):
-            run_case(case, rng, attend)
-    else:
-        run_case(case, rng, attend)
+    run_case(case, rng, through_implementation(case, SPLASH))
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
@@ -255,8 +252,10 @@ def test_splash_with_the_fused_backward(case, rng):
     run_case(case, rng, through_implementation(case, dataclasses.replace(SPLASH, backward="fused")))
 
 
-def test_splash_in_tiles_of_several_sizes(rng):
-    (case,) = (case for case in LONG if case.name == "scattered_segments")
+@pytest.mark.parametrize(
+    "case", [case for case in LONG if case.name in ("scattered_segments", "everything")], ids=lambda case: case.name
+)
+def test_splash_in_tiles_of_several_sizes(case, rng):
     sizes = SplashTuning(128, 256, 128, 256, 256, 128, 256, 128, interpret=True)
     run_case(case, rng, through_implementation(case, sizes))
 

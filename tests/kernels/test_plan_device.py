@@ -188,3 +188,32 @@ def test_a_plan_costs_what_its_rows_cost(mask, given, transposed):
     shapes = re.findall(r"\b(?:pred|[a-z]+\d+)\[([\d,]+)\]", hlo)
     largest = max(int(np.prod([int(side) for side in shape.split(",")])) for shape in shapes)
     assert largest < (length // block) ** 2
+
+
+PASSES = {"forward": (128, 128, False), "d_key_value": (64, 128, True), "d_query": (128, 64, False)}
+
+
+@pytest.mark.gpu
+def test_the_plans_of_three_passes_in_one_program_are_each_their_own(rng):
+    """XLA of JAX 0.11.2 made one GPU kernel of their reductions, and gave some tiles the whole sequence's result."""
+    length = 16_384
+    ends = [np.sort(rng.choice(np.arange(1, length), 63, replace=False)) for _ in range(2)]
+    ids = np.stack([np.searchsorted(each, np.arange(length), side="right") for each in ends])
+
+    @jax.jit
+    def plans(ids):
+        inputs, call = call_of(CausalMask(), length, length, query_segment_ids=ids, key_value_segment_ids=ids)
+        return {
+            name: make_rows(inputs, call, block_q, block_kv, transposed=transposed).bounds
+            for name, (block_q, block_kv, transposed) in PASSES.items()
+        }
+
+    for name, bounds in plans(jnp.asarray(ids)).items():
+        block_q, block_kv, transposed = PASSES[name]
+        own, other = (block_kv, block_q) if transposed else (block_q, block_kv)
+        for b, rows in enumerate(np.asarray(bounds)):
+            for r, (start, _, _, stop) in enumerate(rows):
+                first, last = r * own, (r + 1) * own - 1
+                (places,) = np.nonzero((ids[b] >= ids[b, first]) & (ids[b] <= ids[b, last]))
+                lowest, highest = (first, places[-1]) if transposed else (places[0], last)
+                assert (start, stop) == (lowest // other, highest // other + 1), (name, b, r)

@@ -27,13 +27,14 @@ from kernels import (
 from kernels.attention.core import attend
 from kernels.backends import BACKENDS
 from kernels.backends.splash import dense, passes, tuning, upstream_lazy
+from kernels.backends.splash.launch import QueryPositions
 from kernels.backends.splash.tile_grid import _grid, next_visited
 from kernels.call import AttentionCall, AttentionInputs
 
 TPU = Target("tpu", "TPU v5")
 INTERPRETED = SplashTuning.square(128, interpret=True)
 SPLASH = BACKENDS[0]
-NO_TOKENS = passes.Tokens(None, None, None)
+NO_TOKENS = passes.Tokens()
 
 MASKS = [
     FullMask(),
@@ -89,9 +90,6 @@ def test_the_same_tiles_as_upstream_in_every_pass(mask, kv_len, backward):
     make_dense = functools.partial(upstream_lazy.upstream_mask, dense.dense_mask)
     for walk in all_passes(call, sizes):
         ours, theirs = (make(call, walk, NO_TOKENS).info for make in (passes.planned_mask, make_dense))
-        if ours.block_mask is None:  # every tile is visited, and none is masked
-            assert np.all(np.asarray(theirs.block_mask) == 2)
-            continue
         visited = np.asarray(theirs.block_mask) > 0
         np.testing.assert_array_equal(np.asarray(ours.block_mask) > 0, visited)
         if mask.exact:
@@ -107,7 +105,10 @@ def test_the_lazy_baseline_is_upstreams_own(mask):
     made = upstream_lazy.upstream_mask(upstream_lazy.lazy_mask, call, walk, NO_TOKENS)
     heads = upstream.mask_lib.MultiHeadMask([upstream_lazy.lazy_mask(mask, 1024, 1024, 1024)] * 2)
     theirs = upstream.make_splash_mha(heads, block_sizes=upstream.BlockSizes(256, 256), head_shards=1, q_seq_shards=1)
-    assert made.function.__qualname__ == theirs.kwargs["mask_function"].__qualname__
+    q_pos, kv_pos = np.arange(1024)[:, None], np.arange(1024)[None]
+    queries = QueryPositions(q_pos, q_pos, lambda x: x)
+    allowed = theirs.kwargs["mask_function"](q_pos, kv_pos)
+    np.testing.assert_array_equal(made.function(0, queries, kv_pos, kv_pos), allowed)
     assert made.info.partial_mask_blocks is None
     jax.tree.map(np.testing.assert_array_equal, made.info, theirs.fwd_mask_info)
 
@@ -136,17 +137,15 @@ def test_the_baselines_compute_the_same(name, mask, rng):
 
 def test_next_visited_names_the_following_step_and_then_the_first(rng):
     for density in (0.0, 0.1, 0.5, 1.0):
-        visited = rng.random((5, 7)) < density
-        values = rng.integers(0, 100, (5, 7))
-        flat = visited.reshape(-1)
-        expected = [
-            values.reshape(-1)[next((k % 35 for k in range(step, step + 35) if k < 35 and flat[k]), flat.argmax())]
-            for step in range(35)
-        ]
+        visited = rng.random((3, 5, 7)) < density
+        values = rng.integers(0, 100, (3, 5, 7))
         for namespace in (np, jnp):
             found = next_visited(namespace.asarray(values), namespace.asarray(visited))
             assert isinstance(found, np.ndarray if namespace is np else jax.Array)
-            np.testing.assert_array_equal(np.asarray(found).reshape(-1), expected)
+            for mask in range(3):
+                flat, value = visited[mask].reshape(-1), values[mask].reshape(-1)
+                following = [next((k for k in range(step, 35) if flat[k]), flat.argmax()) for step in range(35)]
+                np.testing.assert_array_equal(np.asarray(found[mask]).reshape(-1), value[following])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -155,10 +154,79 @@ def test_documents_skip_the_tiles_between_them(transposed):
     ids = jnp.asarray(np.repeat([1, 2, 3], [384, 256, 384]))
     sizes = SplashTuning.square(128)
     walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
-    info = passes.planned_mask(call, walk, passes.Tokens(ids, ids, None)).info
+    info = passes.planned_mask(call, walk, passes.Tokens(ids, ids)).info
     alone = passes.planned_mask(call, walk, NO_TOKENS).info
     assert int((np.asarray(alone.block_mask) > 0).sum()) == 8 * 9 // 2
     assert int((np.asarray(info.block_mask) > 0).sum()) == 3 * 4 // 2 + 2 * 3 // 2 + 3 * 4 // 2
+
+
+def visited_tiles(info, transposed):
+    """(mask, query tile, key/value tile) of each visited step."""
+    kinds, tiles = np.asarray(info.block_mask), np.asarray(info.data_next)
+    steps = [(int(m), int(i), int(j)) for m, i, j in np.argwhere(kinds > 0)]
+    return sorted((m, tiles[m, i, j], j) if transposed else (m, i, tiles[m, i, j]) for m, i, j in steps)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_documents", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        CausalMask(),
+        CausalMask() & LocalMask(300, 0),
+        MaskFn(lambda q_pos, kv_pos: kv_pos < q_pos, classify_fn=CausalMask(-1).classify),
+        MultiHeadMask([CausalMask() & LocalMask(150, 0), CausalMask()]),
+    ],
+    ids=["causal", "window", "function", "two_masks"],
+)
+@pytest.mark.parametrize("keys", ["counting", "dealt_out"])
+def test_the_tiles_visited_at_given_positions_are_those_with_a_pair(keys, mask, with_documents, transposed, rng):
+    """A zigzag shard of the queries, against NumPy pair by pair. Rows of tiles are intervals: where the keys' tiles are
+    out of order, all between the first and the last of a row are visited."""
+    length, kv_len, block_q, block_kv = 512, 1000, 128, 256
+    shards = np.arange(1024).reshape(4, 256)
+    q_pos = np.concatenate([shards[1], shards[2]])
+    runs = np.arange(1024).reshape(4, 256)
+    kv_pos = np.concatenate(rng.permutation(runs) if keys == "dealt_out" else runs)[:kv_len]
+    ids = {"query_segment_ids": q_pos // 384, "key_value_segment_ids": kv_pos // 384} if with_documents else {}
+    call = call_of(mask, length, kv_len=kv_len, has_query_positions=True, has_key_value_positions=True)
+    call = call._replace(has_segment_ids=with_documents)
+    sizes = SplashTuning(block_q, block_kv, block_kv, block_q, block_kv, block_kv, block_q, block_kv)
+    walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
+    positions = {"query_positions": q_pos, "key_value_positions": kv_pos}
+    tokens = passes.Tokens(**jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), ids | positions))
+    found = visited_tiles(jax.jit(lambda tokens: passes.planned_mask(call, walk, tokens).info)(tokens), transposed)
+
+    expected = []
+    for m, each in enumerate(dict.fromkeys(mask.for_each_head(2))):
+        allowed = np.asarray(each(q_pos[:, None], kv_pos[None]))
+        if with_documents:
+            allowed &= ids["query_segment_ids"][:, None] == ids["key_value_segment_ids"][None]
+        for i in range(length // block_q):
+            for j in range(-(-kv_len // block_kv)):
+                if allowed[i * block_q : (i + 1) * block_q, j * block_kv : (j + 1) * block_kv].any():
+                    expected.append((m, i, j))
+    assert set(expected) <= set(found)
+    if keys == "counting":
+        assert set(expected) == set(found)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_heads_with_few_tiles_load_no_more_for_sharing_a_grid(transposed):
+    """A window's steps beyond its own name the tile that is loaded already, or the next one."""
+    mask = MultiHeadMask([CausalMask(), CausalMask() & LocalMask(255, 0)])
+    call = call_of(mask, 2048)
+    sizes = SplashTuning.square(128)
+    walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
+    made = passes.planned_mask(call, walk, NO_TOKENS)
+    assert made.mask_of_head == (0, 1)
+    tables = np.asarray(made.info.data_next), np.asarray(made.info.block_mask)
+    tiles, kinds = (table.swapaxes(1, 2) if transposed else table for table in tables)
+    assert tiles.shape == (2, 16, 16)
+    visited = (kinds > 0).sum(axis=(1, 2))
+    assert list(visited) == [16 * 17 // 2, 16 * 3 - 3]
+    loads = 1 + (np.diff(tiles.reshape(2, -1), axis=1) != 0).sum(axis=1)
+    assert (loads <= visited).all()
 
 
 def test_not_a_number_in_an_empty_tile_is_never_read(rng):
@@ -247,15 +315,37 @@ def test_memory_to_trace_does_not_grow_with_the_square_of_the_length(mask):
     assert rise[131_072] - rise[4096] < 100 << 20
 
 
-def test_upstreams_passes_still_take_what_they_are_given():
-    """They aren't public: where this fails on a new JAX, `passes.py` is to follow it."""
+def kernels_in(jaxpr):
+    """Number of Pallas kernels in a jaxpr."""
+    count = 0
+    for equation in jaxpr.eqns:
+        count += equation.primitive.name == "pallas_call"
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            count += kernels_in(getattr(inner, "jaxpr", inner)) if is_jaxpr(inner) else 0
+    return count
+
+
+def test_heads_with_different_masks_share_one_kernel_in_each_pass():
+    two_masks = MultiHeadMask([CausalMask(), CausalMask() & LocalMask(700, 0)])
+    assert kernels_in(trace(two_masks, 2048).jaxpr) == kernels_in(trace(CausalMask(), 2048).jaxpr) == 3
+
+
+def test_upstreams_kernels_still_take_what_they_are_given():
+    """They aren't public: where this fails on a new JAX, `launch.py` is to follow it."""
     expected = {
-        "_splash_attention_forward": "fwd_mask_info q k v segment_ids sinks mask_value is_mqa block_sizes "
-        "residual_checkpoint_name save_residuals mask_function attn_logits_soft_cap interpret",
-        "_splash_attention_bwd_dkv": "q k v segment_ids sinks logsumexp do di bq bkv bkv_compute is_mqa mask_info "
-        "mask_value attn_logits_soft_cap use_fused_bwd_kernel q_layout k_layout v_layout mask_function interpret",
-        "_splash_attention_bwd_dq": "q k v segment_ids sinks logsumexp do di bq bkv is_mqa mask_info mask_value "
-        "attn_logits_soft_cap q_layout k_layout v_layout mask_function interpret",
+        "flash_attention_kernel": "data_next_ref block_mask_ref mask_next_ref q_ref k_ref v_ref q_segment_ids_ref "
+        "kv_segment_ids_ref sinks_ref mask_ref q_sequence_ref m_scratch_ref l_scratch_ref o_scratch_ref "
+        "o_ref logsumexp_ref mask_value grid_width bq bkv bkv_compute head_dim_v q_layout k_layout "
+        "v_layout attn_logits_soft_cap mask_function",
+        "_flash_attention_dq_kernel": "data_next_ref block_mask_ref mask_next_ref q_ref k_ref v_ref q_segment_ids_ref "
+        "kv_segment_ids_ref sinks_ref logsumexp_ref do_ref di_ref mask_ref q_sequence_ref dq_scratch_ref "
+        "dq_ref mask_value grid_width bq bkv attn_logits_soft_cap q_layout k_layout v_layout "
+        "mask_function",
+        "_flash_attention_dkv_kernel": "data_next_ref block_mask_ref mask_next_ref q_ref k_ref v_ref q_segment_ids_ref "
+        "kv_segment_ids_ref sinks_ref logsumexp_ref do_ref di_ref mask_ref q_sequence_ref dq_scratch_ref "
+        "dk_scratch_ref dv_scratch_ref dq_ref dk_ref dv_ref num_q_heads num_kv_heads mask_value "
+        "grid_width bq bkv_compute is_mqa attn_logits_soft_cap q_layout k_layout v_layout bkv "
+        "mask_function",
     }
     for name, parameters in expected.items():
         assert list(inspect.signature(getattr(upstream, name)).parameters) == parameters.split()
@@ -265,7 +355,6 @@ def test_upstreams_passes_still_take_what_they_are_given():
     ("call", "reason"),
     [
         (call_of(CausalMask(), dtype=jnp.float16), "takes bfloat16 and float32, not float16"),
-        (call_of(CausalMask(), has_key_value_positions=True), "has no key_value_positions"),
         (
             call_of(NumpyMask(np.ones((64, 64), bool)), 64, has_query_positions=True),
             "at positions that are known on the device only",

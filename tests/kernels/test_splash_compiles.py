@@ -36,7 +36,8 @@ COMPILE = textwrap.dedent("""
             output, lse = dot_product_attention(
                 query, key, value, eval(mask), device=device, return_lse=True, logits_soft_cap=cap,
                 query_segment_ids=ids if segments else None, key_value_segment_ids=ids if segments else None,
-                query_positions=places if positions else None, sinks=sink_logits if sinks else None,
+                query_positions=places if positions else None,
+                key_value_positions=places if positions == "both" else None, sinks=sink_logits if sinks else None,
                 implementation=SplashTuning.square(block, backward=backward) if tuning else None)
             return output.astype(jnp.float32).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
@@ -61,6 +62,8 @@ CASES = {
     "array": {"mask": "NumpyMask(np.tri(1024, dtype=bool))"},
     "two masks": {"mask": "MultiHeadMask([CausalMask(), LocalMask(300, 0)] * 2)"},
     "context shard": {"mask": "CausalMask() & LocalMask(700, 0)", "positions": True},
+    "keys out of order": {"mask": "CausalMask() & LocalMask(700, 0)", "positions": "both", "segments": True},
+    "masks without intervals": {"mask": "MultiHeadMask([~LocalMask(9, 9), CausalMask()] * 2)", "positions": "both"},
     "narrow heads": {"mask": "CausalMask()", "head_dims": (20, 24)},
     "wide heads, own tiles": {"mask": "CausalMask()", "head_dims": (256, 256), "tuning": False},
 }
@@ -85,4 +88,4 @@ def test_every_feature_compiles(topology, cases):
     assert list(kernels) == cases
     for name, count in kernels.items():
         passes = 2 if CASES[name].get("backward") == "fused" else 3
-        assert count == passes * (2 if name == "two masks" else 1), name
+        assert count == passes, name

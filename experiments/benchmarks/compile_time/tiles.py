@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.benchmarks.compile_time.masks import Source
 from kernels.backends.splash import dense, passes, upstream_lazy
+from kernels.backends.splash.launch import PassMask
 from kernels.backends.splash.tuning import resolve
 from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
@@ -40,21 +41,12 @@ def count_visited_tiles(
     walks = {"forward": passes.forward_pass(call, tuning), "d_key_value": passes.d_key_value_pass(call, tuning)}
     if tuning.backward == "split":
         walks["d_query"] = passes.d_query_pass(call, tuning)
-    # Ours runs one kernel for each distinct mask, JAX's one for all heads.
-    distinct = call.mask.distinct_heads(call.num_heads)
-    calls = [(call._replace(mask=each), len(heads)) for each, heads in distinct.items()]
-    if source != "ours":
-        calls = [(call, call.num_heads)]
-    return {name: sum(_visited(source, *each, walk) for each in calls) for name, walk in walks.items()}
+    return {name: _visited(_SOURCES[source](call, walk, passes.Tokens())) for name, walk in walks.items()}
 
 
-def _visited(source: Source, call: AttentionCall, num_heads: int, walk: passes.Pass) -> int:
-    mask = _SOURCES[source](call, walk, passes.Tokens(None, None, None))
-    if mask.info.block_mask is None:  # every tile, none of them masked
-        return num_heads * -(-call.q_len // walk.block_q) * -(-call.kv_len // walk.block_kv)
-    visited = np.asarray(mask.info.block_mask) > 0
-    # Heads that share a mask share its tiles: the array then has a first dim of 1.
-    return int(visited.sum()) * (num_heads if visited.shape[0] == 1 else 1)
+def _visited(mask: PassMask) -> int:
+    per_table = (np.asarray(mask.info.block_mask) > 0).sum(axis=(1, 2))
+    return int(per_table[list(mask.mask_of_head)].sum())
 
 
 def _call(mask: Mask, shapes: tuple[jax.ShapeDtypeStruct, ...], device: Any) -> AttentionCall:

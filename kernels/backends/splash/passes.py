@@ -1,17 +1,12 @@
-"""The splash kernel's passes: JAX's TPU kernel under our attention contract.
+"""The splash kernels' passes: JAX's TPU kernels under our attention contract.
 
 JAX's own entry point (`make_splash_mha`) makes its `MaskInfo` from a mask that it evaluates on every tile, hides the
-softmax's denominator from differentiation, and leaves rows that attend to nothing undefined. So this module calls its
-three `pallas_call`s one by one, by names that begin with an underscore; they are the same from JAX 0.10.2 to 0.12,
-which a test of each of their signatures holds.
+softmax's denominator from differentiation, and leaves rows that attend to nothing undefined.
 
-Where tiles may be skipped is decided in three places: by the plan (static), by segment ids and by query positions (on
-the device, from the lowest and highest of each tile).
+Which tiles are visited is the plan's to say: on the host from the masks, on the device from segment ids and positions.
 
-Dimensions: B batch, T and S query and key/value length, N query heads, K key/value heads, H and V head dims, R rows
-of a tile grid and J its steps. Arrays within a pass are padded to whole tiles.
-
-Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
+Dimensions: B batch, T and S query and key/value length, N query heads, K key/value heads, H and V head dims, M
+distinct masks, R rows of a tile grid and J its steps. Arrays within a pass are padded to whole tiles.
 """
 
 from __future__ import annotations
@@ -20,83 +15,59 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid, whole_grid
+from kernels.backends.splash.launch import MASKED, Pass, PassMask, QueryPositions, launch
+from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
+from kernels.plan import kinds_of_tiles
 
 if TYPE_CHECKING:
     from kernels.backends.splash.tuning import SplashTuning
 
-_MASKED = upstream.DEFAULT_MASK_VALUE
 
-
-@dataclass(frozen=True)
-class Pass:
-    """One walk over the tiles.
-
-    Attributes:
-      block_q, block_kv: its tile.
-      block_kv_compute: the part of it that one matmul takes.
-      transposed: rows of the grid are key/value tiles, as for dK and dV.
-      shrunk: rows of the grid are as long as the longest needs; the fused backward needs all tiles.
-    """
-
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
-    transposed: bool
-    shrunk: bool
-
-    @staticmethod
-    def fitted(
-        call: AttentionCall, block_q: int, block_kv: int, compute: int, *, transposed=False, shrunk=True
-    ) -> Pass:
-        """With blocks no larger than the sequences need."""
-        block_q, block_kv = min(block_q, _whole(call.q_len, 128)), min(block_kv, _whole(call.kv_len, 128))
-        return Pass(block_q, block_kv, math.gcd(block_kv, compute), transposed, shrunk)
+def _fitted(
+    call: AttentionCall, block_q: int, block_kv: int, compute: int, *, transposed: bool = False, shrunk: bool = True
+) -> Pass:
+    """A pass with blocks no larger than the sequences need."""
+    block_q, block_kv = min(block_q, _whole(call.q_len, 128)), min(block_kv, _whole(call.kv_len, 128))
+    # The mask function is told the positions of whole tiles.
+    compute = block_kv if call.has_key_value_positions else math.gcd(block_kv, compute)
+    return Pass(block_q, block_kv, compute, transposed, shrunk)
 
 
 def forward_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
     """The pass that makes the output and the lse."""
-    return Pass.fitted(call, tuning.block_q, tuning.block_kv, tuning.block_kv_compute)
+    return _fitted(call, tuning.block_q, tuning.block_kv, tuning.block_kv_compute)
 
 
 def d_key_value_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
     """The pass that makes dK and dV, and dQ too if fused."""
     blocks = (tuning.block_q_dkv, tuning.block_kv_dkv, tuning.block_kv_dkv_compute)
-    return Pass.fitted(call, *blocks, transposed=True, shrunk=tuning.backward == "split")
+    return _fitted(call, *blocks, transposed=True, shrunk=tuning.backward == "split")
 
 
 def d_query_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
     """The pass that makes dQ alone."""
-    return Pass.fitted(call, tuning.block_q_dq, tuning.block_kv_dq, tuning.block_kv_dq)
-
-
-class PassMask(NamedTuple):
-    """What one pass knows of the mask."""
-
-    info: MaskInfo
-    """The tiles to visit, as the kernel takes them."""
-    function: Callable[[Array, Array], Array] | None
-    """(query positions, key/value positions) → allowed, traced into the kernel; None: the info says it all."""
+    return _fitted(call, tuning.block_q_dq, tuning.block_kv_dq, tuning.block_kv_dq)
 
 
 class Tokens(NamedTuple):
     """What is known of each token on the device only; None where it wasn't given."""
 
-    query_segment_ids: Int[Array, "*B T"] | None
-    key_value_segment_ids: Int[Array, "*B S"] | None
-    query_positions: Int[Array, "*B T"] | None
+    query_segment_ids: Int[Array, "*B T"] | None = None
+    key_value_segment_ids: Int[Array, "*B S"] | None = None
+    query_positions: Int[Array, "*B T"] | None = None
+    key_value_positions: Int[Array, "*B S"] | None = None
 
 
 MaskSource = Callable[[AttentionCall, Pass, Tokens], PassMask]
@@ -104,43 +75,56 @@ MaskSource = Callable[[AttentionCall, Pass, Tokens], PassMask]
 
 
 def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
-    """The mask from its block plan, in closed form, refined on the device by segment ids and query positions."""
-    grid, function = grid_of(call, walk), _predicate(call, walk)
-    kinds = _refined(call, grid, walk, tokens)
-    if function is None and kinds is grid.kinds and grid.all_full:
-        return PassMask(MaskInfo(None, None, None, None, None), None)
+    """The masks from their block plans, in closed form, narrowed on the device by segment ids and positions."""
+    distinct = call.mask.distinct_heads(call.num_heads)
+    calls = [call._replace(mask=mask, batch=1) for mask in distinct]
+    grids = TileGrid.of_masks([grid_of(each, walk) for each in calls], idle_first=walk.transposed)
+    kinds: np.ndarray | Array = grids.kinds
+    if jax.tree.leaves(tokens):
+        inputs = AttentionInputs(*(None,) * 4, *(x if x is None else x[None] for x in tokens))  # type: ignore[arg-type]
+        blocks = walk.block_q, walk.block_kv
+        narrowed = [
+            kinds_of_tiles(inputs, each, *blocks, tiles, transposed=walk.transposed)[0]
+            for each, tiles in zip(calls, grids.tiles, strict=True)
+        ]
+        kinds = jnp.minimum(grids.kinds, jnp.stack(narrowed)).astype(jnp.int8)
 
-    mask_next = blocks = None
-    q_positions: np.ndarray | Array | None = None
+    mask_next = partial = function = None
+    q_positions: Any = None
     if call.mask.needs_lookup:
-        lengths, sides = (call.q_len, call.kv_len), (walk.block_q, walk.block_kv)
-        blocks, mask_next = partial_blocks(call.mask, grid, lengths, sides, transposed=walk.transposed)
-        function = None
-    elif function is not None:
-        q_positions = tokens.query_positions
-        if q_positions is None:
+        partial, mask_next = partial_blocks(list(distinct), grids, call, walk)
+    elif (function := _predicate(call, walk)) is not None:
+        if tokens.query_positions is None:
             q_positions = np.arange(_whole(call.q_len, walk.block_q), dtype=np.int32)
+        else:
+            q_positions = _to_whole(tokens.query_positions, walk.block_q)
 
     def for_kernel(steps):
-        """`[R, J]` with query tiles first, and a dimension of heads in front, over which it is broadcast."""
-        return jnp.asarray(steps.T if walk.transposed else steps)[None]
+        """`[M, R, J]` with query tiles before key/value tiles."""
+        return steps.swapaxes(1, 2) if walk.transposed else steps
 
+    data_next = next_visited(grids.tiles, kinds != TileKind.EMPTY).astype(grids.index_dtype)
+    # Upstream's annotations say NumPy; the kernels take any array.
     info = MaskInfo(
-        data_next=for_kernel(next_visited(grid.tiles, kinds != TileKind.EMPTY).astype(grid.index_dtype)),
-        mask_next=None if mask_next is None else for_kernel(mask_next),
-        block_mask=for_kernel(kinds),
-        partial_mask_blocks=None if blocks is None else jnp.asarray(blocks),
-        # Upstream's annotation says NumPy; the kernel broadcasts it like any array.
-        q_sequence=None if q_positions is None else cast(np.ndarray, jnp.asarray(q_positions)),
+        for_kernel(data_next),
+        None if mask_next is None else for_kernel(mask_next),
+        for_kernel(kinds),  # type: ignore[arg-type]
+        partial,
+        q_positions,
     )
-    return PassMask(info, function)
+    numbers = {mask: number for number, mask in enumerate(distinct)}
+    heads = tuple(numbers[mask] for mask in call.mask.for_each_head(call.num_heads))
+    kv_positions = None
+    if call.has_key_value_positions and tokens.key_value_positions is not None:
+        kv_positions = _to_whole(tokens.key_value_positions, walk.block_kv)
+    return PassMask(info, function, heads, kv_positions)
 
 
 def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
-    """The tiles that a pass may visit, as far as they are known ahead of time."""
-    if call.has_query_positions:
+    """The tiles that a pass may visit under one mask, as far as they are known ahead of time."""
+    if call.has_positions:
         num_q, num_kv = -(-call.q_len // walk.block_q), -(-call.kv_len // walk.block_kv)
-        return whole_grid(*((num_kv, num_q) if walk.transposed else (num_q, num_kv)))
+        return TileGrid.whole(*((num_kv, num_q) if walk.transposed else (num_q, num_kv)))
     return plan_grid(
         call.mask,
         call.q_len,
@@ -152,36 +136,33 @@ def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
     )
 
 
-def _predicate(call: AttentionCall, walk: Pass) -> Callable[[Array, Array], Array] | None:
-    """What the kernel computes in each tile, or None if it allows all pairs."""
+def _predicate(call: AttentionCall, walk: Pass):
+    """What the kernel computes in each tile (`PassMask.function`), or None if it allows all pairs."""
     sticks_out = call.kv_len % walk.block_kv != 0
     if call.mask.allows_all and not sticks_out:
         return None
-    if not sticks_out:
-        return call.mask
-    return lambda q_pos, kv_pos: call.mask(q_pos, kv_pos) & (kv_pos < call.kv_len)
+    masks = list(call.mask.distinct_heads(call.num_heads))
 
+    def of_head(number, values):
+        result, *others = values
+        for i, other in enumerate(others, 1):
+            result = jnp.where(number == i, other, result)
+        return result
 
-def _refined(call: AttentionCall, grid: TileGrid, walk: Pass, tokens: Tokens) -> np.ndarray | Array:
-    """The grid's kinds, with EMPTY for the tiles that segment ids or positions rule out."""
-    kinds: np.ndarray | Array = grid.kinds
-    rows, columns = np.arange(grid.tiles.shape[0])[:, None], grid.tiles
-    i, j = (columns, rows) if walk.transposed else (rows, columns)
-    if tokens.query_positions is not None:
-        q_lo, q_hi = (corner[i] for corner in _corners(tokens.query_positions, walk.block_q))
-        kv_hi = np.minimum((j + 1) * walk.block_kv, call.kv_len) - 1
-        kinds = jnp.minimum(kinds, call.mask.classify(q_lo, q_hi, j * walk.block_kv, kv_hi))
-    if tokens.query_segment_ids is not None and tokens.key_value_segment_ids is not None:
-        q_lo, q_hi = (corner[i] for corner in _corners(tokens.query_segment_ids, walk.block_q))
-        kv_lo, kv_hi = (corner[j] for corner in _corners(tokens.key_value_segment_ids, walk.block_kv))
-        kinds = jnp.where((q_lo <= kv_hi) & (kv_lo <= q_hi), kinds, TileKind.EMPTY)
-    return kinds if kinds is grid.kinds else kinds.astype(jnp.int8)
+    def allowed(number, queries: QueryPositions, kv_pos, kv_place):
+        if len(masks) == 1:
+            result = masks[0](queries.of_pairs, kv_pos)
+        elif call.mask.has_row_intervals:
+            # Chosen once for each query, and not for each pair.
+            intervals = [mask.row_interval(queries.once) for mask in masks]
+            first, last = (queries.to_pairs(of_head(number, ends)) for ends in zip(*intervals, strict=True))
+            result = (first <= kv_pos) & (kv_pos <= last)
+        else:
+            each = ((number == i) & mask(queries.of_pairs, kv_pos) for i, mask in enumerate(masks))
+            result = functools.reduce(jnp.logical_or, each)
+        return result & (kv_place < call.kv_len) if sticks_out else result
 
-
-def _corners(tokens: Int[Array, " L"], block: int) -> tuple[Int[Array, " tiles"], Int[Array, " tiles"]]:
-    """Lowest and highest of each tile."""
-    by_tile = tokens.reshape(-1, block)
-    return by_tile.min(axis=1), by_tile.max(axis=1)
+    return allowed
 
 
 def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
@@ -195,50 +176,66 @@ def run_forward(
     """Output and lse.
 
     Args:
-      source: makes the passes' masks; `planned_mask` takes the mask of one head, which all heads share.
+      source: makes the passes' masks.
       inputs, call: the call.
       tuning: the passes' tiles.
     """
     walk = forward_pass(call, tuning)
-    sizes = upstream.BlockSizes(walk.block_q, walk.block_kv, walk.block_kv_compute)
 
     def attend_one(tokens, query, key, value):
-        mask = source(call, walk, tokens)
-        output, (lse,) = upstream._splash_attention_forward(
-            mask.info,
-            query,
-            key,
-            value,
-            _segment_ids(tokens),
-            sinks=None,
-            mask_value=_MASKED,
-            is_mqa=False,
-            block_sizes=sizes,
-            residual_checkpoint_name=None,
-            save_residuals=True,
-            mask_function=mask.function,
-            attn_logits_soft_cap=call.logits_soft_cap,
+        num_heads, q_len, _ = query.shape
+        output, lse = launch(
+            _forward_kernel,
+            call,
+            walk,
+            source(call, walk, tokens),
+            _segment_ids(tokens, walk),
+            {"q": query, "k": key, "v": value},
+            {
+                "o": jax.ShapeDtypeStruct((num_heads, q_len, call.value_dim), query.dtype),
+                "logsumexp": jax.ShapeDtypeStruct((num_heads, q_len, upstream.NUM_LANES), jnp.float32),
+            },
+            {
+                "m": (walk.block_q, upstream.NUM_LANES),
+                "l": (walk.block_q, upstream.NUM_LANES),
+                "o": (walk.block_q, call.value_dim),
+            },
             interpret=tuning.interpret,
+            bkv_compute=walk.block_kv_compute,
+            head_dim_v=call.value_dim,
         )
-        return output, lse
+        # The kernel repeats lse over the lanes. XLA would transpose all of these before it sliced one off.
+        return output, jnp.where(jnp.arange(upstream.NUM_LANES) == 0, lse, 0).sum(-1)
 
     query, key, value = _kernel_operands(inputs, call, walk)
     with _full_precision(call):
-        output, lse = _over_batch(attend_one, call, _tokens(inputs, call, walk), query, key, value)
-    output, lse = output[:, :, : call.q_len].swapaxes(1, 2), lse[:, :, : call.q_len].swapaxes(1, 2)
-    # Where all logits are masked, the kernel's maximum stays at _MASKED; where no tile is visited, its sum stays 0.
-    # A NaN is neither.
-    attends = ~(lse <= 0.5 * _MASKED)
-    lse = jnp.where(attends, lse, -jnp.inf)
-    alpha = jnp.ones_like(lse)
+        output, lse = _over_batch(attend_one, call, _tokens(inputs), query, key, value)
+    output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
-        sinks = inputs.sinks.astype(lse.dtype)
+        sinks = inputs.sinks.astype(lse.dtype)[:, None]
         row_max = jnp.maximum(lse, sinks)
         row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
-        alpha = jnp.exp(lse - row_max) / row_sum
+        attends = lse != -jnp.inf
+        alpha = jnp.where(attends, jnp.exp(lse - row_max) / row_sum, 0)
+        output = (output * alpha[..., None]).astype(call.dtype)
         lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
-    return jnp.where(attends[..., None], output * alpha[..., None], 0).astype(call.dtype), lse
+    return output.swapaxes(1, 2), lse.swapaxes(1, 2)
+
+
+@functools.wraps(upstream.flash_attention_kernel)
+def _forward_kernel(*, o_ref, logsumexp_ref, grid_width: int, **others):
+    """Upstream's, and rows that attend to nothing get output 0 and lse −inf: in XLA that takes long to compile."""
+    upstream.flash_attention_kernel(o_ref=o_ref, logsumexp_ref=logsumexp_ref, grid_width=grid_width, **others)
+
+    @pl.when(pl.program_id(2) == grid_width - 1)
+    def clear_empty_rows():
+        lse, width = logsumexp_ref[...], o_ref.shape[-1]
+        # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
+        # A NaN is neither.
+        logsumexp_ref[...] = jnp.where(lse <= 0.5 * MASKED, -jnp.inf, lse)
+        of_output = jnp.tile(lse, (1, pl.cdiv(width, upstream.NUM_LANES)))[:, :width]
+        o_ref[...] = jnp.where(of_output <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
 
 def run_backward(
@@ -247,51 +244,57 @@ def run_backward(
     """The gradients of query, key and value. The arguments are `run_forward`'s."""
     d_output, lse, delta = cotangent
     # exp(logits − a huge lse) = 0 in rows that attend to nothing and in those that fill up the last tile.
-    huge = -_MASKED
+    huge = -MASKED
     kernel_lse = jnp.where(lse != -jnp.inf, lse, huge)
 
-    def run(walk: Pass, backward: Callable):
+    def run(
+        kernel: Callable, walk: Pass, outputs: dict[str, tuple[int, ...]], scratch: dict[str, tuple[int, int]], **static
+    ):
         def one(tokens, query, key, value, d_output, lse, delta):
-            mask = source(call, walk, tokens)
-            return backward(
-                query,
-                key,
-                value,
-                _segment_ids(tokens),
-                None,
-                lse,
-                d_output,
-                delta,
-                bq=walk.block_q,
-                bkv=walk.block_kv,
-                is_mqa=False,
-                mask_info=mask.info,
-                mask_value=_MASKED,
-                attn_logits_soft_cap=call.logits_soft_cap,
-                q_layout=upstream.QKVLayout.HEAD_DIM_MINOR,
-                k_layout=upstream.QKVLayout.HEAD_DIM_MINOR,
-                v_layout=upstream.QKVLayout.HEAD_DIM_MINOR,
-                mask_function=mask.function,
+            shapes = {"dq": query, "dk": key, "dv": value}
+            made = {
+                name: jax.ShapeDtypeStruct((*lead, *shapes[name].shape), call.dtype) for name, lead in outputs.items()
+            }
+            return launch(
+                kernel,
+                call,
+                walk,
+                source(call, walk, tokens),
+                _segment_ids(tokens, walk),
+                {"q": query, "k": key, "v": value, "do": d_output, "logsumexp": lse, "di": delta},
+                made,
+                scratch,
                 interpret=tuning.interpret,
+                **static,
             )
 
         filled = ((d_output, 0), (kernel_lse, huge), (delta, 0))
         rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
         operands = _kernel_operands(inputs, call, walk)
         with _full_precision(call):
-            return _over_batch(one, call, _tokens(inputs, call, walk), *operands, *rows)
+            return _over_batch(one, call, _tokens(inputs), *operands, *rows)
 
     walk = d_key_value_pass(call, tuning)
-    d_query, d_key, d_value = run(
+    fused = tuning.backward == "fused"
+    # The fused kernel writes a partial dQ for each key/value tile.
+    outputs = {"dq": (-(-call.kv_len // walk.block_kv),)} if fused else {}
+    scratch = {"dq": (walk.block_q, call.head_dim)} if fused and walk.block_kv_compute < walk.block_kv else {}
+    *d_query, d_key, d_value = run(
+        upstream._flash_attention_dkv_kernel,
         walk,
-        functools.partial(
-            upstream._splash_attention_bwd_dkv,
-            bkv_compute=walk.block_kv_compute,
-            use_fused_bwd_kernel=tuning.backward == "fused",
-        ),
+        outputs | {"dk": (), "dv": ()},
+        scratch | {"dk": (walk.block_kv, call.head_dim), "dv": (walk.block_kv, call.value_dim)},
+        num_q_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
+        bkv_compute=walk.block_kv_compute,
+        is_mqa=False,
     )
-    if tuning.backward == "split":
-        d_query = run(d_query_pass(call, tuning), upstream._splash_attention_bwd_dq)
+    if fused:
+        (d_query,) = (x.sum(axis=1) for x in d_query)
+    else:
+        walk = d_query_pass(call, tuning)
+        scratch = {"dq": (walk.block_q, call.head_dim)}
+        (d_query,) = run(upstream._flash_attention_dq_kernel, walk, {"dq": ()}, scratch)
     d_query = (d_query[:, :, : call.q_len].swapaxes(1, 2).astype(lse.dtype) * call.scale).astype(call.dtype)
     d_key, d_value = (x[:, :, : call.kv_len].swapaxes(1, 2) for x in (d_key, d_value))
     return d_query, d_key, d_value
@@ -307,25 +310,23 @@ def _kernel_operands(inputs: AttentionInputs, call: AttentionCall, walk: Pass) -
     return query, key, value
 
 
-def _tokens(inputs: AttentionInputs, call: AttentionCall, walk: Pass) -> Tokens:
-    """Ids and positions, padded by repeating the last, which adds nothing to what a tile's corners say."""
-
-    def padded(tokens: Array | None, block: int) -> Array | None:
-        if tokens is None:
-            return None
-        return jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
-
+def _tokens(inputs: AttentionInputs) -> Tokens:
     return Tokens(
-        padded(inputs.query_segment_ids, walk.block_q),
-        padded(inputs.key_value_segment_ids, walk.block_kv),
-        padded(inputs.query_positions if call.has_query_positions else None, walk.block_q),
+        inputs.query_segment_ids, inputs.key_value_segment_ids, inputs.query_positions, inputs.key_value_positions
     )
 
 
-def _segment_ids(tokens: Tokens) -> upstream.SegmentIds | None:
+def _segment_ids(tokens: Tokens, walk: Pass) -> upstream.SegmentIds | None:
     if tokens.query_segment_ids is None or tokens.key_value_segment_ids is None:
         return None
-    return upstream.SegmentIds(tokens.query_segment_ids, tokens.key_value_segment_ids)
+    return upstream.SegmentIds(
+        _to_whole(tokens.query_segment_ids, walk.block_q), _to_whole(tokens.key_value_segment_ids, walk.block_kv)
+    )
+
+
+def _to_whole(tokens: Int[Array, " L"], block: int) -> Int[Array, " padded"]:
+    """Ids or positions, up to whole tiles."""
+    return jnp.pad(tokens, (0, -len(tokens) % block), mode="edge")
 
 
 def _over_batch(function: Callable, call: AttentionCall, tokens: Tokens, *arrays: Array) -> Any:

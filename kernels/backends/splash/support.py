@@ -12,8 +12,6 @@ def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) 
     """Why the splash kernel can't serve the call, or None if it can."""
     if call.dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, not {call.dtype}"
-    if call.has_key_value_positions:
-        return "has no key_value_positions: it counts them from 0 itself"
-    if call.has_query_positions and call.mask.needs_lookup:
+    if call.has_positions and call.mask.needs_lookup:
         return f"can't look {call.mask!r} up at positions that are known on the device only"
     return grid_excess(call, resolve(tuning, call))

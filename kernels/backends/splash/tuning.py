@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kernels.backends.splash.passes import Pass, d_key_value_pass, d_query_pass, forward_pass, grid_of
+from kernels.backends.splash.launch import Pass
+from kernels.backends.splash.passes import d_key_value_pass, d_query_pass, forward_pass, grid_of
+from kernels.backends.splash.tile_grid import TileGrid
 from kernels.call import AttentionCall
 
 _TPU_LANES = 128
@@ -91,14 +93,10 @@ def resolve(tuning: SplashTuning | None, call: AttentionCall) -> SplashTuning:
 
 def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
     """Why the tile grids don't fit into scalar memory, or None if they do."""
-    masks = call.mask.distinct_heads(call.num_heads)
     passes = [forward_pass(call, tuning), d_key_value_pass(call, tuning)]
     if tuning.backward == "split":
         passes.append(d_query_pass(call, tuning))
-    largest, walk = max(
-        ((_grid_bytes(call._replace(mask=mask), walk), walk) for mask in masks for walk in passes),
-        key=lambda each: each[0],
-    )
+    largest, walk = max(((_grid_bytes(call, walk), walk) for walk in passes), key=lambda each: each[0])
     if largest <= _GRID_BYTES:
         return None
     return (
@@ -108,5 +106,6 @@ def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
 
 
 def _grid_bytes(call: AttentionCall, walk: Pass) -> int:
-    grid = grid_of(call, walk)
+    grids = [grid_of(call._replace(mask=mask), walk) for mask in call.mask.distinct_heads(call.num_heads)]
+    grid = TileGrid.of_masks(grids, idle_first=walk.transposed)
     return grid.num_bytes + (4 * grid.tiles.size if call.mask.needs_lookup else 0)

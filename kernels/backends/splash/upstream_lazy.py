@@ -17,7 +17,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as upstream
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as upstream_info
 
-from kernels.backends.splash.passes import Pass, PassMask, Tokens, run_backward, run_forward
+from kernels.backends.splash.launch import Pass, PassMask
+from kernels.backends.splash.passes import Tokens, run_backward, run_forward
 from kernels.backends.splash.support import unsupported_reason as splash_unsupported_reason
 from kernels.backends.splash.tuning import SplashTuning, resolve
 from kernels.call import AttentionCall
@@ -28,7 +29,7 @@ __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 def unsupported_reason(call: AttentionCall, tuning: SplashTuning | None = None) -> str | None:
     """Why JAX's masks can't serve the call, or None if they can."""
-    if call.has_query_positions:
+    if call.has_positions:
         return "JAX's lazy masks have no positions"
     return splash_unsupported_reason(call, tuning)
 
@@ -46,7 +47,17 @@ def upstream_mask(make_mask, call: AttentionCall, walk: Pass, tokens: Tokens) ->
     )
     process = upstream_info.process_mask_dkv if walk.transposed else upstream_info.process_mask
     info, function = process(heads, blocks, shrink_grid=walk.shrunk)
-    return PassMask(jax.tree.map(jnp.asarray, info), function)
+    if info.block_mask is None:
+        # Every tile is visited, and none is masked.
+        steps = tuple(length // block for length, block in zip(padded, blocks, strict=True))
+        tiles = np.arange(steps[0])[:, None] if walk.transposed else np.arange(steps[1])
+        info = info._replace(data_next=np.broadcast_to(tiles, (1, *steps)), block_mask=np.full((1, *steps), 2, np.int8))
+
+    info = jax.tree.map(jnp.asarray, info)
+    numbers = tuple(range(call.num_heads)) if len(info.block_mask) > 1 else (0,) * call.num_heads
+    if function is None:
+        return PassMask(info, None, numbers)
+    return PassMask(info, lambda number, queries, kv_pos, kv_place: function(queries.of_pairs, kv_pos), numbers)
 
 
 def lazy_mask(mask: Mask, q_len: int, kv_len: int, true_kv_len: int) -> upstream.Mask:

@@ -1,0 +1,256 @@
+"""Launches JAX's splash attention kernels with what its own `pallas_call`s don't pass on.
+
+The kernels' bodies are upstream's. They aren't public; a test holds their signatures, the same from JAX 0.10.2 to 0.12.
+Upstream's `pallas_call`s pass the mask function query positions only. These here also pass key positions and the number
+of the head's mask: heads with different masks share one kernel, and heads with the same mask share one table.
+
+Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+from jaxtyping import Array, Int
+
+from kernels.call import AttentionCall
+
+MASKED = upstream.DEFAULT_MASK_VALUE
+_LANES, _SUBLANES = upstream.NUM_LANES, upstream.NUM_SUBLANES
+_HEAD_DIM_LAST = dict.fromkeys(("q_layout", "k_layout", "v_layout"), upstream.QKVLayout.HEAD_DIM_MINOR)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over the tiles.
+
+    Attributes:
+      block_q, block_kv: its tile.
+      block_kv_compute: the part of it that one matmul takes.
+      transposed: rows of the grid are key/value tiles, as for dK and dV.
+      shrunk: rows of the grid are as long as the longest needs; the fused backward needs all tiles.
+    """
+
+    block_q: int
+    block_kv: int
+    block_kv_compute: int
+    transposed: bool
+    shrunk: bool
+
+
+class QueryPositions(NamedTuple):
+    """The positions of a tile's queries.
+
+    Attributes:
+      of_pairs: of each of the tile's pairs.
+      once: of each query, repeated over the vector registers' other dimension.
+      to_pairs: repeats something of `once`'s shape for each of the tile's pairs.
+    """
+
+    of_pairs: Array
+    once: Array
+    to_pairs: Callable[[Array], Array]
+
+
+class PassMask(NamedTuple):
+    """What one pass knows of the masks."""
+
+    info: MaskInfo
+    """The tiles to visit under each distinct mask, as the kernels take them."""
+    function: Callable[[Any, QueryPositions, Any, Any], Any] | None
+    """(number of the mask, query positions, key positions, keys' places) → allowed, traced into the kernel. None: the
+    info says it all."""
+    mask_of_head: tuple[int, ...]
+    """The number of each query head's mask."""
+    key_value_positions: Int[Array, " S"] | None = None
+    """None: they count from 0."""
+
+
+class _TableOfMask(NamedTuple):
+    """One mask's part of a table in scalar memory, in the shape that upstream has for heads that share a mask."""
+
+    table: Any
+    mask: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.table.shape[1:])
+
+    def __getitem__(self, index):
+        return self.table[self.mask, *index[1:]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Which blocks a step loads. The methods take a step's three indices, then the arrays in scalar memory."""
+
+    call: AttentionCall
+    walk: Pass
+    num_masks: int
+
+    def head(self, *at):
+        """The query head."""
+        return at[1 if self.walk.transposed else 0]
+
+    def lookup(self, table, *at):
+        """The step's entry in a table."""
+        step, mask_of_head = at[2], at[-1]
+        row = at[0 if self.walk.transposed else 1]
+        index = (step, row) if self.walk.transposed else (row, step)
+        return table[(mask_of_head[self.head(*at)] if self.num_masks > 1 else 0, *index)].astype(jnp.int32)
+
+    def q_tile(self, *at):
+        """The query tile; where steps aren't visited, that of the next one that is."""
+        return self.lookup(at[3], *at) if self.walk.transposed else at[1]
+
+    def kv_tile(self, *at):
+        """The same for the key/value tile."""
+        return at[0] if self.walk.transposed else self.lookup(at[3], *at)
+
+    def of_queries(self, width: int) -> pl.BlockSpec:
+        """Blocks of `[N, T, width]`."""
+        return pl.BlockSpec((None, self.walk.block_q, width), lambda *at: (self.head(*at), self.q_tile(*at), 0))
+
+    def of_keys(self, width: int) -> pl.BlockSpec:
+        """Blocks of `[K, S, width]`."""
+        size = self.call.group_size
+        return pl.BlockSpec(
+            (None, self.walk.block_kv, width), lambda *at: (jax.lax.div(self.head(*at), size), self.kv_tile(*at), 0)
+        )
+
+    def of_tokens(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
+        """Ids or positions, repeated over the vector registers' other dimension, and their blocks."""
+        block, tile = (self.walk.block_q, self.q_tile) if queries else (self.walk.block_kv, self.kv_tile)
+        if queries != self.walk.transposed:
+            repeated = jax.lax.broadcast_in_dim(tokens, (*tokens.shape, _LANES), (0,))
+            return repeated, pl.BlockSpec((block, _LANES), lambda *at: (tile(*at), 0))
+        repeated = jax.lax.broadcast_in_dim(tokens, (_SUBLANES, *tokens.shape), (1,))
+        return repeated, pl.BlockSpec((_SUBLANES, block), lambda *at: (0, tile(*at)))
+
+    def of_operand(self, name: str, x: Array) -> tuple[Array, pl.BlockSpec]:
+        """An operand as its kernel takes it, and its blocks."""
+        if name in ("k", "v"):
+            return x, self.of_keys(x.shape[-1])
+        if name in ("q", "do"):
+            return x, self.of_queries(x.shape[-1])
+        return x[:, None], pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
+
+    def of_output(self, name: str, width: int) -> pl.BlockSpec:
+        """An output's blocks."""
+        if name in ("dk", "dv"):
+            return self.of_keys(width)
+        if name == "dq" and self.walk.transposed:
+            return pl.BlockSpec((None, None, self.walk.block_q, width), lambda j, head, i, *_: (j, head, i, 0))
+        return self.of_queries(width)
+
+
+def launch(
+    kernel: Callable,
+    call: AttentionCall,
+    walk: Pass,
+    mask: PassMask,
+    segment_ids: upstream.SegmentIds | None,
+    operands: dict[str, Array],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    scratch: dict[str, tuple[int, int]],
+    *,
+    interpret: bool,
+    **static: Any,
+) -> list[Array]:
+    """Runs one pass over one sequence, whose lengths are padded to whole tiles.
+
+    Args:
+      kernel: upstream's.
+      call, walk, mask, segment_ids: what is computed.
+      operands: by the kernel's names for them: q, do `[N, T, X]`, k, v `[K, S, X]`, logsumexp, di `[N, T]`.
+      outputs: by the kernel's names, too.
+      scratch: shapes of its float32 scratch memory.
+      interpret: run in Pallas's interpreter.
+      static: further parameters of the kernel.
+    """
+    info = mask.info
+    tables = {
+        name: jnp.asarray(table)
+        for name in ("data_next", "block_mask", "mask_next")
+        if (table := getattr(info, name)) is not None
+    }
+    num_masks, *steps = tables["data_next"].shape
+    grid = _Grid(call, walk, num_masks)
+    given = {name: grid.of_operand(name, x) for name, x in operands.items()}
+    if segment_ids is not None:
+        given["q_segment_ids"] = grid.of_tokens(segment_ids.q, queries=True)
+        given["kv_segment_ids"] = grid.of_tokens(segment_ids.kv, queries=False)
+    if mask.function is not None:
+        given["q_sequence"] = grid.of_tokens(jnp.asarray(info.q_sequence), queries=True)
+        if mask.key_value_positions is not None:
+            given["kv_positions"] = grid.of_tokens(mask.key_value_positions, queries=False)
+    if info.partial_mask_blocks is not None:
+        blocks = jnp.asarray(info.partial_mask_blocks)
+        given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[5], *at), 0, 0))
+
+    if num_masks > 1:
+        tables["mask_of_head"] = jnp.asarray(mask.mask_of_head, jnp.int32)
+
+    def body(*refs):
+        names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
+        named = dict(zip(names, refs, strict=True))
+        number = 0
+        if num_masks > 1:
+            number = named.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
+            named |= {name: _TableOfMask(named[name], number) for name in tables if name in named}
+        kv_positions = named.pop("kv_positions", None)
+
+        def to_pairs(x):
+            if walk.transposed:
+                return jnp.broadcast_to(x, (walk.block_kv_compute, walk.block_q))
+            return jnp.tile(x, (1, walk.block_kv_compute // _LANES))
+
+        def allowed(q_pos, kv_place):
+            kv_pos = kv_place
+            if kv_positions is not None:
+                one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
+                kv_pos = jnp.broadcast_to(one, kv_place.shape)
+            once = named["q_sequence"][:1, :] if walk.transposed else named["q_sequence"][...]
+            assert mask.function is not None
+            return mask.function(number, QueryPositions(q_pos, once, to_pairs), kv_pos, kv_place)
+
+        parameters = inspect.signature(kernel).parameters
+        absent = {name: None for name in parameters if name.endswith("_ref")}
+        kernel(
+            **absent | {f"{name}_ref": ref for name, ref in named.items()},
+            mask_value=MASKED,
+            grid_width=steps[0 if walk.transposed else 1],
+            bq=walk.block_q,
+            bkv=walk.block_kv,
+            attn_logits_soft_cap=call.logits_soft_cap,
+            mask_function=None if mask.function is None else allowed,
+            **static,
+            **_HEAD_DIM_LAST,
+        )
+
+    num_q, num_kv = operands["q"].shape[1] // walk.block_q, operands["k"].shape[1] // walk.block_kv
+    # Two cores of a chip may share the forward's heads, as upstream has it.
+    first: Literal["parallel", "arbitrary"] = "parallel" if "o" in outputs else "arbitrary"
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(tables),
+            grid=(num_kv, call.num_heads, steps[0]) if walk.transposed else (call.num_heads, num_q, steps[1]),
+            in_specs=[spec for _, spec in given.values()],
+            out_specs=[grid.of_output(name, shape.shape[-1]) for name, shape in outputs.items()],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(first, "arbitrary", "arbitrary")),
+        out_shape=list(outputs.values()),
+        name=f"splash_{'_'.join(outputs)}",
+        interpret=interpret,
+    )(*tables.values(), *(x for x, _ in given.values()))
