@@ -85,9 +85,9 @@ BACKENDS = (
         "reference", "backends.reference", _ALL, automatic=False, differentiates_itself=True, says_what_varies=True
     ),
     Backend(
-        "splash_upstream_lazy", "backends.splash.upstream_lazy", ("tpu",), automatic=False, takes_masks_of_heads=True
+        "splash_upstream_lazy", "backends.splash.upstream_lazy", ("tpu",), automatic=False, differentiates_itself=True
     ),
-    Backend("splash_dense", "backends.splash.dense", ("tpu",), automatic=False, takes_masks_of_heads=True),
+    Backend("splash_dense", "backends.splash.upstream_dense", ("tpu",), automatic=False, differentiates_itself=True),
 )
 
 DECODE_BACKENDS = (

@@ -37,7 +37,7 @@ from kernels import (
     slab_capacity,
 )
 from kernels.backends.mosaic_gpu.tuning import call_family
-from kernels.backends.splash.upstream_lazy import lazy_mask
+from kernels.backends.splash.upstream import lazy_mask
 from kernels.call import make_call
 from kernels.masks.drawing import block_map
 from tests.kernels.integer_masks import LAST, UNREACHABLE, WITHIN_REACH, integers, positions, specs
@@ -275,5 +275,5 @@ def test_decoding_at_the_last_positions(implementation, rng):
 @settings(max_examples=30)
 @given(spec=specs)
 def test_jaxs_own_lazy_masks(spec):
-    lazy = lazy_mask(spec.mask(), 128, 128, 128)
+    lazy = lazy_mask(spec.mask(), (128, 128))
     np.testing.assert_array_equal(lazy[:, :], spec.dense(range(128), range(128)))

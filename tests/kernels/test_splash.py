@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as upstream
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as mask_info_lib
 
 from kernels import (
     CausalMask,
@@ -26,9 +27,9 @@ from kernels import (
 )
 from kernels.attention.core import attend
 from kernels.backends import BACKENDS
-from kernels.backends.splash import dense, passes, tuning, upstream_lazy
-from kernels.backends.splash.launch import QueryPositions
+from kernels.backends.splash import passes, tuning, upstream_dense, upstream_lazy
 from kernels.backends.splash.tile_grid import _grid, next_visited
+from kernels.backends.splash.upstream import lazy_mask, make_kernel
 from kernels.call import AttentionCall, AttentionInputs
 
 TPU = Target("tpu", "TPU v5")
@@ -87,9 +88,14 @@ def test_the_same_tiles_as_upstream_in_every_pass(mask, kv_len, backward):
     """Tile by tile against JAX's own MaskInfo, made from the dense mask."""
     call = call_of(mask, kv_len=kv_len)
     sizes = SplashTuning(256, 128, 128, 128, 256, 128, 256, 512, backward=backward)
-    make_dense = functools.partial(upstream_lazy.upstream_mask, dense.dense_mask)
     for walk in all_passes(call, sizes):
-        ours, theirs = (make(call, walk, NO_TOKENS).info for make in (passes.planned_mask, make_dense))
+        padded = [-(-length // block) * block for length, block in ((2048, walk.block_q), (kv_len, walk.block_kv))]
+        q_pos, kv_pos = np.arange(padded[0])[:, None], np.arange(padded[1])[None]
+        dense = upstream.mask_lib.NumpyMask(mask.evaluate(q_pos, kv_pos) & (kv_pos < kv_len))
+        process = mask_info_lib.process_mask_dkv if walk.transposed else mask_info_lib.process_mask
+        heads, blocks = upstream.mask_lib.MultiHeadMask([dense] * 2), (walk.block_q, walk.block_kv)
+        theirs, _ = process(heads, blocks, shrink_grid=walk.shrunk)
+        ours = passes.planned_mask(call, walk, NO_TOKENS).info
         visited = np.asarray(theirs.block_mask) > 0
         np.testing.assert_array_equal(np.asarray(ours.block_mask) > 0, visited)
         if mask.exact:
@@ -98,41 +104,46 @@ def test_the_same_tiles_as_upstream_in_every_pass(mask, kv_len, backward):
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), LocalMask(400, 0), ChunkedCausalMask(256)], ids=repr)
-def test_the_lazy_baseline_is_upstreams_own(mask):
-    """Its info and function are those that JAX's public constructor makes."""
-    call = call_of(mask, 1024)
-    walk = passes.forward_pass(call, SplashTuning.square(256))
-    made = upstream_lazy.upstream_mask(upstream_lazy.lazy_mask, call, walk, NO_TOKENS)
-    heads = upstream.mask_lib.MultiHeadMask([upstream_lazy.lazy_mask(mask, 1024, 1024, 1024)] * 2)
-    theirs = upstream.make_splash_mha(heads, block_sizes=upstream.BlockSizes(256, 256), head_shards=1, q_seq_shards=1)
+def test_the_lazy_baseline_evaluates_upstreams_masks_in_its_kernel(mask):
+    kernel = make_kernel(lazy_mask, call_of(mask, 1024))
     q_pos, kv_pos = np.arange(1024)[:, None], np.arange(1024)[None]
-    queries = QueryPositions(q_pos, q_pos, lambda x: x)
-    allowed = theirs.kwargs["mask_function"](q_pos, kv_pos)
-    np.testing.assert_array_equal(made.function(0, queries, kv_pos, kv_pos), allowed)
-    assert made.info.partial_mask_blocks is None
-    jax.tree.map(np.testing.assert_array_equal, made.info, theirs.fwd_mask_info)
+    np.testing.assert_array_equal(kernel.kwargs["mask_function"](q_pos, kv_pos), mask(q_pos, kv_pos))
+    assert kernel.fwd_mask_info.partial_mask_blocks is None
 
 
-@pytest.mark.parametrize("name", ["splash_upstream_lazy", "splash_dense"])
+@pytest.mark.parametrize("module", [upstream_lazy, upstream_dense], ids=["lazy", "dense"])
 @pytest.mark.parametrize(
     "mask",
-    [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(40, 200)])],
+    [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(150, 40)])],
     ids=["window", "prefix", "two_masks"],
 )
-def test_the_baselines_compute_the_same(name, mask, rng):
-    (backend,) = (backend for backend in BACKENDS if backend.name == name)
-    call = call_of(mask, 384, kv_len=333, dtype=jnp.float32)
+def test_the_baselines_compute_the_same(module, mask, rng):
+    call = call_of(mask, 384, kv_len=256, dtype=jnp.float32)
+    assert module.unsupported_reason(call) is None
     query, key, value = (
         jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.float32)
-        for length, heads in ((384, 2), (333, 1), (333, 1))
+        for length, heads in ((384, 2), (256, 1), (256, 1))
     )
 
     def run(function):
         return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
 
-    actual = run(lambda *x: attend(backend, AttentionInputs(*x), call, INTERPRETED)[0])
+    actual = run(lambda *x: module.attention(AttentionInputs(*x), call, interpret=True)[0])
     expected = run(functools.partial(dot_product_attention, mask=mask, implementation="reference"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"has_query_positions": True}, "no positions and no sinks"),
+        ({"return_lse": True}, "its lse has no gradient"),
+        ({"kv_len": 1000}, "multiples of 128, not 2048 and 1000"),
+        ({"dtype": jnp.dtype("float16")}, "bfloat16 and float32, not float16"),
+    ],
+)
+def test_the_baselines_refuse_what_upstream_cannot(changes, message):
+    assert message in upstream_lazy.unsupported_reason(call_of(CausalMask(), 2048)._replace(**changes))
 
 
 def test_next_visited_names_the_following_step_and_then_the_first(rng):

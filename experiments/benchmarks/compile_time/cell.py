@@ -204,10 +204,6 @@ def _forget_masks() -> None:
         from kernels.backends.splash import tile_grid
 
         caches += [tile_grid._grid, splash_attention_mask_info._process_mask]
-    if "kernels.backends.splash.dense" in sys.modules:
-        from kernels.backends.splash import dense
-
-        caches.append(dense._dense_mask)
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
 

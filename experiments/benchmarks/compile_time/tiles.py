@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from experiments.benchmarks.compile_time.masks import Source
-from kernels.backends.splash import dense, passes, upstream_lazy
-from kernels.backends.splash.launch import PassMask
+from kernels.backends.splash import passes, upstream
 from kernels.backends.splash.tuning import resolve
 from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
 
-_SOURCES: dict[Source, passes.MaskSource] = {
-    "ours": passes.planned_mask,
-    "upstream_lazy": functools.partial(upstream_lazy.upstream_mask, upstream_lazy.lazy_mask),
-    "dense": functools.partial(upstream_lazy.upstream_mask, dense.dense_mask),
-}
+_PASSES = ("forward", "d_key_value", "d_query")
 
 
 def count_visited_tiles(
@@ -37,16 +33,28 @@ def count_visited_tiles(
       By pass: "forward", "d_key_value" and, unless the backward is fused, "d_query".
     """
     call = _call(mask, shapes, device)
+    if source != "ours":
+        kernel = upstream.make_kernel(upstream.lazy_mask if source == "upstream_lazy" else upstream.dense_mask, call)
+        infos = (kernel.fwd_mask_info, kernel.dkv_mask_info, kernel.dq_mask_info)
+        return {name: _visited(info, call.num_heads) for name, info in zip(_PASSES, infos, strict=True)}
     tuning = resolve(None, call)
-    walks = {"forward": passes.forward_pass(call, tuning), "d_key_value": passes.d_key_value_pass(call, tuning)}
+    walks = [passes.forward_pass(call, tuning), passes.d_key_value_pass(call, tuning)]
     if tuning.backward == "split":
-        walks["d_query"] = passes.d_query_pass(call, tuning)
-    return {name: _visited(_SOURCES[source](call, walk, passes.Tokens())) for name, walk in walks.items()}
+        walks.append(passes.d_query_pass(call, tuning))
+    masks = [passes.planned_mask(call, walk, passes.Tokens()) for walk in walks]
+    return {
+        name: _visited(mask.info, call.num_heads, mask.mask_of_head) for name, mask in zip(_PASSES, masks, strict=False)
+    }
 
 
-def _visited(mask: PassMask) -> int:
-    per_table = (np.asarray(mask.info.block_mask) > 0).sum(axis=(1, 2))
-    return int(per_table[list(mask.mask_of_head)].sum())
+def _visited(info: MaskInfo | None, num_heads: int, table_of_head: Sequence[int] | None = None) -> int:
+    """Visited tiles of all heads; upstream's have one table together or one each."""
+    assert info is not None
+    assert info.block_mask is not None, "a full mask, which upstream has no table for, isn't one of the benchmark's"
+    per_table = (np.asarray(info.block_mask) > 0).sum(axis=(1, 2))
+    if table_of_head is None:
+        table_of_head = range(num_heads) if len(per_table) > 1 else (0,) * num_heads
+    return int(per_table[list(table_of_head)].sum())
 
 
 def _call(mask: Mask, shapes: tuple[jax.ShapeDtypeStruct, ...], device: Any) -> AttentionCall:

@@ -8,13 +8,8 @@ between documents, too, which upstream's kernel doesn't.
 
 from __future__ import annotations
 
-import functools
-
-from kernels.backends.splash.passes import planned_mask, run_backward, run_forward
+from kernels.backends.splash.passes import backward, forward
 from kernels.backends.splash.support import unsupported_reason
 from kernels.backends.splash.tuning import resolve
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
-
-forward = functools.partial(run_forward, planned_mask)
-backward = functools.partial(run_backward, planned_mask)

@@ -70,10 +70,6 @@ class Tokens(NamedTuple):
     key_value_positions: Int[Array, "*B S"] | None = None
 
 
-MaskSource = Callable[[AttentionCall, Pass, Tokens], PassMask]
-"""Makes a pass's mask for one sequence: what sets the splash backends apart."""
-
-
 def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     """The masks from their block plans, in closed form, narrowed on the device by segment ids and positions."""
     distinct = call.mask.distinct_heads(call.num_heads)
@@ -170,16 +166,10 @@ def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
     return jax.default_matmul_precision("highest") if call.dtype == jnp.float32 else contextlib.nullcontext()
 
 
-def run_forward(
-    source: MaskSource, inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
+def forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse.
-
-    Args:
-      source: makes the passes' masks.
-      inputs, call: the call.
-      tuning: the passes' tiles.
-    """
+    """Output and lse."""
     walk = forward_pass(call, tuning)
 
     def attend_one(tokens, query, key, value):
@@ -188,7 +178,7 @@ def run_forward(
             _forward_kernel,
             call,
             walk,
-            source(call, walk, tokens),
+            planned_mask(call, walk, tokens),
             _segment_ids(tokens, walk),
             {"q": query, "k": key, "v": value},
             {
@@ -238,10 +228,8 @@ def _forward_kernel(*, o_ref, logsumexp_ref, grid_width: int, **others):
         o_ref[...] = jnp.where(of_output <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
 
-def run_backward(
-    source: MaskSource, inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent
-) -> Gradients:
-    """The gradients of query, key and value. The arguments are `run_forward`'s."""
+def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
+    """The gradients of query, key and value."""
     d_output, lse, delta = cotangent
     # exp(logits − a huge lse) = 0 in rows that attend to nothing and in those that fill up the last tile.
     huge = -MASKED
@@ -259,7 +247,7 @@ def run_backward(
                 kernel,
                 call,
                 walk,
-                source(call, walk, tokens),
+                planned_mask(call, walk, tokens),
                 _segment_ids(tokens, walk),
                 {"q": query, "k": key, "v": value, "do": d_output, "logsumexp": lse, "di": delta},
                 made,

@@ -76,7 +76,7 @@ DEFAULTS = {
     "TPU v5": SplashTuning.square(512),  # v5p
     "TPU v6 lite": SplashTuning.square(1024),  # v6e
 }
-_OTHERS = SplashTuning.square(512)
+OTHERS = SplashTuning.square(512)
 _LONGER = SplashTuning.square(1024)
 
 # Scalar memory of a core, 1 MiB on all of the above, less what the kernel keeps there besides the tile grid.
@@ -87,7 +87,7 @@ def resolve(tuning: SplashTuning | None, call: AttentionCall) -> SplashTuning:
     """The tiles of a call that names none: larger ones where the sequence is so long that the grid wouldn't fit."""
     if tuning is not None:
         return tuning
-    tuning = DEFAULTS.get(call.target.device_kind, _OTHERS)
+    tuning = DEFAULTS.get(call.target.device_kind, OTHERS)
     return tuning if grid_excess(call, tuning) is None else _LONGER
 
 

@@ -1,0 +1,11 @@
+"""JAX's splash attention with its dense masks (`upstream`)."""
+
+from __future__ import annotations
+
+import functools
+
+from kernels.backends.splash.upstream import attend, dense_mask, unsupported_reason
+
+__all__ = ["attention", "unsupported_reason"]
+
+attention = functools.partial(attend, dense_mask)
