@@ -89,6 +89,15 @@ class _TableOfMask(NamedTuple):
         return self.table[self.mask, *index[1:]]
 
 
+class _WithoutInfinities(NamedTuple):
+    """lse as upstream's backward kernels read it: exp(logits − a huge lse) = 0 where a query attends to nothing."""
+
+    lse: Any
+
+    def __getitem__(self, index):
+        return jnp.where(self.lse[index] == -jnp.inf, -MASKED, self.lse[index])
+
+
 @dataclass(frozen=True)
 class _Grid:
     """Which blocks a step loads. The methods take a step's three indices, then the arrays in scalar memory."""
@@ -142,12 +151,18 @@ class _Grid:
             return x, self.of_keys(x.shape[-1])
         if name in ("q", "do"):
             return x, self.of_queries(x.shape[-1])
-        return x[:, None], pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
+        return x[:, None], self.of_statistics()
+
+    def of_statistics(self) -> pl.BlockSpec:
+        """Blocks of `[N, 1, T]`."""
+        return pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
 
     def of_output(self, name: str, width: int) -> pl.BlockSpec:
         """An output's blocks."""
         if name in ("dk", "dv"):
             return self.of_keys(width)
+        if name == "lse":
+            return self.of_statistics()
         if name == "dq" and self.walk.transposed:
             return pl.BlockSpec((None, None, self.walk.block_q, width), lambda j, head, i, *_: (j, head, i, 0))
         return self.of_queries(width)
@@ -208,6 +223,8 @@ def launch(
             number = named.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
             named |= {name: _TableOfMask(named[name], number) for name in tables if name in named}
         kv_positions = named.pop("kv_positions", None)
+        if "logsumexp" in operands:
+            named["logsumexp"] = _WithoutInfinities(named["logsumexp"])
 
         def to_pairs(x):
             if walk.transposed:

@@ -183,9 +183,10 @@ def forward(
             {"q": query, "k": key, "v": value},
             {
                 "o": jax.ShapeDtypeStruct((num_heads, q_len, call.value_dim), query.dtype),
-                "logsumexp": jax.ShapeDtypeStruct((num_heads, q_len, upstream.NUM_LANES), jnp.float32),
+                "lse": jax.ShapeDtypeStruct((num_heads, 1, q_len), jnp.float32),
             },
             {
+                "logsumexp": (walk.block_q, upstream.NUM_LANES),
                 "m": (walk.block_q, upstream.NUM_LANES),
                 "l": (walk.block_q, upstream.NUM_LANES),
                 "o": (walk.block_q, call.value_dim),
@@ -194,8 +195,7 @@ def forward(
             bkv_compute=walk.block_kv_compute,
             head_dim_v=call.value_dim,
         )
-        # The kernel repeats lse over the lanes. XLA would transpose all of these before it sliced one off.
-        return output, jnp.where(jnp.arange(upstream.NUM_LANES) == 0, lse, 0).sum(-1)
+        return output, lse[:, 0]
 
     query, key, value = _kernel_operands(inputs, call, walk)
     with _full_precision(call):
@@ -214,16 +214,19 @@ def forward(
 
 
 @functools.wraps(upstream.flash_attention_kernel)
-def _forward_kernel(*, o_ref, logsumexp_ref, grid_width: int, **others):
-    """Upstream's, and rows that attend to nothing get output 0 and lse −inf: in XLA that takes long to compile."""
-    upstream.flash_attention_kernel(o_ref=o_ref, logsumexp_ref=logsumexp_ref, grid_width=grid_width, **others)
+def _forward_kernel(*, o_ref, lse_ref, logsumexp_ref: None, logsumexp_scratch_ref, grid_width: int, **others):
+    """Upstream's, whose lse is repeated over the lanes, and then one lse a query; what attends to nothing is cleared.
+
+    XLA would take longer to compile either than this.
+    """
+    upstream.flash_attention_kernel(o_ref=o_ref, logsumexp_ref=logsumexp_scratch_ref, grid_width=grid_width, **others)
 
     @pl.when(pl.program_id(2) == grid_width - 1)
-    def clear_empty_rows():
-        lse, width = logsumexp_ref[...], o_ref.shape[-1]
+    def finish():
+        lse, width = logsumexp_scratch_ref[...], o_ref.shape[-1]
         # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
         # A NaN is neither.
-        logsumexp_ref[...] = jnp.where(lse <= 0.5 * MASKED, -jnp.inf, lse)
+        lse_ref[...] = jnp.where(lse <= 0.5 * MASKED, -jnp.inf, lse).T[:1]
         of_output = jnp.tile(lse, (1, pl.cdiv(width, upstream.NUM_LANES)))[:, :width]
         o_ref[...] = jnp.where(of_output <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
@@ -231,9 +234,6 @@ def _forward_kernel(*, o_ref, logsumexp_ref, grid_width: int, **others):
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value."""
     d_output, lse, delta = cotangent
-    # exp(logits − a huge lse) = 0 in rows that attend to nothing and in those that fill up the last tile.
-    huge = -MASKED
-    kernel_lse = jnp.where(lse != -jnp.inf, lse, huge)
 
     def run(
         kernel: Callable, walk: Pass, outputs: dict[str, tuple[int, ...]], scratch: dict[str, tuple[int, int]], **static
@@ -256,7 +256,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
                 **static,
             )
 
-        filled = ((d_output, 0), (kernel_lse, huge), (delta, 0))
+        filled = ((d_output, 0), (lse, -jnp.inf), (delta, 0))
         rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
         operands = _kernel_operands(inputs, call, walk)
         with _full_precision(call):
