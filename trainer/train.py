@@ -1,7 +1,7 @@
 """A whole run, to be read from top to bottom: config, data, mesh, step, compile, loop.
 
 `python -m trainer` reads a config page and the flags (`trainer/cli/`), claims the workdir (`trainer/workdir.py`) and
-calls `train`. Each line below calls into a folder that is named for what it does:
+calls `train`. The code calls into these folders, each named for what it does:
 
     data/          makes tokens of documents, and packed batches of tokens
     step/          makes the mesh, and model, loss and optimizer as functions of state and batch
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from trainer.checkpoints.saving import Checkpoints
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
 from trainer.compile.programs import CompiledSteps, compile_steps
@@ -27,7 +27,7 @@ from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
 from trainer.errors import TrainingFailed
-from trainer.observers.listeners import make_observers
+from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
 from trainer.observers.observer import Start
 from trainer.observers.times import StepTimes

@@ -1,8 +1,9 @@
-"""Plans made on the device, from what is known there only: segment ids and positions.
+"""The tiles that each row of tiles visits, for a call: `make_rows` is what backends call.
 
-Where a mask's rows are intervals, a plan costs what its rows cost. Documents give each tile an interval of places in
-the other sequence. Positions give each tile a lowest and a highest one, and these an interval of tiles: those whose own
-positions come within reach. For other masks every tile is classified, and rows are lists.
+Without segment ids and positions the plan is the host's (`host.py`). With them it is made on the device, where alone
+they are known. If each query of the mask allows one interval of keys, time and memory grow with the rows of tiles and
+not with the tiles: a tile's documents tell the interval of tokens that it may meet, and its lowest and highest position
+tell the interval of positions. For other masks every tile is classified, and rows are lists.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The observers of a run: console, record, metrics, TensorBoard, Weights & Biases. `listeners.py` makes the list."""
+"""The observers of a run: console, record, metrics, TensorBoard, Weights & Biases. `make_observers.py` makes the list."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from trainer.checkpoints.folder import cannot_restore
-from trainer.checkpoints.saving import Checkpoints, Restored
+from trainer.checkpoints.training_state import Checkpoints, Restored
 from trainer.config.changes import ConfigChange, ConfigHistory, refuse_other_run
 from trainer.config.file import load_saved_config
 from trainer.errors import UserMistake

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainer.checkpoints.saving import Checkpoints, NotRemovedError
+from trainer.checkpoints.training_state import Checkpoints, NotRemovedError
 from trainer.errors import TrainingFailed
 from trainer.observers.observer import Observers
 from trainer.observers.times import TimeAccount

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from layers import GPT, GPTConfig, RopeScaling
-from trainer.checkpoints.reading import FoundCheckpoint, find_newest, restore_params
+from trainer.checkpoints.parameters import FoundCheckpoint, find_newest, restore_params
 from trainer.config import DataConfig, TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.data import Tokenizer, load_tokenizer

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from trainer.checkpoints.folder import Hold, find_damage, list_checkpoints, read_metadata
-from trainer.checkpoints.reading import find_newest, restore_params
-from trainer.checkpoints.saving import Checkpoints
+from trainer.checkpoints.parameters import find_newest, restore_params
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.errors import TrainingFailed
 
 
@@ -161,7 +161,7 @@ def test_leavings_that_cannot_be_removed_are_told(folder, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("trainer.checkpoints.saving.shutil.rmtree", refuse)
+    monkeypatch.setattr("trainer.checkpoints.training_state.shutil.rmtree", refuse)
     checkpoints = Checkpoints(folder, 3, notes.append)
     monkeypatch.undo()
     assert notes == [f"{folder}/30.tmp can't be removed: Permission denied; it is left there and takes up space"]
@@ -295,11 +295,13 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_called_damaged(fold
 
     match moment:
         case "before its digests":
-            monkeypatch.setattr("trainer.checkpoints.reading.find_damage", then(find_damage))
+            monkeypatch.setattr("trainer.checkpoints.parameters.find_damage", then(find_damage))
         case "amid its digests":
-            monkeypatch.setattr("trainer.checkpoints.reading.find_damage", lambda path: [find_damage(path), go_on()][0])
+            monkeypatch.setattr(
+                "trainer.checkpoints.parameters.find_damage", lambda path: [find_damage(path), go_on()][0]
+            )
         case "before its lock":
-            monkeypatch.setattr("trainer.checkpoints.reading.Hold", then(Hold))
+            monkeypatch.setattr("trainer.checkpoints.parameters.Hold", then(Hold))
     found = find_newest(folder)
     assert (found.step, found.damaged) == (30, ())
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kernels import CausalMask
-from trainer.checkpoints.saving import Checkpoints
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.out_of_memory import OutOfMemory, explained, reason_of, running
 from trainer.compile.programs import CompiledSteps, compile_steps
 from trainer.compile.stages import CompileReport, MemoryReport

@@ -21,7 +21,7 @@ import pytest
 import trainer.train
 from kernels import SplashTuning
 from trainer.__main__ import main
-from trainer.checkpoints.saving import find_damage
+from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
@@ -343,7 +343,9 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
     loop.close()
 
 
-@pytest.mark.parametrize("place", ["trainer.checkpoints.saving.write_atomically", "trainer.checkpoints.saving.digests"])
+@pytest.mark.parametrize(
+    "place", ["trainer.checkpoints.training_state.write_atomically", "trainer.checkpoints.training_state.digests"]
+)
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
@@ -383,7 +385,7 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
 def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
     loop = make_loop()
     monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
     if stop_requested:
         loop.stop.requested = True
     loop.run_window()
@@ -397,7 +399,7 @@ def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, 
 
 def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
     loop = make_loop()
-    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
     loop.run_window()
     loop.saver.save(loop.snapshot)
     bad = StepMetrics(*map(jnp.asarray, (float("nan"), 0.0, 1.0, 1.0, 512, False)))

@@ -15,7 +15,7 @@ import pytest
 
 from kernels import BlockwiseTuning, CausalMask
 from trainer.checkpoints.folder import read_metadata
-from trainer.checkpoints.saving import Restored
+from trainer.checkpoints.training_state import Restored
 from trainer.compile.programs import CompiledSteps
 from trainer.config import DataConfig, EvaluationConfig, OptimizerConfig, TrainConfig
 from trainer.config.changes import ConfigHistory

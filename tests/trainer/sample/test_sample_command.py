@@ -21,8 +21,8 @@ import pytest
 import rich.console
 
 from kernels import CausalMask, FullMask
-from trainer.checkpoints.reading import find_newest
-from trainer.checkpoints.saving import Checkpoints
+from trainer.checkpoints.parameters import find_newest
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.stages import use_compilation_cache
 from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config

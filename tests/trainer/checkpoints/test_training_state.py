@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from trainer.checkpoints.folder import find_damage
-from trainer.checkpoints.saving import Checkpoints
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.errors import TrainingFailed
 
 
@@ -201,7 +201,7 @@ def test_a_failed_save_names_the_newest_good_checkpoint_and_leaves_the_others(sa
     folder, states = saved
     checkpoints = Checkpoints(folder, num_kept=3)
     assert checkpoints.restore_newest(abstract(states[15])).step == 15
-    monkeypatch.setattr(f"trainer.checkpoints.saving.{place}", full)
+    monkeypatch.setattr(f"trainer.checkpoints.training_state.{place}", full)
     with pytest.raises(TrainingFailed) as caught:  # noqa: PT012
         checkpoints.save(20, make_state(rng), None)
         assert place == "digests"
@@ -226,7 +226,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts
     checkpoints = Checkpoints(folder, num_kept=3)
     assert checkpoints.restore_newest(abstract(states[15])).step == 15
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.checkpoints.saving.shutil.rmtree", full)
+        patch.setattr("trainer.checkpoints.training_state.shutil.rmtree", full)
         checkpoints.save(20, make_state(rng), None)
         with pytest.raises(TrainingFailed, match=r"20 is saved, but an older one can't be removed: .* No space left"):
             checkpoints.wait()
@@ -240,7 +240,7 @@ def test_orbax_is_closed_even_if_the_last_save_failed(tmp_path, rng, monkeypatch
     closed = []
     checkpoints = Checkpoints(tmp_path, num_kept=3)
     monkeypatch.setattr(checkpoints._orbax, "close", lambda close=checkpoints._orbax.close: closed.append(close()))
-    monkeypatch.setattr("trainer.checkpoints.saving.digests", full)
+    monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
     checkpoints.save(1, make_state(rng), None)
     with pytest.raises(TrainingFailed, match="the newest good checkpoint is not there yet"):
         checkpoints.close()
