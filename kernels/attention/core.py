@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 def attend(
     backend: Backend, inputs: AttentionInputs, call: AttentionCall, tuning: Tuning | None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse of a call, differentiable.
-
-    Args:
-      backend: one that serves the call.
-      inputs, call: the call.
-      tuning: the backend's own, or None for its defaults.
-    """
+    """Output and lse of a call that the backend serves, differentiable."""
     module: ModuleType = backend.load()
     if backend.differentiates_itself:
         return module.attention(inputs, call)

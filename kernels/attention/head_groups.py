@@ -13,12 +13,9 @@ from kernels.call import AttentionCall, AttentionInputs
 
 
 def attend_by_distinct_mask(attend: Callable, inputs: AttentionInputs, call: AttentionCall):
-    """Calls `attend(inputs, call)` once for each distinct mask, on the heads that share it.
+    """Output and lse of all heads, by one `attend(inputs, call)` for each distinct mask on the heads that share it.
 
     Key/value heads are picked, not repeated, as long as each serves equally many of the query heads.
-
-    Returns:
-      (output, lse) of all heads, in order.
     """
     if call.mask.num_heads is None:
         return attend(inputs, call)

@@ -279,6 +279,15 @@ class Mask:
         return f"{self!r}\n{block_map(self)}"
 
 
+def require_mask(mask: object) -> None:
+    """Raises ValueError for what isn't a mask."""
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}; "
+            "wrap a dense boolean array in NumpyMask"
+        )
+
+
 def _combine(operator: type[AndMask] | type[OrMask], a: Mask, b: Mask) -> Mask:
     if not isinstance(a, Mask) or not isinstance(b, Mask):
         return NotImplemented

@@ -184,11 +184,7 @@ class Band:
         return tightest(left, *(size - 1 for size in self.chunk_sizes))
 
     def interval(self, q_pos: Integers) -> tuple[Any, Any]:
-        """(first, last) key of each row, inclusive, since int32 has no number after the last position.
-
-        Args:
-          q_pos: int32 in a NumPy or a JAX array. The result has its shape and namespace; see `Mask.row_interval`.
-        """
+        """(first, last) key of each row, inclusive: int32 has no number past the last. See `Mask.row_interval`."""
         xp = array_namespace(q_pos)
         first, last = xp.full_like(q_pos, _FIRST), xp.full_like(q_pos, LAST_POSITION)
         if self.right is not None:
