@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.masks import Mask, checked_mask
+from kernels.masks import FullMask, Mask, require_mask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
@@ -58,11 +58,7 @@ class AttentionCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
-
-    @property
-    def task(self) -> Literal["attention"]:
-        """What its backends are for."""
-        return "attention"
+    task: Literal["attention"] = "attention"
 
     @property
     def has_positions(self) -> bool:
@@ -131,11 +127,7 @@ def make_call(
     return_lse: bool,
     device: jax.Device | None = None,
 ) -> tuple[AttentionInputs, AttentionCall]:
-    """Checks the arguments of `dot_product_attention` and brings them into one form.
-
-    Raises:
-      ValueError: for the first argument that doesn't fit, with what was expected, what came and the remedy.
-    """
+    """The arguments of `dot_product_attention` in one form; ValueError for the first that doesn't fit."""
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if array.ndim != 4:
@@ -175,14 +167,13 @@ def make_call(
             checked_tokens("key_value_segment_ids", key_value_segment_ids, batch, kv_len),
         )
     if has_positions:
-        query_positions = _positions("query_positions", query_positions, batch, q_len)
-        key_value_positions = _positions("key_value_positions", key_value_positions, batch, kv_len)
+        query_positions = checked_positions("query_positions", query_positions, batch, q_len)
+        key_value_positions = checked_positions("key_value_positions", key_value_positions, batch, kv_len)
 
     inputs = AttentionInputs(
         query, key, value, sinks, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions
     )
     axes = varying_axes(inputs)
-    inputs = vary(inputs, axes)
     call = AttentionCall(
         batch=batch,
         q_len=q_len,
@@ -203,7 +194,17 @@ def make_call(
         target=Target.of(device),
         varying_axes=axes,
     )
-    return inputs, call
+    return vary(inputs, axes), call
+
+
+def checked_mask(mask: Mask | None, num_heads: int) -> Mask:
+    """The mask that a call of `num_heads` query heads means: `FullMask` for None, one mask where all heads agree."""
+    if mask is None:
+        return FullMask()
+    require_mask(mask)
+    distinct = mask.distinct_heads(num_heads)
+    mask.check_functions()
+    return next(iter(distinct)) if len(distinct) == 1 else mask
 
 
 def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
@@ -218,7 +219,7 @@ def checked_sinks(sinks, num_heads: int) -> Float[Array, " N"] | None:
     return sinks
 
 
-def _positions(name: str, positions, batch: int, length: int) -> Int[Array, "B L"]:
+def checked_positions(name: str, positions, batch: int, length: int) -> Int[Array, "B L"]:
     """Positions as int32; by default they count from 0."""
     positions = jnp.arange(length, dtype=jnp.int32) if positions is None else positions
     return int32_positions(name, checked_tokens(name, positions, batch, length))

@@ -14,22 +14,14 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 
 
 def checked_scale(scale: Any) -> float | None:
-    """The factor on the logits as a Python number, or None. It may be negative or 0.
-
-    Raises:
-      ValueError: it is traced, no real number, or nothing that float32 holds.
-    """
+    """The factor on the logits as a Python number that float32 holds, or None. It may be negative or 0."""
     if scale is None:
         return None
     return _static_number("scale", scale, "None stands for 1/√head_dim", "multiply query by it and pass scale=1.0")
 
 
 def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:
-    """The soft cap as a Python number, or None.
-
-    Raises:
-      ValueError: it is traced, no real number, not positive, or nothing that float32 holds; by its `name`.
-    """
+    """The soft cap as a positive Python number that float32 holds, or None; errors call it by its `name`."""
     if cap is None:
         return None
     number = _static_number(name, cap, "None turns it off", "use one that is known ahead of time")

@@ -59,11 +59,7 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
 def int32_segment_ids(
     query_ids: Int[Array | np.ndarray, "B T"], key_value_ids: Int[Array | np.ndarray, "B S"]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew.
-
-    Raises:
-      ValueError: ids of two types, one of them traced, that no integer type at hand holds together.
-    """
+    """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew."""
     sides: Sides = (query_ids, key_value_ids)
     if not all(_fits(ids.dtype, np.int32) for ids in sides):
         known = [_on_host(ids) for ids in sides]

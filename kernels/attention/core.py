@@ -1,4 +1,4 @@
-"""What all backends share: the custom gradient, delta, the sinks' gradient, the names for remat policies.
+"""What all backends share: the custom gradient, delta, the sinks' gradient, per-head masks, remat names.
 
 A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
 cotangent)` returns the gradients of query, key and value from the whole row's lse, so that attention over several
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from kernels.attention.head_groups import attend_by_distinct_mask
 from kernels.backends import Backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 
@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 def attend(
     backend: Backend, inputs: AttentionInputs, call: AttentionCall, tuning: Tuning | None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse of a call, differentiable.
-
-    Args:
-      backend: one that serves the call.
-      inputs, call: the call.
-      tuning: the backend's own, or None for its defaults.
-    """
+    """Output and lse of a call that the backend serves, differentiable."""
     module: ModuleType = backend.load()
     if backend.differentiates_itself:
         return module.attention(inputs, call)
@@ -83,3 +77,42 @@ def sinks_gradient(sinks: Float[Array, " N"], cotangent: Cotangent) -> Float[Arr
     logits = sinks.astype(cotangent.lse.dtype)
     p = jnp.where(attends, jnp.exp(logits - jnp.where(attends, cotangent.lse, 0)), 0)
     return -(p * cotangent.delta).sum((0, 1)).astype(sinks.dtype)
+
+
+def attend_by_distinct_mask(attend: Callable, inputs: AttentionInputs, call: AttentionCall):
+    """Output and lse of all heads, by one `attend(inputs, call)` for each distinct mask on the heads that share it.
+
+    Key/value heads are picked, not repeated, as long as each serves equally many of the query heads.
+    """
+    if call.mask.num_heads is None:
+        return attend(inputs, call)
+    outputs, order = [], []
+    for mask, sharing in call.mask.distinct_heads(call.num_heads).items():
+        heads = np.array(sharing)
+        order.append(heads)
+        kv_heads, counts = np.unique(heads // call.group_size, return_counts=True)
+        if len(set(counts)) > 1:
+            kv_heads = heads // call.group_size
+        part = inputs._replace(
+            query=take_heads(inputs.query, heads),
+            key=take_heads(inputs.key, kv_heads),
+            value=take_heads(inputs.value, kv_heads),
+            sinks=None if inputs.sinks is None else inputs.sinks[heads],
+        )
+        outputs.append(attend(part, call._replace(mask=mask, num_heads=len(heads), num_kv_heads=len(kv_heads))))
+    original_order = np.argsort(np.concatenate(order))
+    return tuple(take_heads(jnp.concatenate(parts, axis=2), original_order) for parts in zip(*outputs, strict=True))
+
+
+def take_heads(x: Float[Array, "B L N ..."], heads: Int[np.ndarray, " n"]) -> Float[Array, "B L n ..."]:
+    """`x[:, :, heads]` by slices: an indexed read's gradient is a scatter, slow to compile for TPUs and to run."""
+    pieces, begin = [], 0
+    while begin < len(heads):
+        end, step = begin + 1, 1
+        if end < len(heads) and heads[end] > heads[begin]:
+            step = int(heads[end] - heads[begin])
+            while end < len(heads) and heads[end] - heads[end - 1] == step:
+                end += 1
+        pieces.append(jax.lax.slice_in_dim(x, int(heads[begin]), int(heads[end - 1]) + 1, step, axis=2))
+        begin = end
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=2)

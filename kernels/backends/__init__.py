@@ -100,16 +100,7 @@ TABLES: dict[Task, tuple[Backend, ...]] = {"attention": BACKENDS, "decoding": DE
 
 
 def find_backend(implementation: Any, task: Task, argument: str = "implementation") -> Backend:
-    """The backend that a name or a tuning object asks for.
-
-    Args:
-      implementation: what a caller gave, None excepted.
-      task: what the backend is for: one that trains doesn't always decode.
-      argument: what the caller's argument is called, for the message.
-
-    Raises:
-      ValueError: there is none for this task.
-    """
+    """The backend of a task that a name or a tuning object asks for; ValueError, by the `argument`'s name, if none."""
     for backend in TABLES[task]:
         if implementation == backend.name or type(implementation).__name__ == backend.tuning:
             return backend

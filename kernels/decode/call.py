@@ -7,22 +7,20 @@ H head dim of query and key, V head dim of value.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.backends import Task
-from kernels.call import checked_sinks
+from kernels.call import checked_mask, checked_positions, checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import of_sequences, sequences_of_batch
 from kernels.decode.unified import UnifiedCache
-from kernels.masks import Mask, checked_mask
+from kernels.masks import Mask
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
-from kernels.token_integers import checked_tokens, int32_positions
 from kernels.varying import vary, varying_axes
 
 Cache = SlabCache | UnifiedCache
@@ -63,11 +61,7 @@ class DecodeCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
-
-    @property
-    def task(self) -> Task:
-        """What its backends are for."""
-        return "decoding"
+    task: Literal["decoding"] = "decoding"
 
     @property
     def softmax_dtype(self) -> np.dtype:
@@ -92,11 +86,7 @@ def make_decode_call(
     sinks,
     device: jax.Device | None = None,
 ) -> tuple[DecodeInputs, DecodeCall]:
-    """Checks the arguments of `decode_attention` and brings them into one form.
-
-    Raises:
-      ValueError: for the first argument that doesn't fit, with what was expected, what came and the remedy.
-    """
+    """The arguments of `decode_attention` in one form; ValueError for the first that doesn't fit."""
     if not isinstance(cache, SlabCache | UnifiedCache):
         raise ValueError(f"cache must be a SlabCache or a UnifiedCache, got {type(cache).__name__}")
     query = jnp.asarray(query)
@@ -118,8 +108,7 @@ def make_decode_call(
     if query_positions is None:
         query_positions = of_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
     else:
-        name = "query_positions"
-        query_positions = int32_positions(name, checked_tokens(name, query_positions, batch, num_new))
+        query_positions = checked_positions("query_positions", query_positions, batch, num_new)
     inputs = DecodeInputs(query, cache, chosen, query_positions, sinks)
     axes = varying_axes(inputs)
     call = DecodeCall(

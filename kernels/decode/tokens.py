@@ -42,9 +42,6 @@ def integers(name: str, x: Any, shape: tuple[int, ...] | None = None) -> np.ndar
     """Integers of any form: as NumPy's int64 if the host knows them, as JAX's int32 if they're traced.
 
     Traced ones that don't fit become the nearest that does.
-
-    Raises:
-      ValueError: not integers of at most 64 bits, or not of a shape that was asked for.
     """
     traced = is_traced(x)
     try:

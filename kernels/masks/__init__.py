@@ -1,7 +1,6 @@
 """Which pairs may attend: the mask algebra, every question that anybody asks of a mask, text and pictures."""
 
-from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask
-from kernels.masks.checked import checked_mask, require_mask
+from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask, require_mask
 from kernels.masks.dense import NumpyMask
 from kernels.masks.functions import MaskFn
 from kernels.masks.intervals import TileKind
@@ -22,7 +21,6 @@ __all__ = [
     "OrMask",
     "PrefixMask",
     "TileKind",
-    "checked_mask",
     "parse_mask",
     "require_mask",
 ]

@@ -26,7 +26,8 @@ True
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator
+import logging
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +44,13 @@ from kernels.masks.intervals import (
     kleene_and,
     kleene_not,
     kleene_or,
+    tightest,
 )
+
+_logger = logging.getLogger(__name__)
+
+_PAIRS_PER_EVALUATION = 1 << 22
+_PAIRS_WORTH_A_WARNING = 1 << 30
 
 
 class Mask:
@@ -76,9 +83,10 @@ class Mask:
           `TileKind` values as integers of the broadcast shape. EMPTY and FULL are always true; a
           rectangle answered PARTIAL is certainly mixed only if the mask is `exact`.
         """
-        if self.band is None:
-            return unknown_kinds(q_lo, q_hi, kv_lo, kv_hi)
-        return self.band.classify(q_lo, q_hi, kv_lo, kv_hi)
+        corners = (q_lo, q_hi, kv_lo, kv_hi)
+        if self.band is not None:
+            return self.band.classify(*corners)
+        return array_namespace(*corners).full(np.broadcast_shapes(*map(np.shape, corners)), int(TileKind.PARTIAL))
 
     @property
     def band(self) -> Band | None:
@@ -104,13 +112,6 @@ class Mask:
     def parts(self) -> tuple[Mask, ...]:
         """The masks that this one combines; empty for a mask that stands alone."""
         return ()
-
-    def leaves(self) -> Iterator[Mask]:
-        """The masks without parts that a composition is built from."""
-        if not self.parts:
-            yield self
-        for part in self.parts:
-            yield from part.leaves()
 
     def is_deeper_than(self, depth: int) -> bool:
         """Whether a composition has more than `depth` levels of `&`, `|` and `~`."""
@@ -238,6 +239,30 @@ class Mask:
         with jax.ensure_compile_time_eval():
             return np.asarray(self(q_pos, kv_pos))
 
+    def count_allowed(
+        self, q_lo: np.ndarray, q_hi: np.ndarray, kv_lo: np.ndarray, kv_hi: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Allowed pairs and all pairs of rectangles of positions `[n]`, by evaluating one head's mask on each pair."""
+        counts = np.zeros(len(q_lo), np.int64)
+        areas = (q_hi - q_lo + 1) * (kv_hi - kv_lo + 1)
+        if not len(q_lo):
+            return counts, areas
+        if areas.sum() >= _PAIRS_WORTH_A_WARNING:
+            _logger.warning("%r has no exact closed form: evaluating it on %.1e pairs", self, areas.sum())
+        height, width = int((q_hi - q_lo).max()) + 1, int((kv_hi - kv_lo).max()) + 1
+        num_rows = max(1, min(height, _PAIRS_PER_EVALUATION // width))
+        num_rectangles = max(1, _PAIRS_PER_EVALUATION // (num_rows * width))
+        for begin in range(0, len(q_lo), num_rectangles):
+            part = slice(begin, begin + num_rectangles)
+            kv = (kv_lo[part, None] + np.arange(width))[:, None, :]
+            kv_inside, kv = kv <= kv_hi[part, None, None], np.minimum(kv, kv_hi[part, None, None])
+            for row in range(0, height, num_rows):
+                q = (q_lo[part, None] + np.arange(row, min(row + num_rows, height)))[:, :, None]
+                # Positions past a rectangle's end are moved to its last one, where any mask is defined.
+                q_inside, q = q <= q_hi[part, None, None], np.minimum(q, q_hi[part, None, None])
+                counts[part] += np.sum(self.evaluate(q, kv) & q_inside & kv_inside, axis=(1, 2))
+        return counts, areas
+
     def __and__(self, other: Mask) -> Mask:
         return _combine(AndMask, self, other)
 
@@ -254,9 +279,13 @@ class Mask:
         return f"{self!r}\n{block_map(self)}"
 
 
-def unknown_kinds(*corners: Integers) -> Any:
-    """PARTIAL for every rectangle, the answer of a mask that has no closed form."""
-    return array_namespace(*corners).full(np.broadcast_shapes(*map(np.shape, corners)), int(TileKind.PARTIAL))
+def require_mask(mask: object) -> None:
+    """Raises ValueError for what isn't a mask."""
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}; "
+            "wrap a dense boolean array in NumpyMask"
+        )
 
 
 def _combine(operator: type[AndMask] | type[OrMask], a: Mask, b: Mask) -> Mask:
@@ -288,10 +317,9 @@ class AndMask(Mask):
         return self.a, self.b
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
-        corners = (q_lo, q_hi, kv_lo, kv_hi)
         if self.band is not None:
-            return self.band.classify(*corners)
-        return kleene_and(self.a.classify(*corners), self.b.classify(*corners))
+            return self.band.classify(q_lo, q_hi, kv_lo, kv_hi)
+        return kleene_and(*(part.classify(q_lo, q_hi, kv_lo, kv_hi) for part in self.parts))
 
     @functools.cached_property
     def band(self) -> Band | None:
@@ -306,7 +334,7 @@ class AndMask(Mask):
 
     @property
     def lookback(self) -> int | None:
-        return min((part.lookback for part in self.parts if part.lookback is not None), default=None)
+        return tightest(self.a.lookback, self.b.lookback)
 
     @property
     def looks_ahead(self) -> bool:
@@ -334,8 +362,7 @@ class OrMask(Mask):
         return self.a, self.b
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
-        corners = (q_lo, q_hi, kv_lo, kv_hi)
-        return kleene_or(self.a.classify(*corners), self.b.classify(*corners))
+        return kleene_or(*(part.classify(q_lo, q_hi, kv_lo, kv_hi) for part in self.parts))
 
     @property
     def exact(self) -> bool:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from kernels.masks.intervals import LAST_POSITION, TileKind
+from kernels.masks.intervals import LAST_POSITION, TileKind, tile_kind
 
 if TYPE_CHECKING:
     from kernels.masks.algebra import Mask
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
 # Without a closed form a drawing evaluates the mask on every pair.
 _LONGEST_EVALUATED = 4096
-_PAIRS_PER_EVALUATION = 1 << 22
 _LEGEND = "█ full  ▒ partial  · empty"
 
 
@@ -111,16 +109,7 @@ def _tile_kinds(mask: Mask, q_len: int, kv_len: int, block: int) -> np.ndarray:
     with jax.ensure_compile_time_eval():
         kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
     if not mask.exact:
-        for tile in zip(*np.nonzero(kinds == TileKind.PARTIAL), strict=True):
-            strips = [(pairs.all(), pairs.any()) for pairs in _strips(mask, *(int(corner[tile]) for corner in corners))]
-            full, some = all(strip[0] for strip in strips), any(strip[1] for strip in strips)
-            kinds[tile] = TileKind.FULL if full else TileKind.PARTIAL if some else TileKind.EMPTY
+        is_open = kinds == TileKind.PARTIAL
+        counts, areas = mask.count_allowed(*(corner[is_open] for corner in corners))
+        kinds[is_open] = tile_kind(counts > 0, counts == areas)
     return kinds
-
-
-def _strips(mask: Mask, q_lo: int, q_hi: int, kv_lo: int, kv_hi: int) -> Iterator[np.ndarray]:
-    """The pairs of a rectangle, so many queries at a time that they take a few megabytes."""
-    kv_pos = np.arange(kv_lo, kv_hi + 1)[None]
-    height = max(1, _PAIRS_PER_EVALUATION // kv_pos.size)
-    for start in range(q_lo, q_hi + 1, height):
-        yield mask.evaluate(np.arange(start, min(start + height, q_hi + 1))[:, None], kv_pos)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.masks.algebra import Mask, unknown_kinds
+from kernels.masks.algebra import Mask
 from kernels.masks.position_functions import booleans, identity, tile_kinds, trace
 
 
@@ -81,7 +81,7 @@ class MaskFn(Mask):
             corners = (q_lo, q_hi, kv_lo, kv_hi)
             shape = np.broadcast_shapes(*map(np.shape, corners))
             return tile_kinds(self.classify_fn(*corners), shape, f"classify_fn of {self!r}")
-        return unknown_kinds(q_lo, q_hi, kv_lo, kv_hi)
+        return super().classify(q_lo, q_hi, kv_lo, kv_hi)
 
     @property
     def exact(self) -> bool:

@@ -130,10 +130,9 @@ def _within_reach(width: int | None) -> int | None:
     return None if width is None or width >= LAST_POSITION else max(width, _OUT_OF_REACH)
 
 
-def _tightest(combine, *bounds: int | None) -> int | None:
+def tightest(*bounds: int | None) -> int | None:
     """The tightest of some bounds, where None is no bound."""
-    finite = [bound for bound in bounds if bound is not None]
-    return combine(finite) if finite else None
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -162,9 +161,9 @@ class Band:
 
     def __and__(self, other: Band) -> Band:
         return Band(
-            left=_tightest(min, self.left, other.left),
-            right=_tightest(min, self.right, other.right),
-            kv_stop=_tightest(min, self.kv_stop, other.kv_stop),
+            left=tightest(self.left, other.left),
+            right=tightest(self.right, other.right),
+            kv_stop=tightest(self.kv_stop, other.kv_stop),
             chunk_sizes=tuple(sorted({*self.chunk_sizes, *other.chunk_sizes})),
         )
 
@@ -181,16 +180,11 @@ class Band:
     @property
     def lookback(self) -> int | None:
         """How many positions back row q's first key may lie at most; None if that has no bound."""
-        bounds = [size - 1 for size in self.chunk_sizes]
-        bounds += [] if self.left is None else [max(self.left, 0)]
-        return min(bounds, default=None)
+        left = None if self.left is None else max(self.left, 0)
+        return tightest(left, *(size - 1 for size in self.chunk_sizes))
 
     def interval(self, q_pos: Integers) -> tuple[Any, Any]:
-        """(first, last) key of each row, inclusive, since int32 has no number after the last position.
-
-        Args:
-          q_pos: int32 in a NumPy or a JAX array. The result has its shape and namespace; see `Mask.row_interval`.
-        """
+        """(first, last) key of each row, inclusive: int32 has no number past the last. See `Mask.row_interval`."""
         xp = array_namespace(q_pos)
         first, last = xp.full_like(q_pos, _FIRST), xp.full_like(q_pos, LAST_POSITION)
         if self.right is not None:

@@ -35,16 +35,7 @@ class FunctionTrace(NamedTuple):
 
 
 def trace(fn: Callable[[Any, Any], Any], name: str) -> FunctionTrace:
-    """Traces a function of positions.
-
-    Args:
-      fn: the function.
-      name: what errors call it.
-
-    Raises:
-      ValueError: JAX can't trace it, it captures an array of a trace that goes on, or it doesn't return booleans of a
-        shape that broadcasts to the pairs'.
-    """
+    """Traces a function of positions, which errors call by `name`; checks what it captures and returns."""
     try:
         # Through a new function each time: JAX remembers the trace of one that it has seen.
         closed = jax.make_jaxpr(lambda q_pos, kv_pos: fn(q_pos, kv_pos))(*_TRACED)
@@ -67,11 +58,7 @@ def trace(fn: Callable[[Any, Any], Any], name: str) -> FunctionTrace:
 
 
 def booleans(result: Any, q_pos: Any, kv_pos: Any, name: str) -> Any:
-    """What a function returned for some pairs, broadcast over all of them.
-
-    Raises:
-      ValueError: it isn't boolean, or its shape doesn't broadcast to the pairs'.
-    """
+    """What a function returned for some pairs, checked and broadcast over all of them."""
     shape = np.broadcast_shapes(np.shape(q_pos), np.shape(kv_pos))
     _check(name, result, np.bool_, _BOOLEAN_REMEDY, shape)
     if np.shape(result) == shape:
@@ -81,11 +68,7 @@ def booleans(result: Any, q_pos: Any, kv_pos: Any, name: str) -> Any:
 
 
 def tile_kinds(result: Any, shape: tuple[int, ...], name: str) -> Any:
-    """What a function returned for some rectangles, broadcast over all of them.
-
-    Raises:
-      ValueError: it isn't integers 0 to 2 (where these are known), or its shape doesn't broadcast to the rectangles'.
-    """
+    """What a function returned for some rectangles, checked (numbers where they are known) and broadcast over all."""
     _check(name, result, np.integer, _KIND_REMEDY, shape)
     if not isinstance(result, jax.core.Tracer):
         known = np.asarray(result)
@@ -124,8 +107,7 @@ def _constants(closed: ClosedJaxpr) -> Iterator[Any]:
     operands = [*closed.jaxpr.outvars, *(operand for equation in closed.jaxpr.eqns for operand in equation.invars)]
     yield from (x.val for x in operands if isinstance(x, Literal) and np.ndim(x.val))
     for equation in closed.jaxpr.eqns:
-        parameters = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr))
-        for inner in parameters:
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, ClosedJaxpr)):
             if isinstance(inner, ClosedJaxpr):
                 yield from _constants(inner)
 

@@ -12,8 +12,7 @@ Rows of tiles mostly are intervals; then four vectors hold the whole plan. Other
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import jax
@@ -22,11 +21,6 @@ import numpy as np
 from kernels.masks import Mask, TileKind
 from kernels.masks.intervals import LAST_POSITION
 from kernels.plan.rows import Rows
-
-_logger = logging.getLogger(__name__)
-
-_PAIRS_PER_EVALUATION = 1 << 22
-_PAIRS_WORTH_A_WARNING = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +45,18 @@ class Rectangles:
     def transpose(self) -> Rectangles:
         return Rectangles(self.col_start, self.col_stop, self.row_start, self.row_stop)
 
+    def positions(self, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]):
+        """Lowest and highest query position, lowest and highest key position; cut off at the sequences' ends."""
+        return (
+            self.row_start * block[0] + offset[0],
+            np.minimum(self.row_stop * block[0], length[0]) - 1 + offset[0],
+            self.col_start * block[1] + offset[1],
+            np.minimum(self.col_stop * block[1], length[1]) - 1 + offset[1],
+        )
+
     @staticmethod
     def join(parts: list[Rectangles]) -> Rectangles:
-        return Rectangles(
-            np.concatenate([part.row_start for part in parts]),
-            np.concatenate([part.row_stop for part in parts]),
-            np.concatenate([part.col_start for part in parts]),
-            np.concatenate([part.col_stop for part in parts]),
-        )
+        return Rectangles(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +110,7 @@ class BlockPlan:
         """`TileKind` of every tile, int8 `[num_rows, num_cols]`: for drawings and small plans, not for kernels."""
         kinds = np.full((self.num_rows, self.num_cols), TileKind.EMPTY, np.int8)
         for rectangles, kind in ((self.full, TileKind.FULL), (self.partial, TileKind.PARTIAL)):
-            runs = _cut_into_rows(rectangles)
-            row, tiles = _tiles_of(runs)
-            kinds[row, tiles] = kind
+            kinds[_tiles_of(_cut_into_rows(rectangles))] = kind
         return kinds
 
     def transpose(self) -> BlockPlan:
@@ -176,54 +172,35 @@ def make_block_plan(
             )
     state = mask.state()
     make = _make_block_plan if state is not None else _make_block_plan.__wrapped__
-    return make(mask, state, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
+    return make(mask, state, (q_len, kv_len), (block_q, block_kv), (q_offset, kv_offset))
 
 
 @functools.lru_cache(maxsize=256)
 def _make_block_plan(
-    mask: Mask,
-    state: Hashable | None,
-    q_len: int,
-    kv_len: int,
-    block_q: int,
-    block_kv: int,
-    q_offset: int,
-    kv_offset: int,
+    mask: Mask, state: Hashable | None, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]
 ) -> BlockPlan:
     """The plan; `state` is there for the cache alone."""
-    num_rows, num_cols = -(-q_len // block_q), -(-kv_len // block_kv)
-    corners = functools.partial(
-        _corner_positions, block=(block_q, block_kv), length=(q_len, kv_len), offset=(q_offset, kv_offset)
-    )
+    num_rows, num_cols = -(-length[0] // block[0]), -(-length[1] // block[1])
     full: list[Rectangles] = []
     partial: list[Rectangles] = []
     pending = Rectangles(*(np.array([x]) for x in (0, num_rows, 0, num_cols)))
     while len(pending):
         with jax.ensure_compile_time_eval():
-            kinds = np.broadcast_to(np.asarray(mask.classify(*corners(pending))), pending.row_start.shape)
-        if kv_len % block_kv:
-            sticks_out = pending.col_stop == num_cols
-            kinds = np.where(sticks_out, np.minimum(kinds, TileKind.PARTIAL), kinds)
+            kinds = np.asarray(mask.classify(*pending.positions(length, block, offset)))
+        sticks_out = pending.col_stop * block[1] > length[1]
+        kinds = np.where(sticks_out, np.minimum(kinds, TileKind.PARTIAL), kinds)
         single = (pending.row_stop - pending.row_start == 1) & (pending.col_stop - pending.col_start == 1)
         full.append(pending[kinds == TileKind.FULL])
         partial.append(pending[(kinds == TileKind.PARTIAL) & single])
         pending = _quarter(pending[(kinds == TileKind.PARTIAL) & ~single])
-    full_rects, partial_rects = Rectangles.join(full), Rectangles.join(partial)
     if not mask.exact:
-        past_end = (partial_rects.col_stop == num_cols) & (kv_len % block_kv != 0)
-        found_full, partial_rects = _settle(mask, partial_rects, corners, past_end)
-        full_rects = Rectangles.join([full_rects, found_full])
-    return BlockPlan(q_len, kv_len, block_q, block_kv, full_rects, partial_rects)
-
-
-def _corner_positions(rects: Rectangles, *, block, length, offset):
-    """Lowest and highest positions of rectangles of tiles, cut off at the ends of the sequences."""
-    return (
-        rects.row_start * block[0] + offset[0],
-        np.minimum(rects.row_stop * block[0], length[0]) - 1 + offset[0],
-        rects.col_start * block[1] + offset[1],
-        np.minimum(rects.col_stop * block[1], length[1]) - 1 + offset[1],
-    )
+        # The mask is evaluated on the pairs of tiles that are still open.
+        tiles = Rectangles.join(partial)
+        counts, areas = mask.count_allowed(*tiles.positions(length, block, offset))
+        is_full = (counts == areas) & (tiles.col_stop * block[1] <= length[1])
+        full.append(tiles[is_full])
+        partial = [tiles[(counts > 0) & ~is_full]]
+    return BlockPlan(*length, *block, Rectangles.join(full), Rectangles.join(partial))
 
 
 def _quarter(rects: Rectangles) -> Rectangles:
@@ -238,39 +215,6 @@ def _quarter(rects: Rectangles) -> Rectangles:
         ]
     )
     return quarters[(quarters.row_start < quarters.row_stop) & (quarters.col_start < quarters.col_stop)]
-
-
-def _settle(
-    mask: Mask, tiles: Rectangles, corners: Callable, cols_past_end: np.ndarray
-) -> tuple[Rectangles, Rectangles]:
-    """Settles PARTIAL tiles of a mask without an exact closed form: those found FULL, those truly PARTIAL."""
-    counts, areas = _count_allowed(mask, corners(tiles))
-    is_full = (counts == areas) & ~cols_past_end
-    return tiles[is_full], tiles[(counts > 0) & ~is_full]
-
-
-def _count_allowed(mask: Mask, corners) -> tuple[np.ndarray, np.ndarray]:
-    """Allowed pairs and all pairs of rectangles of positions, by evaluating the mask on each pair."""
-    q_lo, q_hi, kv_lo, kv_hi = corners
-    counts = np.zeros(len(q_lo), np.int64)
-    areas = (q_hi - q_lo + 1) * (kv_hi - kv_lo + 1)
-    if not len(q_lo):
-        return counts, areas
-    if areas.sum() >= _PAIRS_WORTH_A_WARNING:
-        _logger.warning("%r has no exact closed form: evaluating it on %.1e pairs", mask, areas.sum())
-    height, width = int((q_hi - q_lo).max()) + 1, int((kv_hi - kv_lo).max()) + 1
-    num_rows = max(1, min(height, _PAIRS_PER_EVALUATION // width))
-    num_rectangles = max(1, _PAIRS_PER_EVALUATION // (num_rows * width))
-    for begin in range(0, len(q_lo), num_rectangles):
-        part = slice(begin, begin + num_rectangles)
-        kv = (kv_lo[part, None] + np.arange(width))[:, None, :]
-        kv_inside, kv = kv <= kv_hi[part, None, None], np.minimum(kv, kv_hi[part, None, None])
-        for row in range(0, height, num_rows):
-            q = (q_lo[part, None] + np.arange(row, min(row + num_rows, height)))[:, :, None]
-            # Positions past a rectangle's end are moved to its last one, where any mask is defined.
-            q_inside, q = q <= q_hi[part, None, None], np.minimum(q, q_hi[part, None, None])
-            counts[part] += np.sum(mask.evaluate(q, kv) & q_inside & kv_inside, axis=(1, 2))
-    return counts, areas
 
 
 def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
@@ -288,9 +232,9 @@ def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
         return sum(count_allowed_pairs(head, q_len, kv_len) for head in mask.for_each_head(mask.num_heads))
     block = 128
     plan = make_block_plan(mask, q_len, kv_len, block, block)
-    corners = functools.partial(_corner_positions, block=(block, block), length=(q_len, kv_len), offset=(0, 0))
-    q_lo, q_hi, kv_lo, kv_hi = corners(plan.full)
-    counts, _ = _count_allowed(mask, corners(plan.partial))
+    full, partial = (rects.positions((q_len, kv_len), (block, block), (0, 0)) for rects in (plan.full, plan.partial))
+    q_lo, q_hi, kv_lo, kv_hi = full
+    counts, _ = mask.count_allowed(*partial)
     return int(np.sum((q_hi - q_lo + 1) * (kv_hi - kv_lo + 1)) + counts.sum())
 
 

@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from kernels.masks.intervals import TileKind, array_namespace
-
-Integers = Any  # a NumPy or a JAX array of int32
+from kernels.masks.intervals import Integers, TileKind, array_namespace
 
 
 class Rows(NamedTuple):
@@ -91,11 +89,7 @@ class Row:
 
 
 def list_rows(kinds: Int[Integers, "W R C"]) -> Rows:
-    """Lists of the tiles that aren't EMPTY.
-
-    Args:
-      kinds: the `TileKind` of every tile.
-    """
+    """Lists of the tiles that aren't EMPTY, from the `TileKind` of every tile."""
     xp = array_namespace(kinds)
     batch, num_rows, num_cols = kinds.shape
     order = xp.argsort(xp.where(kinds == TileKind.EMPTY, 3, kinds), axis=-1, stable=True).astype(xp.int32)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kernels import BlockwiseTuning, CausalMask, LocalMask, MaskFn, PrefixMask, dot_product_attention
-from kernels.attention.head_groups import take_heads
+from kernels.attention.core import take_heads
 
 TILES = BlockwiseTuning(32, 32)
 

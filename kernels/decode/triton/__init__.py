@@ -12,8 +12,6 @@ from kernels.backends.triton.support import reason_in_call
 from kernels.decode.call import DecodeCall, DecodeInputs
 from kernels.decode.triton.tuning import TritonDecodeTuning, resolve
 
-__all__ = ["attend", "unsupported_reason"]
-
 _SMALLEST_TILE = 16
 
 
