@@ -1,8 +1,9 @@
-"""What all backends share: the custom gradient, delta, the sinks' gradient, per-head masks, remat names.
+"""The custom gradient of all our kernels, with delta = rowsum(dO∘O), the sinks' gradient, per-head masks, remat names.
 
 A backend gives two halves. `forward(inputs, call, tuning)` returns output and lse. `backward(inputs, call, tuning,
-cotangent)` returns the gradients of query, key and value from the whole row's lse, so that attention over several
-devices can call it one shard at a time.
+cotangent)` returns the gradients of query, key and value. It is given each query's lse and delta over all of its keys,
+so that it can be called for a part of the keys at a time. JAX itself differentiates cuDNN's attention, `reference` and
+JAX's own splash attention.
 
 A row that attends to nothing has output 0, lse −inf and no gradient.
 

@@ -57,7 +57,7 @@ class LogitsOptions(TypedDict, total=False):
     device: jax.Device | None
 
 
-class _More(LogitsOptions, total=False):
+class AttentionOptions(LogitsOptions, total=False):
     query_segment_ids: Array | None
     key_value_segment_ids: Array | None
     query_positions: Array | None
@@ -72,7 +72,7 @@ def dot_product_attention(
     mask: Mask | None = None,
     *,
     return_lse: Literal[True],
-    **_: Unpack[_More],
+    **_: Unpack[AttentionOptions],
 ) -> tuple[Array, Array]: ...
 
 
@@ -84,7 +84,7 @@ def dot_product_attention(
     mask: Mask | None = None,
     *,
     return_lse: Literal[False] = False,
-    **_: Unpack[_More],
+    **_: Unpack[AttentionOptions],
 ) -> Array: ...
 
 

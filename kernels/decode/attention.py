@@ -15,20 +15,25 @@ if TYPE_CHECKING:
     from kernels.tuning import Tuning
 
 
-class _More(LogitsOptions, total=False):
+class DecodeOptions(LogitsOptions, total=False):
     sequences: Array | None
     query_positions: Array | None
 
 
 @overload
 def decode_attention(
-    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[True], **_: Unpack[_More]
+    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[True], **_: Unpack[DecodeOptions]
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def decode_attention(
-    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[False] = False, **_: Unpack[_More]
+    query: Array,
+    cache: Cache,
+    mask: Mask | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **_: Unpack[DecodeOptions],
 ) -> Array: ...
 
 

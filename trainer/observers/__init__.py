@@ -1,1 +1,4 @@
-"""The observers of a run: console, record, metrics, TensorBoard, Weights & Biases. `make_observers.py` makes the list."""
+"""The observers of a run: console, record, metrics, TensorBoard and Weights & Biases.
+
+The list is made in `make_observers.py`.
+"""
