@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from kernels.tuning import Tuning
 
 
-class DecodeOptions(LogitsOptions, total=False):
+class NewTokens(LogitsOptions, total=False):
     sequences: Array | None
     query_positions: Array | None
 
 
 @overload
 def decode_attention(
-    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[True], **_: Unpack[DecodeOptions]
+    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[True], **_: Unpack[NewTokens]
 ) -> tuple[Array, Array]: ...
 
 
@@ -33,7 +33,7 @@ def decode_attention(
     mask: Mask | None = None,
     *,
     return_lse: Literal[False] = False,
-    **_: Unpack[DecodeOptions],
+    **_: Unpack[NewTokens],
 ) -> Array: ...
 
 
