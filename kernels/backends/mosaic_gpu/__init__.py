@@ -1,4 +1,4 @@
-"""NVIDIA's Hopper GPUs: Pallas Mosaic GPU kernels that walk the block plan.
+"""NVIDIA's Hopper GPUs: Pallas Mosaic GPU kernels that visit the tiles of the block plan.
 
 Forward and backward skip what the mask and the documents exclude, and evaluate the mask in PARTIAL tiles only. 16-bit
 inputs, head dims up to 256, everything in the attention contract but `NumpyMask` and functions that

@@ -5,7 +5,6 @@ Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -14,16 +13,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.launch import launch
-from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.machine import Hopper, launch
 from kernels.backends.mosaic_gpu.memory import padded_head_dim, spread
-from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
+from kernels.backends.mosaic_gpu.softmax import log2_scale
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Row, Rows
 
-_LOG2_E = math.log2(math.e)
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
 
@@ -32,38 +30,24 @@ BarriersT = TypeVar("BarriersT")
 
 
 class BackwardArrays(NamedTuple):
-    """What the passes read and write, padded to whole tiles and whole head dims; within a kernel, references to it.
-
-    Attributes:
-      lse: float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing.
-      delta: float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse.
-      offsets: columns that stand for lse and delta (`offsets`); None where a pass reads these.
-      rows: the tiles of each block.
-      d_query: an output, or the reference that a fused pass adds to.
-    """
+    """What the passes read and write, padded to whole tiles and whole head dims; within a kernel, references to it."""
 
     query: Any
     key: Any
     value: Any
     d_output: Any
-    lse: Any
-    delta: Any
-    offsets: Any
-    rows: Rows
+    lse: Any  # float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing
+    delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
+    offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
+    rows: Rows  # the tiles of each block
     tokens: TokenArrays
-    d_query: Any = None
+    d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
     d_value: Any = None
 
 
 class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
-    """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers.
-
-    Attributes:
-      block, first: the block that stays in shared memory, and the index of its first query or key.
-      walk: the tiles that stream past it.
-      num_steps: tiles of all heads that stream past it.
-    """
+    """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
@@ -71,10 +55,10 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
     gmem: BackwardArrays
     smem: SmemT
     barriers: BarriersT
-    block: WorkBlock
-    first: jax.Array
-    walk: Row
-    num_steps: jax.Array
+    block: WorkBlock  # the block that stays in shared memory
+    first: jax.Array  # index of the block's first query or key
+    tiles: Row  # the tiles that the block visits, of one head
+    num_steps: jax.Array  # number of tiles of all heads
     warpgroup: jax.Array
 
 
@@ -94,72 +78,49 @@ def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple
 
 
 def launch_pass(
+    arrays: BackwardArrays,
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scheduler: TileScheduler,
-    operands: tuple[Any, ...],
     scratch: tuple[SmemT, BarriersT],
-    *,
     producer: Callable[[BackwardContext[SmemT, BarriersT]], None],
     consumers: Sequence[Callable[[BackwardContext[SmemT, BarriersT]], None]],
-    out_type: Any,
-    block_length: int,
-    heads_per_block: int,
+    *,
+    transposed: bool,
     shift: int | None = None,
-) -> Any:
-    """Runs a pass and returns its outputs. See `launch`.
+) -> list[Any]:
+    """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
     Args:
-      operands, out_type: the first fields of `BackwardArrays`, and the others.
-      block_length: queries or keys of a block.
-      heads_per_block: heads whose tiles stream past a block.
       shift: by how many tiles a block starts later than the one before it; None where the mask staggers them.
     """
+    if transposed:
+        operands, outputs, block_length = arrays[:10], (arrays.key, arrays.value), tuning.block_kv
+        heads_per_block, num_l2_heads = call.group_size, tuning.num_l2_heads
+    else:
+        operands, outputs, block_length = arrays[:9], (arrays.query,), tuning.block_q_dq
+        heads_per_block, num_l2_heads = 1, tuning.num_l2_heads * call.group_size
+    batch, length, num_heads, _ = outputs[0].shape
+    num_blocks = pl.cdiv(length, block_length)
+    scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, last_blocks_first=not transposed)
 
     def make_context(gmem_refs, smem, barriers, program):
         gmem, block = BackwardArrays(*gmem_refs), scheduler.block(program)
         warpgroup = jax.lax.axis_index("warpgroup")
-        walk = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
-        first, num_steps = block.number * block_length, heads_per_block * walk.num_tiles
-        return BackwardContext(call, tuning, machine, gmem, smem, barriers, block, first, walk, num_steps, warpgroup)
+        tiles = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
+        first, num_steps = block.number * block_length, heads_per_block * tiles.num_tiles
+        return BackwardContext(call, tuning, machine, gmem, smem, barriers, block, first, tiles, num_steps, warpgroup)
 
     return launch(
         make_context,
         producer,
         consumers,
         operands,
-        out_type=out_type,
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
         scratch=scratch,
         num_programs=scheduler.num_programs,
         tuning=tuning,
         machine=machine,
-    )
-
-
-def launch_key_value_pass(
-    call: AttentionCall,
-    tuning: MosaicBackwardTuning,
-    machine: Hopper,
-    operands: tuple[Any, ...],
-    scratch: tuple[SmemT, BarriersT],
-    **roles_and_shift: Any,
-) -> tuple[Any, Any]:
-    """Runs a pass over blocks of keys, and returns dK and dV. See `launch_pass`."""
-    key, value = operands[1:3]
-    batch, kv_len, num_kv_heads, _ = key.shape
-    num_blocks = pl.cdiv(kv_len, tuning.block_kv)
-    return launch_pass(
-        call,
-        tuning,
-        machine,
-        TileScheduler(batch, num_kv_heads, num_blocks, tuning.num_l2_heads, last_blocks_first=False),
-        operands,
-        scratch,
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)),
-        block_length=tuning.block_kv,
-        heads_per_block=call.group_size,
-        **roles_and_shift,
     )
 
 
@@ -176,18 +137,18 @@ def query_tile(context: BackwardContext, step) -> QueryTile:
 
     So programs that run at the same time read the same head, and share its tiles in the L2 cache.
     """
-    group_size, walk = context.call.group_size, context.walk
-    member = jax.lax.div(step, walk.num_tiles)
-    rank = step - member * walk.num_tiles
-    return QueryTile(context.block.head * group_size + member, walk.tile(rank), rank)
+    tiles = context.tiles
+    member = jax.lax.div(step, tiles.num_tiles)
+    rank = step - member * tiles.num_tiles
+    return QueryTile(context.block.head * context.call.group_size + member, tiles.tile(rank), rank)
 
 
 def store_gradient(context: BackwardContext, gradient, smem, ref, first) -> None:
-    """Starts to write the gradient of the keys or values from `first` on, through shared memory that held them."""
+    """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
     smem[...] = gradient.astype(context.call.dtype)
     plgpu.commit_smem()
-    keys = pl.ds(first, gradient.shape[0])
-    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, keys, context.block.head])
+    rows = pl.ds(first, gradient.shape[0])
+    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, rows, context.block.head])
 
 
 def wait_for_consumers(context: BackwardContext) -> None:
@@ -196,21 +157,17 @@ def wait_for_consumers(context: BackwardContext) -> None:
     plgpu.barrier_wait(context.barriers.done)
 
 
-def log2_scale(call: AttentionCall) -> float:
-    """What brings logits (with a soft cap: tanh of the capped logits) to units of log₂."""
-    return _LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
-
-
-def probabilities(logits, lse, call: AttentionCall, keep_allowed: Callable[[jax.Array], jax.Array], *, rows: bool):
-    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap).
+def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
+    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `TileMask.apply`.
 
     Args:
-      lse: of the rows or columns, in units of log₂; None if it was subtracted from the logits before.
-      keep_allowed: sets the logits of pairs that may not attend to −inf.
+      lse: of the queries, in units of log₂; None if it was subtracted from the logits before.
     """
-    cap, slope = call.logits_soft_cap, None
-    if cap is not None:
-        logits = jnp.tanh(logits * (call.scale / cap))
+    call, slope = mask.context.call, None
+    if call.logits_soft_cap is not None:
+        logits = jnp.tanh(logits * (call.scale / call.logits_soft_cap))
         slope = 1 - logits * logits
-    exponent = keep_allowed(logits) * log2_scale(call)
-    return jnp.exp2(exponent if lse is None else exponent - spread(lse, logits.shape, rows=rows)), slope
+    exponent = mask.apply(logits, is_partial, column_first, slot) * log2_scale(call)
+    if lse is not None:
+        exponent = exponent - spread(lse, logits.shape, rows=mask.streamed == "key_value")
+    return jnp.exp2(exponent), slope

@@ -1,4 +1,4 @@
-"""dK, dV and, in the fused form, dQ: a block of keys and values stays in shared memory, query tiles stream past it.
+"""dK, dV and, in the fused form, dQ, of one block of keys and values: the pass visits the block's query tiles.
 
 The pass computes the transposed tile, with keys as rows. So P and dS come out in registers as operands of dV and dK.
 The fused form computes dQ, too: the consumers exchange dS through shared memory, multiply it with the keys, and add the
@@ -20,9 +20,8 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward_passes import (
     BackwardArrays,
     BackwardContext,
-    launch_key_value_pass,
+    launch_pass,
     load_keys_and_values,
-    log2_scale,
     padded_head_dims,
     probabilities,
     query_tile,
@@ -30,9 +29,17 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, vector
+from kernels.backends.mosaic_gpu.memory import (
+    WGMMA_ROWS,
+    Pipeline,
+    accumulator,
+    load_vector,
+    matrix,
+    producer_tail,
+    vector,
+)
 from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, offset_weights
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -146,14 +153,7 @@ def key_value_scratch(
 def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
-    """dK, dV and, if fused, the float32 dQ without the scale.
-
-    Args:
-      arrays: what the pass reads; rows are the query tiles of each block of keys.
-      call: the call, with the lengths before padding.
-      tuning, machine: how and where the kernel runs.
-      fused: whether to compute dQ.
-    """
+    """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
     lse_is_offset = _lse_is_offset(call)
     offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
     d_query = jax.new_ref(jnp.zeros(arrays.query.shape, jnp.float32)) if fused else None
@@ -166,8 +166,10 @@ def key_value_pass(
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
-    roles = {"producer": _load, "consumers": [_differentiate], "shift": _SHIFT if same_start else None}
-    d_key, d_value = launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles)
+    shift = _SHIFT if same_start else None
+    d_key, d_value = launch_pass(
+        arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=True, shift=shift
+    )
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
 
 
@@ -188,19 +190,19 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
 def _load(context: DKeyValueContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
-    block, walk, num_steps = context.block, context.walk, context.num_steps
+    block, tiles, num_steps = context.block, context.tiles, context.num_steps
     load_keys_and_values(context, block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
         one_head = context.call.group_size == 1
-        head, number, rank = (block.head, walk.tile(step), step) if one_head else query_tile(context, step)
+        head, number, rank = (block.head, tiles.tile(step), step) if one_head else query_tile(context, step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
         smem.steps[slot, _TILE] = number
-        smem.steps[slot, _IS_PARTIAL] = (rank < walk.num_partial).astype(jnp.int32)
+        smem.steps[slot, _IS_PARTIAL] = (rank < tiles.num_partial).astype(jnp.int32)
         smem.steps[slot, _HEAD] = head
         plgpu.barrier_arrive(full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
@@ -260,11 +262,7 @@ def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
 
 
 def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
-    """Adds a tile's part to dK and dV, and in the fused form the last tile's part to dQ.
-
-    Args:
-      last: number and head of the last tile.
-    """
+    """Adds a tile's part to dK and dV, and in the fused form the part of `last`, a (number, head), to dQ."""
     tuning, machine = context.tuning, context.machine
     smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
@@ -278,12 +276,11 @@ def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
     tile = _Tile(slot, number, head, is_partial, smem.q.at[slot], smem.do.at[slot])
     tile_type = accumulator(tuning.block_q)
     p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
-    memory = None if smem.operand is None else smem.operand.at[warpgroup]
 
     def add_products():
         if not _is_tall(tuning):
-            machine.multiply(keys.dv_acc, p, tile.do, memory)
-        machine.multiply(keys.dk_acc, ds, tile.q, memory)
+            machine.multiply(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
+        machine.multiply(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
     if smem.ds is None:
         add_products()
@@ -320,9 +317,8 @@ def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, 
     smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
 
     def subtract(index, acc):
-        memory = None if smem.weights is None else smem.weights.at[warpgroup]
         offsets = smem.offsets.at[tile.slot].transpose((1, 0))
-        machine.multiply(acc, keys.offset_weights[index], offsets, memory)
+        machine.multiply(acc, keys.offset_weights[index], offsets, smem.weights, warpgroup)
 
     if smem.lse is None:
         subtract(_LSE, s_acc)
@@ -333,13 +329,10 @@ def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, 
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse is None else load_vector(smem.lse.at[tile.slot], rows=False)
-    keep_allowed = functools.partial(
-        keys.mask.apply, is_partial=tile.is_partial, column_first=tile.number * tuning.block_q, slot=tile.slot
-    )
-    p, slope = probabilities(s, lse, call, keep_allowed, rows=False)
+    p, slope = probabilities(s, lse, keys.mask, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
-        machine.multiply(keys.dv_acc, operand, tile.do, None if smem.operand is None else smem.operand.at[warpgroup])
+        machine.multiply(keys.dv_acc, operand, tile.do, smem.operand, warpgroup)
     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(_is_tall(tuning)))
     ds = ds if slope is None else ds * slope
     return operand, ds.astype(call.dtype)
@@ -364,11 +357,7 @@ def _start_dq(context: DKeyValueContext, dq_acc, step) -> None:
 
 
 def _add_to_dq(context: DKeyValueContext, dq, tile, predicate=None) -> None:
-    """Starts to add the consumer's part of a tile's dQ to global memory.
-
-    Args:
-      tile: the tile's number and head.
-    """
+    """Starts to add the consumer's part of the dQ of a tile, a (number, head), to global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
     dq_smem = context.smem.dq.at[context.warpgroup]
     # The copy engine has read what the buffer held.

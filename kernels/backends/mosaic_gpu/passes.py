@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -16,13 +15,13 @@ from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.machine import Hopper, Interpreter
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, padded_head_dim
 from kernels.backends.mosaic_gpu.query_pass import query_pass
+from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Rows, make_rows
 
-_LOG2_E = math.log2(math.e)
 # exp2(a logit − it) = 0.
 _HUGE_LSE = 1e30
 
@@ -30,12 +29,7 @@ _HUGE_LSE = 1e30
 def run_forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse.
-
-    Args:
-      inputs, call: the call, whose mask all heads share.
-      tuning: how the passes run, with nothing left open.
-    """
+    """Output and lse of a call whose mask all heads share, under a tuning with nothing left open."""
     how = tuning.forward_tiles
     assert how is not None
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
@@ -67,7 +61,7 @@ def _rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: Mo
 def run_backward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent
 ) -> Gradients:
-    """The gradients of query, key and value. The arguments are `run_forward`'s."""
+    """The gradients of query, key and value of such a call."""
     how = tuning.backward_tiles
     assert how is not None
     lse, delta = cotangent.by_head()
@@ -76,7 +70,7 @@ def run_backward(
         head_dim, value_dim = padded_head_dims(call, how)
         query, key, value = _matrices(inputs, block_q, block_kv, head_dim, value_dim)
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
-        in_log2 = jnp.where(lse != -jnp.inf, lse * _LOG2_E, _HUGE_LSE)
+        in_log2 = jnp.where(lse != -jnp.inf, lse * LOG2_E, _HUGE_LSE)
         arrays = BackwardArrays(
             query,
             key,

@@ -1,4 +1,4 @@
-"""dQ alone: a block of queries stays in shared memory, and key/value tiles stream past it in a fixed order."""
+"""dQ alone, of one block of queries: the pass visits the block's key/value tiles in a fixed order."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     launch_pass,
     padded_head_dims,
     probabilities,
+    store_gradient,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.memory import (
+    WGMMA_ROWS,
+    Pipeline,
+    accumulator,
+    load_vector,
+    matrix,
+    producer_tail,
+    spread,
+    vector,
+)
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
-from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 
@@ -76,27 +84,9 @@ def query_scratch(
 def query_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
 ) -> Float[Array, "B T N H"]:
-    """dQ alone, scaled, in the query's dtype.
-
-    Args:
-      arrays: what the pass reads; rows are the key/value tiles of each block of queries.
-      call: the call, with the lengths before padding.
-      tuning, machine: how and where the kernel runs.
-    """
-    batch, q_len, num_heads, _ = arrays.query.shape
-    return launch_pass(
-        call,
-        tuning,
-        machine,
-        TileScheduler(batch, num_heads, pl.cdiv(q_len, tuning.block_q_dq), tuning.num_l2_heads * call.group_size),
-        arrays[:9],
-        query_scratch(call, tuning, machine),
-        producer=_load,
-        consumers=[_differentiate],
-        out_type=jax.ShapeDtypeStruct(arrays.query.shape, call.dtype),
-        block_length=tuning.block_q_dq,
-        heads_per_block=1,
-    )
+    """dQ alone, scaled, in the query's dtype. `arrays.rows` are the key/value tiles of each block of queries."""
+    scratch = query_scratch(call, tuning, machine)
+    return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
 
 
 def _load(context: DQueryContext) -> None:
@@ -107,7 +97,7 @@ def _load(context: DQueryContext) -> None:
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
-        tile = pl.ds(context.walk.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        tile = pl.ds(context.tiles.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
         slot = barriers.k.slot(step)
         barriers.k.producer_acquire(step, slot)
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
@@ -123,10 +113,9 @@ def _load(context: DQueryContext) -> None:
 
 def _differentiate(context: DQueryContext) -> None:
     """Consumer: dQ of 64 query rows."""
-    call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
-    barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
-    first = block.number * tuning.block_q_dq + warpgroup * WGMMA_ROWS
-    rows, full = pl.ds(first, WGMMA_ROWS), barriers.queries.at[warpgroup]
+    gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
+    first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
+    rows, full = pl.ds(first, WGMMA_ROWS), context.barriers.queries.at[warpgroup]
     for source, target in (
         (gmem.query.at[block.batch, rows, block.head], smem.q.at[warpgroup]),
         (gmem.d_output.at[block.batch, rows, block.head], smem.do.at[warpgroup]),
@@ -134,17 +123,15 @@ def _differentiate(context: DQueryContext) -> None:
         (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
     ):
         plgpu.copy_gmem_to_smem(source, target, full)
-    mask = TileMask.load(context, "key_value", block.batch, rows, tuning.block_kv_dq)
+    mask = TileMask.load(context, "key_value", block.batch, rows, context.tuning.block_kv_dq)
     plgpu.barrier_wait(full)
     lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
     delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
 
     def accumulate(dq_acc):
         pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * call.scale
-        smem.q.at[warpgroup][...] = dq.astype(call.dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem.q.at[warpgroup], gmem.d_query.at[block.batch, rows, block.head])
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
+        store_gradient(context, dq, smem.q.at[warpgroup], gmem.d_query, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
@@ -152,7 +139,7 @@ def _differentiate(context: DQueryContext) -> None:
 
 def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
-    smem, barriers, walk = context.smem, context.barriers, context.walk
+    smem, barriers, tiles = context.smem, context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
     k, v = smem.k.at[slot], smem.v.at[v_slot]
     # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
@@ -163,11 +150,8 @@ def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) 
     def differentiate(s_acc, dp_acc):
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        kv_first = walk.tile(step) * context.tuning.block_kv_dq
-        keep_allowed = functools.partial(
-            mask.apply, is_partial=step < walk.num_partial, column_first=kv_first, slot=slot
-        )
-        p, slope = probabilities(s, lse, context.call, keep_allowed, rows=True)
+        kv_first = tiles.tile(step) * context.tuning.block_kv_dq
+        p, slope = probabilities(s, lse, mask, step < tiles.num_partial, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         barriers.v.consumer_release(v_slot)
         ds = p * (dp - spread(delta, dp.shape, rows=True))
@@ -181,6 +165,6 @@ def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) 
     tile_type = accumulator(context.tuning.block_kv_dq)
     barriers.k.consumer_wait(slot)
     ds = pl.run_scoped(multiply, tile_type)
-    context.machine.multiply(dq_acc, ds, k, None if smem.ds is None else smem.ds.at[context.warpgroup])
+    context.machine.multiply(dq_acc, ds, k, smem.ds, context.warpgroup)
     plgpu.wgmma_wait(0)
     barriers.k.consumer_release(slot)

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.pipeline import Pipeline
+from kernels.backends.mosaic_gpu.memory import Pipeline
 
 _T = TypeVar("_T")
 # A producer claims one block ahead of its consumers.
@@ -24,16 +24,11 @@ _CLAIM_SLOTS = 2
 
 
 class WorkBlock(NamedTuple):
-    """A block of queries or of keys, within a kernel.
-
-    Attributes:
-      batch, head: batch element, and head of the queries or of the keys.
-      number: the block's number within its head.
-    """
+    """A block of queries or of keys, within a kernel."""
 
     batch: jax.Array
-    head: jax.Array
-    number: jax.Array
+    head: jax.Array  # of the queries or of the keys
+    number: jax.Array  # the block's number within its head
 
 
 @dataclass(frozen=True)
@@ -43,19 +38,15 @@ class TileScheduler:
     Neighbouring blocks of a head run at about the same time, and so share their operands in the L2 cache. More blocks
     share them when fewer heads run together; the load is balanced better when more do.
 
-    Attributes:
-      batch, num_heads, num_blocks_per_head: batch elements, heads of each, and blocks of each head.
-      num_l2_heads: number of heads processed together, counted over the batch.
-      last_blocks_first: under a causal mask the last queries have the most work, and so have the first keys.
-      num_multiprocessors: None for one program per block. Else at most this many persistent programs, each of which
-        computes one block after another.
+    Without `num_multiprocessors` each block has its own program. With it there are at most so many persistent programs,
+    each of which computes one block after another.
     """
 
     batch: int
     num_heads: int
     num_blocks_per_head: int
-    num_l2_heads: int
-    last_blocks_first: bool = True
+    num_l2_heads: int  # number of heads processed together, counted over the batch
+    last_blocks_first: bool = True  # under a causal mask the last queries and the first keys have the most work
     num_multiprocessors: int | None = None
 
     @property
@@ -123,12 +114,7 @@ class BlockClaims(NamedTuple):
         )
 
     def claim(self, counter_ref, num_done) -> Int[Array, ""]:
-        """The producer's next claim: how many blocks all programs had claimed before it.
-
-        Args:
-          counter_ref: int32 `[1]`, in global memory, from 0.
-          num_done: how many blocks the program has claimed before.
-        """
+        """The producer's next claim, from the counter in global memory: how many blocks all programs had claimed."""
         slot = jax.lax.rem(num_done, _CLAIM_SLOTS)
         self.pipeline.producer_acquire(num_done, slot)
         _fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
@@ -147,14 +133,9 @@ class BlockClaims(NamedTuple):
 
 
 class PingPong(NamedTuple):
-    """Ping-pong scheduling: consumers issue matmuls one after another, so that one's softmax runs under another's.
+    """Ping-pong scheduling: consumers issue matmuls one after another, so that one's softmax runs under another's."""
 
-    Attributes:
-      barriers: one for each consumer; None if a consumer issues its matmuls whenever it is ready.
-      warpgroup, num_consumers: the consumer's number, and how many there are.
-    """
-
-    barriers: Any
+    barriers: Any  # one for each consumer; None if a consumer issues its matmuls whenever it is ready
     warpgroup: Any
     num_consumers: int
 

@@ -1,4 +1,4 @@
-"""dK and dV of wide heads: a block of 64 keys and values stays in shared memory, and query tiles stream past it.
+"""dK and dV of wide heads, of one block of 64 keys and values: the pass visits the block's query tiles.
 
 Above a head dim of 128 one warpgroup's registers don't hold both gradients of 64 keys. Two consumers divide the work by
 products: one computes P and dV, the other dS and dK. P goes from one to the other through shared memory, in float32.
@@ -23,7 +23,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     LSE,
     BackwardArrays,
     BackwardContext,
-    launch_key_value_pass,
+    launch_pass,
     load_keys_and_values,
     padded_head_dims,
     probabilities,
@@ -32,8 +32,17 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_matrix, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.memory import (
+    WGMMA_ROWS,
+    Pipeline,
+    accumulator,
+    load_matrix,
+    load_vector,
+    matrix,
+    producer_tail,
+    spread,
+    vector,
+)
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -102,8 +111,9 @@ def wide_key_value_pass(
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], None]:
     """dK and dV, and None for dQ. The arguments are `key_value_pass`'s."""
     scratch = wide_key_value_scratch(call, tuning, machine)
-    roles = {"producer": _load, "consumers": [_compute_dv, _compute_dk]}
-    return *launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles), None
+    consumers = [_compute_dv, _compute_dk]
+    d_key, d_value = launch_pass(arrays, call, tuning, machine, scratch, _load, consumers, transposed=True)
+    return d_key, d_value, None
 
 
 def _load(context: WideContext) -> None:
@@ -141,11 +151,8 @@ def _compute_dv(context: WideContext) -> None:
     def compute_p(s, step, tile):
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
-        q_first = tile.number * tuning.block_q
-        keep_allowed = functools.partial(
-            mask.apply, is_partial=tile.rank < context.walk.num_partial, column_first=q_first, slot=slot
-        )
-        p, slope = probabilities(s, lse, call, keep_allowed, rows=False)
+        q_first, is_partial = tile.number * tuning.block_q, tile.rank < context.tiles.num_partial
+        p, slope = probabilities(s, lse, mask, is_partial, q_first, slot)
         barriers.q.consumer_release(slot)
         barriers.p.producer_acquire(step, buffer)
         smem.p.at[buffer][...] = p if slope is None else p * slope
@@ -193,9 +200,10 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.
     """
-    machine, num_steps = context.machine, context.num_steps
-    memory = None if context.smem.operand is None else context.smem.operand.at[context.warpgroup]
-    tile_type = accumulator(context.tuning.block_q)
+    num_steps, tile_type = context.num_steps, accumulator(context.tuning.block_q)
+
+    def multiply(operand, slot):
+        context.machine.multiply(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
         tile = query_tile(context, 0)
@@ -210,7 +218,7 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
         def products(tile_acc):
             plgpu.wgmma(tile_acc, left, right.at[slot].transpose((1, 0)))
             other_ring.consumer_wait(last)
-            machine.multiply(acc, operand, other.at[last], memory)
+            multiply(operand, last)
             new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, tile)
             plgpu.wgmma_wait(0)
             other_ring.consumer_release(last)
@@ -225,7 +233,7 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
         operand = jax.lax.fori_loop(1, num_steps, visit, operand)
         last = right_ring.slot(num_steps - 1)
         other_ring.consumer_wait(last)
-        machine.multiply(acc, operand, other.at[last], memory)
+        multiply(operand, last)
         plgpu.wgmma_wait(0)
         other_ring.consumer_release(last)
         if finish is not None:

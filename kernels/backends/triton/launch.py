@@ -33,15 +33,9 @@ def launch(
     Args:
       kernel: a `triton.jit` function of pointers, followed by constants.
       inputs, outputs: what the pointers point to.
-      grid: its sides, up to three.
-      constants: what the kernel is compiled for.
       tiles: how many warps run a program, and how many stages of loads are in flight.
       compute_capability: of the GPU that it is compiled for; None to interpret it.
       zeroed: the outputs that must be zero to begin with.
-      interpret: run it in Triton's interpreter, on the host.
-
-    Returns:
-      The outputs.
     """
     if interpret:
         run = functools.partial(_interpret, kernel, outputs, grid, constants, zeroed)

@@ -1,17 +1,19 @@
-"""What the Triton kernels share: how an operand lies in memory, its tiles, and which of them a program visits."""
+"""What the Triton kernels share: their launch, how an operand lies in memory, its tiles, and which ones are visited."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels.backends.triton.key_intervals import make_key_intervals
+from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import array_namespace
@@ -63,69 +65,66 @@ def layout_of(shape: tuple[int, ...], first_head: int = 0) -> Layout:
     return Layout(first_head * width, length * num_heads * width, num_heads * width, width)
 
 
-def layout_constants(**operands: Strided) -> dict[str, Layout]:
-    """The constants by which a kernel finds its operands."""
-    return {f"{name}_at": operand.layout for name, operand in operands.items()}
+def launch_pass(
+    kernel: Any,
+    matrices: dict[str, Strided],
+    vectors: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    tiles: TritonTiles,
+    *,
+    interpret: bool,
+    transposed: bool = False,
+    zeroed: tuple[int, ...] = (),
+) -> list[jax.Array]:
+    """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
 
-
-class TilePlan(NamedTuple):
-    """What a kernel reads of the mask and of the tokens, and the constants that say what is there.
-
-    Attributes:
-      operands: bounds of each query tile `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids:
-        those of the two sides; one zero in place of what isn't given.
-      constants: strides between elements of the batch (0: shared), and what is given.
-      num_rows: query tiles, or key/value tiles if transposed.
-    """
-
-    operands: tuple[Int[Array, ...], ...]
-    constants: dict[str, Any]
-    num_rows: int
-
-
-def plan_tiles(
-    inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, transposed: bool = False
-) -> TilePlan:
-    """The tiles of a call.
+    After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of what isn't given. Its further
+    constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
+    these are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
 
     Args:
-      inputs, call: the call; of the inputs only what is known of each token.
-      tiles: the sides of a tile.
-      transposed: the query tiles of each key/value tile.
+      inputs: of these only what is known of each token is read.
+      zeroed: see `launch`.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, last, key_positions = make_key_intervals(inputs, call)
     intervals = jnp.asarray(array_namespace(first, last).stack([first, last], axis=1))
-    operands = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
-    constants = {
-        "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-        "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
-        "has_positions": call.has_positions,
-        "has_ids": call.has_segment_ids,
-    }
+    plan = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
     absent = jnp.zeros(1, jnp.int32)
-    return TilePlan(tuple(absent if x is None else x for x in operands), constants, bounds.shape[1])
-
-
-def call_constants(call: AttentionCall, tiles: TritonTiles) -> dict[str, Any]:
-    """What every kernel is compiled for: shapes, tiles, and how dot products become logits.
-
-    These are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
-    """
     cap = call.logits_soft_cap
-    return {
-        "to_cap": None if cap is None else call.scale / cap,
-        "to_log2": _LOG2_E * (call.scale if cap is None else cap),
-        "group_size": call.group_size,
-        "q_len": call.q_len,
-        "kv_len": call.kv_len,
-        "head_dim": call.head_dim,
-        "value_dim": call.value_dim,
-        "block_q": tiles.block_q,
-        "block_kv": tiles.block_kv,
-        "block_h": padded_head_dim(call.head_dim),
-        "block_v": padded_head_dim(call.value_dim),
-    }
+    return launch(
+        kernel,
+        (*(x.array for x in matrices.values()), *vectors, *(absent if x is None else x for x in plan)),
+        outputs,
+        grid=(bounds.shape[1], call.num_kv_heads if transposed else call.num_heads, call.batch),
+        constants={
+            **{f"{name}_at": operand.layout for name, operand in matrices.items()},
+            **constants,
+            "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
+            "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
+            "has_positions": call.has_positions,
+            "has_ids": call.has_segment_ids,
+            "to_cap": None if cap is None else call.scale / cap,
+            "to_log2": _LOG2_E * (call.scale if cap is None else cap),
+            "group_size": call.group_size,
+            "q_len": call.q_len,
+            "kv_len": call.kv_len,
+            "head_dim": call.head_dim,
+            "value_dim": call.value_dim,
+            "block_q": tiles.block_q,
+            "block_kv": tiles.block_kv,
+            "block_h": padded_head_dim(call.head_dim),
+            "block_v": padded_head_dim(call.value_dim),
+        },
+        tiles=tiles,
+        compute_capability=call.target.compute_capability,
+        zeroed=zeroed,
+        interpret=interpret,
+    )
 
 
 @triton.jit
