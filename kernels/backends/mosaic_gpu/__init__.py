@@ -20,13 +20,13 @@ def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
-    from kernels.backends.mosaic_gpu.passes import run_forward
+    from kernels.backends.mosaic_gpu.forward_pass import run_forward
 
     return run_forward(inputs, call, tuning)
 
 
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
-    from kernels.backends.mosaic_gpu.passes import run_backward
+    from kernels.backends.mosaic_gpu.gradients import run_backward
 
     return run_backward(inputs, call, tuning, cotangent)

@@ -1,10 +1,11 @@
-"""What the backward passes share.
+"""What the backward passes share, and the pass for dQ alone.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,11 +13,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper, launch
-from kernels.backends.mosaic_gpu.memory import padded_head_dim, spread
+from kernels.backends.mosaic_gpu.memory import (
+    WGMMA_ROWS,
+    accumulator,
+    load_vector,
+    matrix,
+    padded_head_dim,
+    spread,
+    vector,
+)
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.softmax import log2_scale
-from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -62,14 +73,6 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
     warpgroup: jax.Array
 
 
-class QueryTile(NamedTuple):
-    """A step's tile of queries: head, number in that head, and rank among the block's tiles of that head."""
-
-    head: Any
-    number: Any
-    rank: Any
-
-
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
     # The halves of a fused dQ are 64 wide, too.
@@ -94,12 +97,11 @@ def launch_pass(
     Args:
       shift: by how many tiles a block starts later than the one before it; None where the mask staggers them.
     """
-    if transposed:
-        operands, outputs, block_length = arrays[:10], (arrays.key, arrays.value), tuning.block_kv
-        heads_per_block, num_l2_heads = call.group_size, tuning.num_l2_heads
-    else:
-        operands, outputs, block_length = arrays[:9], (arrays.query,), tuning.block_q_dq
-        heads_per_block, num_l2_heads = 1, tuning.num_l2_heads * call.group_size
+    operands: tuple[Any, ...] = arrays[:10] if transposed else arrays[:9]
+    outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
+    block_length = tuning.block_kv if transposed else tuning.block_q_dq
+    heads_per_block = call.group_size if transposed else 1
+    num_l2_heads = tuning.num_l2_heads * (1 if transposed else call.group_size)
     batch, length, num_heads, _ = outputs[0].shape
     num_blocks = pl.cdiv(length, block_length)
     scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, last_blocks_first=not transposed)
@@ -111,16 +113,9 @@ def launch_pass(
         first, num_steps = block.number * block_length, heads_per_block * tiles.num_tiles
         return BackwardContext(call, tuning, machine, gmem, smem, barriers, block, first, tiles, num_steps, warpgroup)
 
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     return launch(
-        make_context,
-        producer,
-        consumers,
-        operands,
-        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs],
-        scratch=scratch,
-        num_programs=scheduler.num_programs,
-        tuning=tuning,
-        machine=machine,
+        make_context, producer, consumers, operands, out_type, scratch, scheduler, tuning=tuning, machine=machine
     )
 
 
@@ -132,15 +127,16 @@ def load_keys_and_values(context: BackwardContext, first) -> None:
     plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
 
 
-def query_tile(context: BackwardContext, step) -> QueryTile:
-    """The query tile of a step: all tiles of one of the group's heads, then the next head's.
+def query_tile(context: BackwardContext, step) -> tuple[Any, Any, Any]:
+    """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of that head.
 
-    So programs that run at the same time read the same head, and share its tiles in the L2 cache.
+    All tiles of one of the group's heads come before the next head's. So programs that run at the same time read the
+    same head, and share its tiles in the L2 cache.
     """
     tiles = context.tiles
     member = jax.lax.div(step, tiles.num_tiles)
     rank = step - member * tiles.num_tiles
-    return QueryTile(context.block.head * context.call.group_size + member, tiles.tile(rank), rank)
+    return context.block.head * context.call.group_size + member, tiles.tile(rank), rank
 
 
 def store_gradient(context: BackwardContext, gradient, smem, ref, first) -> None:
@@ -171,3 +167,137 @@ def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
     if lse is not None:
         exponent = exponent - spread(lse, logits.shape, rows=mask.streamed == "key_value")
     return jnp.exp2(exponent), slope
+
+
+class DQuerySmem(NamedTuple):
+    """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
+
+    q: Any
+    do: Any
+    lse_delta: Any
+    k: Any
+    v: Any
+    tokens: Any
+    ds: Any  # what the machine needs to multiply with dS
+
+
+class DQueryBarriers(NamedTuple):
+    """Barriers: the queries' for each consumer, k's and v's for each stage."""
+
+    queries: Any
+    k: Pipeline
+    v: Pipeline
+
+
+DQueryContext = BackwardContext[DQuerySmem, DQueryBarriers]
+
+
+def query_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[DQuerySmem, DQueryBarriers]:
+    """Shared memory and barriers of the pass."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
+    smem = DQuerySmem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+        do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
+        lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+        k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
+        v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
+        tokens=token_memory(call, num_stages, block_kv),
+        ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
+    )
+    return smem, DQueryBarriers(
+        queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
+    )
+
+
+def query_pass(
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> Float[Array, "B T N H"]:
+    """dQ alone, scaled, in the query's dtype. `arrays.rows` are each query block's key/value tiles, in fixed order."""
+    scratch = query_scratch(call, tuning, machine)
+    return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
+
+
+def _load(context: DQueryContext) -> None:
+    """Producer: copies the key/value tiles of the block into the rings."""
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    kv_head = block.head // context.call.group_size
+
+    @pl.loop(0, num_steps)
+    def copy_tile(step):
+        tile = pl.ds(context.tiles.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        slot = barriers.k.slot(step)
+        barriers.k.producer_acquire(step, slot)
+        barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
+        # Before the wait for the values' stage: keys are full only with their tokens.
+        gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        slot = barriers.v.slot(step)
+        barriers.v.producer_acquire(step, slot)
+        barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
+
+    producer_tail(num_steps, barriers.k)
+    producer_tail(num_steps, barriers.v)
+
+
+def _differentiate(context: DQueryContext) -> None:
+    """Consumer: dQ of 64 query rows."""
+    gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
+    first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
+    rows, full = pl.ds(first, WGMMA_ROWS), context.barriers.queries.at[warpgroup]
+    for source, target in (
+        (gmem.query.at[block.batch, rows, block.head], smem.q.at[warpgroup]),
+        (gmem.d_output.at[block.batch, rows, block.head], smem.do.at[warpgroup]),
+        (gmem.lse.at[block.batch, block.head, rows], smem.lse_delta.at[LSE, warpgroup]),
+        (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, full)
+    mask = TileMask.load(context, "key_value", block.batch, rows, context.tuning.block_kv_dq)
+    plgpu.barrier_wait(full)
+    lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
+    delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
+
+    def accumulate(dq_acc):
+        pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
+        store_gradient(context, dq, smem.q.at[warpgroup], gmem.d_query, first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
+
+
+def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
+    smem, barriers, tiles = context.smem, context.barriers, context.tiles
+    slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
+    k, v = smem.k.at[slot], smem.v.at[v_slot]
+    # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
+    # wide operands fill a thread's registers.
+    warpgroup = jax.lax.optimization_barrier(context.warpgroup)
+    q, do = smem.q.at[warpgroup], smem.do.at[warpgroup]
+
+    def differentiate(s_acc, dp_acc):
+        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        kv_first = tiles.tile(step) * context.tuning.block_kv_dq
+        p, slope = probabilities(s, lse, mask, step < tiles.num_partial, kv_first, slot)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        barriers.v.consumer_release(v_slot)
+        ds = p * (dp - spread(delta, dp.shape, rows=True))
+        return (ds if slope is None else ds * slope).astype(context.call.dtype)
+
+    def multiply(s_acc):
+        plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+        barriers.v.consumer_wait(v_slot)
+        return pl.run_scoped(functools.partial(differentiate, s_acc), tile_type)
+
+    tile_type = accumulator(context.tuning.block_kv_dq)
+    barriers.k.consumer_wait(slot)
+    ds = pl.run_scoped(multiply, tile_type)
+    context.machine.multiply(dq_acc, ds, k, smem.ds, context.warpgroup)
+    plgpu.wgmma_wait(0)
+    barriers.k.consumer_release(slot)

@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.plan import Rows
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.plan import Rows, make_rows
 
 
 class BlockRange(NamedTuple):
@@ -28,6 +31,17 @@ class BlockRange(NamedTuple):
             return self.first + rank
         batch, entry = self.first
         return self.tiles_ref[batch, entry + rank]
+
+
+def rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicForwardTuning) -> Rows:
+    """Intervals for each warpgroup, or where they aren't all intervals, lists for each block."""
+    blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
+    if blocks.tiles is not None:
+        return blocks
+    own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
+    if own.tiles is not None:
+        own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
+    return union_of_ranges(own, tuning.num_warpgroups)
 
 
 def union_of_ranges(rows: Rows, num_warpgroups: int) -> Rows:

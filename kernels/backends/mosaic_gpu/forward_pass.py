@@ -23,24 +23,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
-from kernels.backends.mosaic_gpu.machine import Hopper, launch
+from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
+from kernels.backends.mosaic_gpu.machine import Hopper, launch, machine_of
 from kernels.backends.mosaic_gpu.memory import (
     ROW_LAYOUT,
     WGMMA_ROWS,
-    Pipeline,
     accumulator,
     matrix,
     padded_head_dim,
-    producer_tail,
+    padded_matrices,
     spread,
     vector,
 )
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax, log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
-from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
-from kernels.call import AttentionCall
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
+from kernels.call import AttentionCall, AttentionInputs
 from kernels.plan import Rows
 
 
@@ -137,63 +137,49 @@ def forward_scratch(
     )
 
 
-def forward(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    sinks: Float[Array, " N"] | None,
-    tokens: TokenArrays,
-    rows: Rows,
-    call: AttentionCall,
-    tuning: MosaicForwardTuning,
-    machine: Hopper,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Output and lse of arrays padded to whole tiles (queries on a GPU: to multiples of 64) and whole head dims.
-
-    Args:
-      rows: the key/value tiles of each 64 queries, with the union of each block (`union_of_ranges`), or lists of each
-        block's tiles.
-    """
+def run_forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse of a call whose mask all heads share, under a tuning with nothing left open."""
+    how, machine = tuning.forward_tiles, machine_of(tuning)
+    assert how is not None
+    # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
+    block_q = how.block_q if tuning.interpret else WGMMA_ROWS
+    head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
+    query, key, value = padded_matrices(inputs, block_q, how.block_kv, *head_dims)
+    sinks = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
+    tokens = TokenArrays.of(inputs, how.block_q, how.block_kv)
+    rows = rows_of_warpgroups(inputs, call, how)
     batch, q_len, num_heads, _ = query.shape
-    scheduler = TileScheduler(
-        batch,
-        num_heads,
-        pl.cdiv(q_len, tuning.block_q),
-        tuning.num_l2_heads * call.group_size,
-        num_multiprocessors=machine.num_multiprocessors(call.target) if tuning.persistent else None,
-    )
-    scratch = forward_scratch(call, tuning, machine)
+    num_multiprocessors = machine.num_multiprocessors(call.target) if how.persistent else None
+    num_blocks, num_l2_heads = pl.cdiv(q_len, how.block_q), how.num_l2_heads * call.group_size
+    scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, num_multiprocessors=num_multiprocessors)
+    scratch = forward_scratch(call, how, machine)
 
     def make_context(gmem, smem, barriers, program):
         warpgroup = jax.lax.axis_index("warpgroup")
-        ping_pong = PingPong(barriers.ping_pong if tuning.ping_pong else None, warpgroup, tuning.num_warpgroups)
+        ping_pong = PingPong(barriers.ping_pong if how.ping_pong else None, warpgroup, how.num_warpgroups)
         return ForwardContext(
-            call, tuning, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
+            call, how, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
         )
 
     num_claimed = None if scratch[1].claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
-    return launch(
-        make_context,
-        _load,
-        [_attend],
-        (query, key, value, rows, sinks, tokens, num_claimed),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
-            jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
-        ),
-        scratch=scratch,
-        num_programs=scheduler.num_programs,
-        tuning=tuning,
-        machine=machine,
+    operands = query, key, value, rows, sinks, tokens, num_claimed
+    outputs = (
+        jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
     )
+    output, lse = launch(
+        make_context, _load, [_attend], operands, outputs, scratch, scheduler, tuning=how, machine=machine
+    )
+    return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
 
 def _for_each_block(context: ForwardContext, body, consumer, claim) -> jax.Array:
     """Calls `body(block, tiles, num_before)` for each block of the program; returns how many tiles they all had.
 
-    Args:
-      consumer: the one whose sub-range `tiles` holds.
-      claim: (claims, number of blocks done before the last one) → the program's next claim.
+    `tiles` holds the sub-range of `consumer`; `claim(claims, number of blocks done before the last one)` is the
+    program's next claim.
     """
     rows, claims = context.gmem.rows, context.barriers.claims
 

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.memory import accumulator, matrix
 from kernels.backends.mosaic_gpu.threads import column_indices, join_partial_sums, partial_sums
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.target import Target
 
 # Few, so that programs have several blocks each.
@@ -97,17 +97,9 @@ class Hopper:
         """An output that products add to and that softmax rescales; `memory` is `operand_memory` of each one's p."""
         return HopperOutput(accumulator)
 
-    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
-        """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
-        return partial_sums(p, limit)
-
-    def join_partial_sums(self, sums) -> jax.Array:
-        """The sums of rows, from the parts of the threads that share a row."""
-        return join_partial_sums(sums)
-
-    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
-        """The index of each element's column in a tile whose first column has the index `first`."""
-        return column_indices(first, shape)
+    partial_sums = staticmethod(partial_sums)
+    join_partial_sums = staticmethod(join_partial_sums)
+    column_indices = staticmethod(column_indices)
 
 
 @dataclass(frozen=True)
@@ -130,15 +122,25 @@ class Interpreter(Hopper):
     def output(self, accumulator, memory, warpgroup) -> InterpretedOutput:
         return InterpretedOutput(accumulator.shape, memory.at[warpgroup])
 
-    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
+    @staticmethod
+    def partial_sums(p, limit: float) -> tuple[jax.Array, jax.Array]:
         sums = p.sum(axis=1)
         return sums, (sums > limit).any()
 
-    def join_partial_sums(self, sums) -> jax.Array:
+    @staticmethod
+    def join_partial_sums(sums) -> jax.Array:
         return sums
 
-    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
+    @staticmethod
+    def column_indices(first, shape: tuple[int, int]) -> jax.Array:
         return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def machine_of(tuning: MosaicGpuTuning) -> Hopper:
+    """What runs the kernels under a tuning."""
+    if tuning.interpret:
+        return Interpreter(plgpu.InterpretGPUParams())  # type: ignore[attr-defined]  # new in JAX 0.11
+    return Hopper()
 
 
 def launch(
@@ -146,10 +148,10 @@ def launch(
     producer: Callable[[Any], None],
     consumers: Sequence[Callable[[Any], None]],
     operands: tuple[Any, ...],
-    *,
-    out_type: Any,
+    outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: tuple[Any, Any],
-    num_programs: int,
+    scheduler: TileScheduler,
+    *,
     tuning: MosaicForwardTuning | MosaicBackwardTuning,
     machine: Hopper,
 ) -> Any:
@@ -181,9 +183,9 @@ def launch(
 
     return plgpu.kernel(
         kernel,
-        out_type=out_type,
+        out_type=list(outputs),
         scratch_types=scratch,
-        grid=(num_programs,),
+        grid=(scheduler.num_programs,),
         grid_names=("program",),
         num_threads=num_consumers + 1,
         thread_name="warpgroup",

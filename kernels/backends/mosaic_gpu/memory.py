@@ -1,14 +1,16 @@
-"""Shared memory, its barriers, and registers, as the tensor cores and the copy engine (TMA) use them."""
+"""Shared memory and registers of the kernels, as the tensor cores and the copy engine (TMA) read them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.call import AttentionInputs
 
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile: a warpgroup's matmul."""
@@ -39,6 +41,21 @@ def padded_head_dim(head_dim: int) -> int:
     return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
 
 
+def padded_matrices(
+    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+) -> tuple[Array, Array, Array]:
+    """Query, key and value, padded to whole blocks and to these head dims."""
+    query, key = padded(inputs.query, block_q, head_dim), padded(inputs.key, block_kv, head_dim)
+    return query, key, padded(inputs.value, block_kv, value_dim)
+
+
+def padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
+    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
+    length, head_dim = x.shape[1], x.shape[3]
+    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
+    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+
+
 def num_bytes(scratch: Any) -> int:
     """Shared memory that Pallas allocates for a tree of arrays and barriers."""
     size = 0
@@ -60,11 +77,6 @@ def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
     return plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, num_columns), jnp.float32)
 
 
-def load_matrix(ref) -> jax.Array:
-    """Loads a matrix from shared memory, laid out as an accumulator."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
-
-
 def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
     """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
     layout = ROW_LAYOUT if rows else plgpu.Layout.WGMMA.reduce(0)
@@ -74,53 +86,3 @@ def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
 def spread(vector, shape, *, rows: bool) -> jax.Array:
     """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
-
-
-class Pipeline(NamedTuple):
-    """Full and empty barriers of a ring of stages: a producer fills the stages, consumers read them (as in CUTLASS)."""
-
-    full: Any  # a stage's copies have arrived
-    empty: Any = None  # every consumer has read a stage; None for stages that are filled once
-
-    @staticmethod
-    def memory(num_stages: int = 1, *, num_consumers: int, num_copies: int = 1) -> Pipeline:
-        """What a kernel allocates, for stages that `num_copies` copies fill."""
-        return Pipeline(
-            plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
-            plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
-        )
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of the ring."""
-        return self.full.shape[0]
-
-    def slot(self, step):
-        """The stage of a step."""
-        return jax.lax.rem(step, self.num_stages)
-
-    def producer_acquire(self, step, slot) -> None:
-        """Waits until the consumers have read what the stage held before this step."""
-        pl.when(step >= self.num_stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
-
-    def copy(self, source, memory, slot) -> None:
-        """Starts to copy from global memory to a stage."""
-        plgpu.copy_gmem_to_smem(source, memory.at[slot], self.full.at[slot])
-
-    def consumer_wait(self, slot) -> None:
-        """Waits for a stage's copies."""
-        plgpu.barrier_wait(self.full.at[slot])
-
-    def consumer_release(self, slot) -> None:
-        """Says that this consumer has read a stage."""
-        plgpu.barrier_arrive(self.empty.at[slot])
-
-
-def producer_tail(num_steps, *pipelines: Pipeline) -> None:
-    """Waits until the consumers have read the last stages: a waiting thread must see each completion of a barrier."""
-    num_stages = pipelines[0].num_stages
-
-    @pl.loop(jnp.maximum(num_steps - num_stages, 0), num_steps)
-    def _(step):
-        for pipeline in pipelines:
-            plgpu.barrier_wait(pipeline.empty.at[pipeline.slot(step)])

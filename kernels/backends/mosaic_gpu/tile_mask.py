@@ -43,11 +43,9 @@ class TokenArrays(NamedTuple):
         return TokenArrays(*(padded(name, getattr(inputs, name)) for name in TokenArrays._fields))
 
     def copy(self, memory, side: Side, where, slot, full) -> None:
-        """Starts to copy a tile's tokens to their stage. Each array arrives at the barrier `full` once.
+        """Starts to copy the tokens `where`, (batch element, tokens), to their stage of `token_memory`.
 
-        Args:
-          memory: `token_memory`; None if nothing is given.
-          where: (batch element, tokens).
+        Each array arrives at the barrier `full` once.
         """
         for i, ref in enumerate(self.given(side).values()):
             plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], full)

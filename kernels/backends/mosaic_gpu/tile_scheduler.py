@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import Pipeline
+from kernels.backends.mosaic_gpu.pipeline import Pipeline
 
 _T = TypeVar("_T")
 # A producer claims one block ahead of its consumers.
@@ -115,9 +115,19 @@ class BlockClaims(NamedTuple):
 
     def claim(self, counter_ref, num_done) -> Int[Array, ""]:
         """The producer's next claim, from the counter in global memory: how many blocks all programs had claimed."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def fetch_and_increment(_, counter, result):
+            one, zero = mgpu.c(1, ir.IntegerType.get_signless(32)), mgpu.c(0, ir.IndexType.get())
+            # Every thread arrives at the barrier that follows. So the value is there when all have arrived.
+            with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+                order, pointer = llvm.AtomicOrdering.monotonic, utils.memref_ptr(counter)
+                before = llvm.atomicrmw(llvm.AtomicBinOp.add, pointer, one, order, syncscope="device")
+                memref.store(before, result, [zero])
+
         slot = jax.lax.rem(num_done, _CLAIM_SLOTS)
         self.pipeline.producer_acquire(num_done, slot)
-        _fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
+        fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
         plgpu.barrier_arrive(self.pipeline.full.at[slot])
         # Only one of the threads that wait here has stored it.
         self.pipeline.consumer_wait(slot)
@@ -158,22 +168,6 @@ class PingPong(NamedTuple):
         """Waits for the last consumer's release, as no other wait does. Each consumer calls this once, at the end."""
         if self.barriers is not None:
             pl.when(self.warpgroup == 0)(self.acquire)
-
-
-def _fetch_and_increment(counter_ref, result_ref) -> None:
-    """Stores the counter's value, int32 `[1]`, and adds one to the counter."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def fetch_and_increment(_, counter, result):
-        one, zero = mgpu.c(1, ir.IntegerType.get_signless(32)), mgpu.c(0, ir.IndexType.get())
-        # Every thread arrives at the barrier that follows. So the value is there when all have arrived.
-        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            before = llvm.atomicrmw(
-                llvm.AtomicBinOp.add, utils.memref_ptr(counter), one, llvm.AtomicOrdering.monotonic, syncscope="device"
-            )
-            memref.store(before, result, [zero])
-
-    fetch_and_increment(counter_ref, result_ref)
 
 
 def _div_rem(a, b):

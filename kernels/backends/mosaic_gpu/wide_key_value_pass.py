@@ -32,17 +32,8 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import (
-    WGMMA_ROWS,
-    Pipeline,
-    accumulator,
-    load_matrix,
-    load_vector,
-    matrix,
-    producer_tail,
-    spread,
-    vector,
-)
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -148,10 +139,10 @@ def _compute_dv(context: WideContext) -> None:
     mask = TileMask.load(context, "query", context.block.batch, keys, tuning.block_kv)
     plgpu.barrier_wait(barriers.k)
 
-    def compute_p(s, step, tile):
+    def compute_p(s, step, number, rank):
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
-        q_first, is_partial = tile.number * tuning.block_q, tile.rank < context.tiles.num_partial
+        q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
         p, slope = probabilities(s, lse, mask, is_partial, q_first, slot)
         barriers.q.consumer_release(slot)
         barriers.p.producer_acquire(step, buffer)
@@ -175,13 +166,14 @@ def _compute_dk(context: WideContext) -> None:
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
 
-    def compute_ds(dp, step, tile):
+    def compute_ds(dp, step, number, rank):
         slot, buffer = barriers.do.slot(step), barriers.p.slot(step)
         delta = load_vector(smem.lse_delta.at[DELTA, slot], rows=False)
         barriers.do.consumer_release(slot)
         dp = dp - spread(delta, dp.shape, rows=False)
         barriers.p.consumer_wait(buffer)
-        ds = dp * load_matrix(smem.p.at[buffer])
+        p = plgpu.load(smem.p.at[buffer], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
+        ds = dp * p
         barriers.p.consumer_release(buffer)
         return ds.astype(call.dtype)
 
@@ -206,20 +198,20 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
         context.machine.multiply(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
-        tile = query_tile(context, 0)
+        _, number, rank = query_tile(context, 0)
         plgpu.wgmma(tile_acc, left, right.at[0].transpose((1, 0)))
-        return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, tile)
+        return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, number, rank)
 
     def visit(step, operand):
         slot, last = right_ring.slot(step), right_ring.slot(step - 1)
-        tile = query_tile(context, step)
+        _, number, rank = query_tile(context, step)
         right_ring.consumer_wait(slot)
 
         def products(tile_acc):
             plgpu.wgmma(tile_acc, left, right.at[slot].transpose((1, 0)))
             other_ring.consumer_wait(last)
             multiply(operand, last)
-            new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, tile)
+            new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, number, rank)
             plgpu.wgmma_wait(0)
             other_ring.consumer_release(last)
             return new_operand

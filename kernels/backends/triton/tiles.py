@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
 from kernels.backends.triton.key_intervals import make_key_intervals
-from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
 
 _LOG2_E = math.log2(math.e)
+_POINTEES = {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32, "uint32": tl.uint32}
 
 
 class Layout(NamedTuple):
@@ -63,6 +65,62 @@ def layout_of(shape: tuple[int, ...], first_head: int = 0) -> Layout:
     """The layout of an array `[B, L, M, W]`, from one of its heads on."""
     _, length, num_heads, width = shape
     return Layout(first_head * width, length * num_heads * width, num_heads * width, width)
+
+
+def launch(
+    kernel: Any,
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    constants: dict[str, Any],
+    tiles: TritonTiles,
+    compute_capability: float | None,
+    zeroed: tuple[int, ...] = (),
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs `kernel(*inputs, *outputs, **constants)` once for each point of a grid.
+
+    Args:
+      kernel: a `triton.jit` function of pointers to inputs and outputs, followed by constants.
+      tiles: how many warps run a program, and how many stages of loads are in flight.
+      compute_capability: of the GPU that it is compiled for; None to interpret it.
+      zeroed: the outputs that must be zero to begin with.
+    """
+    if interpret:
+        run = functools.partial(_interpret, kernel, outputs, grid, constants, zeroed)
+        return jax.pure_callback(run, list(outputs), *inputs)
+    # It needs JAX's GPU plugin.
+    import jax_triton
+
+    assert compute_capability is not None
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=kernel,
+        out_shape=list(outputs),
+        grid=grid,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        compute_capability=round(10 * compute_capability),
+        zeroed_outputs=zeroed,
+        **constants,
+    )
+
+
+def _interpret(kernel, outputs, grid, constants, zeroed, *inputs) -> list[np.ndarray]:
+    operands = [np.ascontiguousarray(x) for x in inputs]
+    results = [(np.zeros if i in zeroed else np.empty)(out.shape, out.dtype) for i, out in enumerate(outputs)]
+    # Like a GPU's, an exponential of −inf or of a huge number isn't worth a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        kernel[grid](*map(_pointer, operands + results), **constants)
+    return results
+
+
+def _pointer(array: np.ndarray) -> tl.tensor:
+    """What the interpreter makes of a PyTorch tensor, which it expects."""
+    handle: Callable = triton.runtime.interpreter.TensorHandle
+    pointer = tl.pointer_type(_POINTEES[array.dtype.name])
+    return tl.tensor(handle(np.array([array.ctypes.data], np.uint64), pointer), pointer)
 
 
 def launch_pass(
