@@ -94,8 +94,7 @@ def launch_pass(
 ) -> list[Any]:
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
-    Args:
-      shift: by how many tiles a block starts later than the one before it; None where the mask staggers them.
+    A block starts `shift` tiles later than the one before it, or where the mask staggers blocks (None) with its first.
     """
     operands: tuple[Any, ...] = arrays[:10] if transposed else arrays[:9]
     outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
@@ -156,8 +155,7 @@ def wait_for_consumers(context: BackwardContext) -> None:
 def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
     """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `TileMask.apply`.
 
-    Args:
-      lse: of the queries, in units of log₂; None if it was subtracted from the logits before.
+    `lse` is in units of log₂; None if it was subtracted from the logits before.
     """
     call, slope = mask.context.call, None
     if call.logits_soft_cap is not None:

@@ -79,10 +79,8 @@ class TileScheduler:
     ) -> _T:
         """Calls `body(block, carried)` for one block of a program after another, and returns the last result.
 
-        Args:
-          program: the program's number. Its first block is the schedule's block of this index.
-          next_claim: (number of blocks done before the last one) → how many blocks all programs had claimed before the
-            program's next one. None for a static schedule, in which blocks go round the programs.
+        `next_claim(number of blocks done before the last one)` is how many blocks all programs had claimed before the
+        program's next one. Without it the schedule is static, and blocks go round the programs.
         """
         if self.num_programs == self.num_blocks:
             return body(self.block(program), start)

@@ -34,8 +34,7 @@ def run_forward(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse of a call whose mask all heads share, under a tuning with nothing left open.
 
-    Args:
-      inputs: of these only the sinks and what is known of each token is read.
+    Of the inputs only the sinks and what is known of each token are read.
     """
     assert tuning.forward is not None
     sinks = jnp.zeros(1, jnp.float32) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)

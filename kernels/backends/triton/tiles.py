@@ -143,10 +143,6 @@ def launch_pass(
     of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of what isn't given. Its further
     constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
     these are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
-
-    Args:
-      inputs: of these only what is known of each token is read.
-      zeroed: see `launch`.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, last, key_positions = make_key_intervals(inputs, call)
