@@ -24,7 +24,7 @@ from kernels import (
 )
 from kernels.backends import mosaic_gpu
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
-from kernels.backends.mosaic_gpu.offsets import offset_columns
+from kernels.backends.mosaic_gpu.key_value_pass import offset_columns
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.backends.mosaic_gpu.tuning import resolve

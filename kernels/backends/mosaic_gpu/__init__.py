@@ -1,4 +1,4 @@
-"""NVIDIA's Hopper GPUs: Pallas Mosaic GPU kernels that walk the block plan.
+"""NVIDIA's Hopper GPUs: Pallas Mosaic GPU kernels that visit the tiles of the block plan.
 
 Forward and backward skip what the mask and the documents exclude, and evaluate the mask in PARTIAL tiles only. 16-bit
 inputs, head dims up to 256, everything in the attention contract but `NumpyMask` and functions that
@@ -20,13 +20,13 @@ def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
-    from kernels.backends.mosaic_gpu.passes import run_forward
+    from kernels.backends.mosaic_gpu.forward_pass import run_forward
 
     return run_forward(inputs, call, tuning)
 
 
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
-    from kernels.backends.mosaic_gpu.passes import run_backward
+    from kernels.backends.mosaic_gpu.gradients import run_backward
 
     return run_backward(inputs, call, tuning, cotangent)

@@ -1,11 +1,11 @@
-"""What the backward passes share.
+"""What the backward passes share, and the pass for dQ alone.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,17 +13,26 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.launch import launch
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import padded_head_dim, spread
-from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
+from kernels.backends.mosaic_gpu.machine import Hopper, launch
+from kernels.backends.mosaic_gpu.memory import (
+    WGMMA_ROWS,
+    accumulator,
+    load_vector,
+    matrix,
+    padded_head_dim,
+    spread,
+    vector,
+)
+from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.softmax import log2_scale
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Row, Rows
 
-_LOG2_E = math.log2(math.e)
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
 
@@ -32,38 +41,24 @@ BarriersT = TypeVar("BarriersT")
 
 
 class BackwardArrays(NamedTuple):
-    """What the passes read and write, padded to whole tiles and whole head dims; within a kernel, references to it.
-
-    Attributes:
-      lse: float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing.
-      delta: float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse.
-      offsets: columns that stand for lse and delta (`offsets`); None where a pass reads these.
-      rows: the tiles of each block.
-      d_query: an output, or the reference that a fused pass adds to.
-    """
+    """What the passes read and write, padded to whole tiles and whole head dims; within a kernel, references to it."""
 
     query: Any
     key: Any
     value: Any
     d_output: Any
-    lse: Any
-    delta: Any
-    offsets: Any
-    rows: Rows
+    lse: Any  # float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing
+    delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
+    offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
+    rows: Rows  # the tiles of each block
     tokens: TokenArrays
-    d_query: Any = None
+    d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
     d_value: Any = None
 
 
 class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
-    """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers.
-
-    Attributes:
-      block, first: the block that stays in shared memory, and the index of its first query or key.
-      walk: the tiles that stream past it.
-      num_steps: tiles of all heads that stream past it.
-    """
+    """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
@@ -71,19 +66,11 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
     gmem: BackwardArrays
     smem: SmemT
     barriers: BarriersT
-    block: WorkBlock
-    first: jax.Array
-    walk: Row
-    num_steps: jax.Array
+    block: WorkBlock  # the block that stays in shared memory
+    first: jax.Array  # index of the block's first query or key
+    tiles: Row  # the tiles that the block visits, of one head
+    num_steps: jax.Array  # number of tiles of all heads
     warpgroup: jax.Array
-
-
-class QueryTile(NamedTuple):
-    """A step's tile of queries: head, number in that head, and rank among the block's tiles of that head."""
-
-    head: Any
-    number: Any
-    rank: Any
 
 
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
@@ -94,72 +81,40 @@ def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple
 
 
 def launch_pass(
+    arrays: BackwardArrays,
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scheduler: TileScheduler,
-    operands: tuple[Any, ...],
     scratch: tuple[SmemT, BarriersT],
-    *,
     producer: Callable[[BackwardContext[SmemT, BarriersT]], None],
     consumers: Sequence[Callable[[BackwardContext[SmemT, BarriersT]], None]],
-    out_type: Any,
-    block_length: int,
-    heads_per_block: int,
+    *,
+    transposed: bool,
     shift: int | None = None,
-) -> Any:
-    """Runs a pass and returns its outputs. See `launch`.
+) -> list[Any]:
+    """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
-    Args:
-      operands, out_type: the first fields of `BackwardArrays`, and the others.
-      block_length: queries or keys of a block.
-      heads_per_block: heads whose tiles stream past a block.
-      shift: by how many tiles a block starts later than the one before it; None where the mask staggers them.
+    A block starts `shift` tiles later than the one before it, or where the mask staggers blocks (None) with its first.
     """
+    operands: tuple[Any, ...] = arrays[:10] if transposed else arrays[:9]
+    outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
+    block_length = tuning.block_kv if transposed else tuning.block_q_dq
+    heads_per_block = call.group_size if transposed else 1
+    num_l2_heads = tuning.num_l2_heads * (1 if transposed else call.group_size)
+    batch, length, num_heads, _ = outputs[0].shape
+    num_blocks = pl.cdiv(length, block_length)
+    scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, last_blocks_first=not transposed)
 
     def make_context(gmem_refs, smem, barriers, program):
         gmem, block = BackwardArrays(*gmem_refs), scheduler.block(program)
         warpgroup = jax.lax.axis_index("warpgroup")
-        walk = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
-        first, num_steps = block.number * block_length, heads_per_block * walk.num_tiles
-        return BackwardContext(call, tuning, machine, gmem, smem, barriers, block, first, walk, num_steps, warpgroup)
+        tiles = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
+        first, num_steps = block.number * block_length, heads_per_block * tiles.num_tiles
+        return BackwardContext(call, tuning, machine, gmem, smem, barriers, block, first, tiles, num_steps, warpgroup)
 
+    out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     return launch(
-        make_context,
-        producer,
-        consumers,
-        operands,
-        out_type=out_type,
-        scratch=scratch,
-        num_programs=scheduler.num_programs,
-        tuning=tuning,
-        machine=machine,
-    )
-
-
-def launch_key_value_pass(
-    call: AttentionCall,
-    tuning: MosaicBackwardTuning,
-    machine: Hopper,
-    operands: tuple[Any, ...],
-    scratch: tuple[SmemT, BarriersT],
-    **roles_and_shift: Any,
-) -> tuple[Any, Any]:
-    """Runs a pass over blocks of keys, and returns dK and dV. See `launch_pass`."""
-    key, value = operands[1:3]
-    batch, kv_len, num_kv_heads, _ = key.shape
-    num_blocks = pl.cdiv(kv_len, tuning.block_kv)
-    return launch_pass(
-        call,
-        tuning,
-        machine,
-        TileScheduler(batch, num_kv_heads, num_blocks, tuning.num_l2_heads, last_blocks_first=False),
-        operands,
-        scratch,
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (key, value)),
-        block_length=tuning.block_kv,
-        heads_per_block=call.group_size,
-        **roles_and_shift,
+        make_context, producer, consumers, operands, out_type, scratch, scheduler, tuning=tuning, machine=machine
     )
 
 
@@ -171,23 +126,24 @@ def load_keys_and_values(context: BackwardContext, first) -> None:
     plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
 
 
-def query_tile(context: BackwardContext, step) -> QueryTile:
-    """The query tile of a step: all tiles of one of the group's heads, then the next head's.
+def query_tile(context: BackwardContext, step) -> tuple[Any, Any, Any]:
+    """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of that head.
 
-    So programs that run at the same time read the same head, and share its tiles in the L2 cache.
+    All tiles of one of the group's heads come before the next head's. So programs that run at the same time read the
+    same head, and share its tiles in the L2 cache.
     """
-    group_size, walk = context.call.group_size, context.walk
-    member = jax.lax.div(step, walk.num_tiles)
-    rank = step - member * walk.num_tiles
-    return QueryTile(context.block.head * group_size + member, walk.tile(rank), rank)
+    tiles = context.tiles
+    member = jax.lax.div(step, tiles.num_tiles)
+    rank = step - member * tiles.num_tiles
+    return context.block.head * context.call.group_size + member, tiles.tile(rank), rank
 
 
 def store_gradient(context: BackwardContext, gradient, smem, ref, first) -> None:
-    """Starts to write the gradient of the keys or values from `first` on, through shared memory that held them."""
+    """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
     smem[...] = gradient.astype(context.call.dtype)
     plgpu.commit_smem()
-    keys = pl.ds(first, gradient.shape[0])
-    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, keys, context.block.head])
+    rows = pl.ds(first, gradient.shape[0])
+    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, rows, context.block.head])
 
 
 def wait_for_consumers(context: BackwardContext) -> None:
@@ -196,21 +152,150 @@ def wait_for_consumers(context: BackwardContext) -> None:
     plgpu.barrier_wait(context.barriers.done)
 
 
-def log2_scale(call: AttentionCall) -> float:
-    """What brings logits (with a soft cap: tanh of the capped logits) to units of log₂."""
-    return _LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
+def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
+    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `TileMask.apply`.
 
-
-def probabilities(logits, lse, call: AttentionCall, keep_allowed: Callable[[jax.Array], jax.Array], *, rows: bool):
-    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap).
-
-    Args:
-      lse: of the rows or columns, in units of log₂; None if it was subtracted from the logits before.
-      keep_allowed: sets the logits of pairs that may not attend to −inf.
+    `lse` is in units of log₂; None if it was subtracted from the logits before.
     """
-    cap, slope = call.logits_soft_cap, None
-    if cap is not None:
-        logits = jnp.tanh(logits * (call.scale / cap))
+    call, slope = mask.context.call, None
+    if call.logits_soft_cap is not None:
+        logits = jnp.tanh(logits * (call.scale / call.logits_soft_cap))
         slope = 1 - logits * logits
-    exponent = keep_allowed(logits) * log2_scale(call)
-    return jnp.exp2(exponent if lse is None else exponent - spread(lse, logits.shape, rows=rows)), slope
+    exponent = mask.apply(logits, is_partial, column_first, slot) * log2_scale(call)
+    if lse is not None:
+        exponent = exponent - spread(lse, logits.shape, rows=mask.streamed == "key_value")
+    return jnp.exp2(exponent), slope
+
+
+class DQuerySmem(NamedTuple):
+    """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
+
+    q: Any
+    do: Any
+    lse_delta: Any
+    k: Any
+    v: Any
+    tokens: Any
+    ds: Any  # what the machine needs to multiply with dS
+
+
+class DQueryBarriers(NamedTuple):
+    """Barriers: the queries' for each consumer, k's and v's for each stage."""
+
+    queries: Any
+    k: Pipeline
+    v: Pipeline
+
+
+DQueryContext = BackwardContext[DQuerySmem, DQueryBarriers]
+
+
+def query_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[DQuerySmem, DQueryBarriers]:
+    """Shared memory and barriers of the pass."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
+    smem = DQuerySmem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+        do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
+        lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+        k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
+        v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
+        tokens=token_memory(call, num_stages, block_kv),
+        ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
+    )
+    return smem, DQueryBarriers(
+        queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
+    )
+
+
+def query_pass(
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> Float[Array, "B T N H"]:
+    """dQ alone, scaled, in the query's dtype. `arrays.rows` are each query block's key/value tiles, in fixed order."""
+    scratch = query_scratch(call, tuning, machine)
+    return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
+
+
+def _load(context: DQueryContext) -> None:
+    """Producer: copies the key/value tiles of the block into the rings."""
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    kv_head = block.head // context.call.group_size
+
+    @pl.loop(0, num_steps)
+    def copy_tile(step):
+        tile = pl.ds(context.tiles.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        slot = barriers.k.slot(step)
+        barriers.k.producer_acquire(step, slot)
+        barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
+        # Before the wait for the values' stage: keys are full only with their tokens.
+        gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        slot = barriers.v.slot(step)
+        barriers.v.producer_acquire(step, slot)
+        barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
+
+    producer_tail(num_steps, barriers.k)
+    producer_tail(num_steps, barriers.v)
+
+
+def _differentiate(context: DQueryContext) -> None:
+    """Consumer: dQ of 64 query rows."""
+    gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
+    first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
+    rows, full = pl.ds(first, WGMMA_ROWS), context.barriers.queries.at[warpgroup]
+    for source, target in (
+        (gmem.query.at[block.batch, rows, block.head], smem.q.at[warpgroup]),
+        (gmem.d_output.at[block.batch, rows, block.head], smem.do.at[warpgroup]),
+        (gmem.lse.at[block.batch, block.head, rows], smem.lse_delta.at[LSE, warpgroup]),
+        (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, full)
+    mask = TileMask.load(context, "key_value", block.batch, rows, context.tuning.block_kv_dq)
+    plgpu.barrier_wait(full)
+    lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
+    delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
+
+    def accumulate(dq_acc):
+        pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
+        store_gradient(context, dq, smem.q.at[warpgroup], gmem.d_query, first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
+
+
+def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
+    smem, barriers, tiles = context.smem, context.barriers, context.tiles
+    slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
+    k, v = smem.k.at[slot], smem.v.at[v_slot]
+    # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
+    # wide operands fill a thread's registers.
+    warpgroup = jax.lax.optimization_barrier(context.warpgroup)
+    q, do = smem.q.at[warpgroup], smem.do.at[warpgroup]
+
+    def differentiate(s_acc, dp_acc):
+        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        kv_first = tiles.tile(step) * context.tuning.block_kv_dq
+        p, slope = probabilities(s, lse, mask, step < tiles.num_partial, kv_first, slot)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        barriers.v.consumer_release(v_slot)
+        ds = p * (dp - spread(delta, dp.shape, rows=True))
+        return (ds if slope is None else ds * slope).astype(context.call.dtype)
+
+    def multiply(s_acc):
+        plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+        barriers.v.consumer_wait(v_slot)
+        return pl.run_scoped(functools.partial(differentiate, s_acc), tile_type)
+
+    tile_type = accumulator(context.tuning.block_kv_dq)
+    barriers.k.consumer_wait(slot)
+    ds = pl.run_scoped(multiply, tile_type)
+    context.machine.multiply(dq_acc, ds, k, smem.ds, context.warpgroup)
+    plgpu.wgmma_wait(0)
+    barriers.k.consumer_release(slot)

@@ -7,27 +7,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.plan import Rows
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.plan import Rows, make_rows
 
 
 class BlockRange(NamedTuple):
     """The key/value tiles of a query block, within a kernel, and the sub-range of one warpgroup.
 
     A warpgroup's tiles follow each other: PARTIAL ones, FULL ones, and PARTIAL ones again.
-
-    Attributes:
-      num_tiles: tiles that the block loads.
-      begin: rank of the warpgroup's first tile.
-      ends: ranks at which its first PARTIAL, its FULL, and its last PARTIAL tiles end.
-      first: of an interval its first tile; of a list (batch element, first entry).
-      tiles_ref: the lists; None for intervals.
     """
 
-    num_tiles: jax.Array
-    begin: Any
-    ends: tuple[Any, Any, Any]
-    first: Any
-    tiles_ref: Any = None
+    num_tiles: jax.Array  # number of tiles that the block loads
+    begin: Any  # rank of the warpgroup's first tile
+    ends: tuple[Any, Any, Any]  # ranks at which its first PARTIAL, its FULL, and its last PARTIAL tiles end
+    first: Any  # of an interval its first tile; of a list (batch element, first entry)
+    tiles_ref: Any = None  # the lists; None for intervals
 
     def tile(self, rank):
         """The rank-th tile."""
@@ -37,14 +33,21 @@ class BlockRange(NamedTuple):
         return self.tiles_ref[batch, entry + rank]
 
 
+def rows_of_warpgroups(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicForwardTuning) -> Rows:
+    """Intervals for each warpgroup, or where they aren't all intervals, lists for each block."""
+    blocks = make_rows(inputs, call, tuning.block_q, tuning.block_kv)
+    if blocks.tiles is not None:
+        return blocks
+    own = make_rows(inputs, call, WGMMA_ROWS, tuning.block_kv)
+    if own.tiles is not None:
+        own = Rows(jnp.repeat(blocks.bounds, tuning.num_warpgroups, axis=1), None)
+    return union_of_ranges(own, tuning.num_warpgroups)
+
+
 def union_of_ranges(rows: Rows, num_warpgroups: int) -> Rows:
-    """Adds to the interval of each warpgroup the union of its block's intervals.
+    """Adds two bounds to the interval of each warpgroup's 64 queries: start and stop of the union of its block's.
 
-    Args:
-      rows: intervals of each 64 queries. So many warpgroups after one another are a block.
-
-    Returns:
-      Intervals with two more bounds, start and stop of the union. The last block is filled with empty intervals.
+    The last block is filled with empty intervals.
     """
     assert rows.tiles is None
     bounds = jnp.pad(rows.bounds, ((0, 0), (0, -rows.bounds.shape[1] % num_warpgroups), (0, 0)))
@@ -58,11 +61,9 @@ def union_of_ranges(rows: Rows, num_warpgroups: int) -> Rows:
 
 
 def read_block_range(rows: Rows, batch, block, warpgroup, num_warpgroups: int) -> BlockRange:
-    """Reads the range of a block and one of its warpgroups, within a kernel.
+    """Reads the range of a block and one of its warpgroups, within a kernel, from references to `rows`.
 
-    Args:
-      rows: references to intervals from `union_of_ranges`; or to lists of whole blocks, whose warpgroups all attend to
-        all tiles.
+    These are intervals from `union_of_ranges`, or lists of whole blocks, whose warpgroups all attend to all tiles.
     """
     batch = batch if rows.bounds.shape[0] > 1 else 0
     if rows.tiles is not None:

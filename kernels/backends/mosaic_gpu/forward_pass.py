@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries stays in shared memory, and key/value tiles stream past it.
+"""The forward kernel, of one block of queries after another: it visits each block's key/value tiles.
 
 A program has `num_warpgroups` consumer warpgroups, each of which computes 64 query rows of a block, and a producer that
 copies key/value tiles ahead of them. A persistent program computes one block after another; its producer copies the
@@ -15,7 +15,6 @@ Source: FlashAttention-3 (arXiv:2407.08608).
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,27 +23,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range
-from kernels.backends.mosaic_gpu.launch import launch
-from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
+from kernels.backends.mosaic_gpu.machine import Hopper, launch, machine_of
 from kernels.backends.mosaic_gpu.memory import (
     ROW_LAYOUT,
     WGMMA_ROWS,
     accumulator,
     matrix,
     padded_head_dim,
+    padded_matrices,
     spread,
     vector,
 )
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.softmax import OnlineSoftmax
+from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax, log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
-from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
-from kernels.call import AttentionCall
+from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
+from kernels.call import AttentionCall, AttentionInputs
 from kernels.plan import Rows
-
-_LOG2_E = math.log2(math.e)
 
 
 class ForwardGmem(NamedTuple):
@@ -102,20 +99,12 @@ class ForwardContext(NamedTuple):
 
 
 class _QueryRows(NamedTuple):
-    """The 64 query rows of a block that one consumer computes.
-
-    Attributes:
-      block: the block.
-      first: index of the first row.
-      walk: the tiles that the producer copies, and the sub-range that these rows attend to.
-      num_before: tiles of the program's blocks before this one.
-      mask: the rows' mask.
-    """
+    """The 64 query rows of a block that one consumer computes."""
 
     block: WorkBlock
-    first: jax.Array
-    walk: BlockRange
-    num_before: jax.Array
+    first: jax.Array  # index of the first row
+    tiles: BlockRange  # the tiles that the producer copies, and the sub-range that these rows attend to
+    num_before: jax.Array  # number of tiles of the program's blocks before this one
     mask: TileMask
 
 
@@ -148,75 +137,56 @@ def forward_scratch(
     )
 
 
-def forward(
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K V"],
-    sinks: Float[Array, " N"] | None,
-    tokens: TokenArrays,
-    rows: Rows,
-    call: AttentionCall,
-    tuning: MosaicForwardTuning,
-    machine: Hopper,
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Output and lse of arrays padded to whole tiles and whole head dims.
-
-    Args:
-      query: of a length that is a multiple of 64 (in the interpreter: of the tuning's block).
-      key, value, tokens: of lengths that are multiples of the tuning's blocks.
-      sinks: float32.
-      rows: the key/value tiles of each 64 queries, with the union of each block (`union_of_ranges`), or lists of each
-        block's tiles.
-      call: the call, with the lengths before padding.
-      tuning, machine: how and where the kernel runs.
-    """
+def run_forward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse of a call whose mask all heads share, under a tuning with nothing left open."""
+    how, machine = tuning.forward_tiles, machine_of(tuning)
+    assert how is not None
+    # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
+    block_q = how.block_q if tuning.interpret else WGMMA_ROWS
+    head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
+    query, key, value = padded_matrices(inputs, block_q, how.block_kv, *head_dims)
+    sinks = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
+    tokens = TokenArrays.of(inputs, how.block_q, how.block_kv)
+    rows = rows_of_warpgroups(inputs, call, how)
     batch, q_len, num_heads, _ = query.shape
-    scheduler = TileScheduler(
-        batch,
-        num_heads,
-        pl.cdiv(q_len, tuning.block_q),
-        tuning.num_l2_heads * call.group_size,
-        num_multiprocessors=machine.num_multiprocessors(call.target) if tuning.persistent else None,
-    )
-    scratch = forward_scratch(call, tuning, machine)
+    num_multiprocessors = machine.num_multiprocessors(call.target) if how.persistent else None
+    num_blocks, num_l2_heads = pl.cdiv(q_len, how.block_q), how.num_l2_heads * call.group_size
+    scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, num_multiprocessors=num_multiprocessors)
+    scratch = forward_scratch(call, how, machine)
 
     def make_context(gmem, smem, barriers, program):
         warpgroup = jax.lax.axis_index("warpgroup")
-        ping_pong = PingPong(barriers.ping_pong if tuning.ping_pong else None, warpgroup, tuning.num_warpgroups)
+        ping_pong = PingPong(barriers.ping_pong if how.ping_pong else None, warpgroup, how.num_warpgroups)
         return ForwardContext(
-            call, tuning, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
+            call, how, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
         )
 
     num_claimed = None if scratch[1].claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
-    return launch(
-        make_context,
-        _load,
-        [_attend],
-        (query, key, value, rows, sinks, tokens, num_claimed),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
-            jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
-        ),
-        scratch=scratch,
-        num_programs=scheduler.num_programs,
-        tuning=tuning,
-        machine=machine,
+    operands = query, key, value, rows, sinks, tokens, num_claimed
+    outputs = (
+        jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
     )
+    output, lse = launch(
+        make_context, _load, [_attend], operands, outputs, scratch, scheduler, tuning=how, machine=machine
+    )
+    return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
 
 def _for_each_block(context: ForwardContext, body, consumer, claim) -> jax.Array:
-    """Calls `body(block, walk, num_before)` for each block of the program; returns how many tiles they all had.
+    """Calls `body(block, tiles, num_before)` for each block of the program; returns how many tiles they all had.
 
-    Args:
-      consumer: the one whose sub-range of tiles `walk` holds.
-      claim: (claims, number of blocks done before the last one) → the program's next claim.
+    `tiles` holds the sub-range of `consumer`; `claim(claims, number of blocks done before the last one)` is the
+    program's next claim.
     """
     rows, claims = context.gmem.rows, context.barriers.claims
 
     def visit(block: WorkBlock, num_before):
-        walk = read_block_range(rows, block.batch, block.number, consumer, context.tuning.num_warpgroups)
-        body(block, walk, num_before)
-        return num_before + walk.num_tiles
+        tiles = read_block_range(rows, block.batch, block.number, consumer, context.tuning.num_warpgroups)
+        body(block, tiles, num_before)
+        return num_before + tiles.num_tiles
 
     next_claim = None if claims is None else functools.partial(claim, claims)
     return context.scheduler.for_each_block(context.program, visit, jnp.int32(0), next_claim)
@@ -237,16 +207,16 @@ def _load(context: ForwardContext) -> None:
             pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, barriers.q.empty.at[w]))
 
 
-def _load_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, num_before) -> None:
+def _load_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, num_before) -> None:
     """Copies the key/value tiles of one block."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
 
-    @pl.loop(0, walk.num_tiles)
+    @pl.loop(0, tiles.num_tiles)
     def copy_tile(rank):
         step = num_before + rank
         slot = barriers.k.slot(step)
         kv_head = block.head // context.call.group_size
-        tile = pl.ds(walk.tile(rank) * tuning.block_kv, tuning.block_kv)
+        tile = pl.ds(tiles.tile(rank) * tuning.block_kv, tuning.block_kv)
         barriers.k.producer_acquire(step, slot)
         barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
         # Before the wait for the values' stage: keys are full only with their tokens.
@@ -278,7 +248,7 @@ def _attend(context: ForwardContext) -> None:
     context.ping_pong.finish()
 
 
-def _attend_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, num_before) -> None:
+def _attend_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, num_before) -> None:
     """Computes a consumer's rows of one block, and skips the tiles that only other rows attend to."""
     call, tuning, barriers, warpgroup = context.call, context.tuning, context.barriers, context.warpgroup
     first = block.number * tuning.block_q + warpgroup * WGMMA_ROWS
@@ -286,17 +256,17 @@ def _attend_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, n
     if not tuning.persistent:
         _load_query(context, block, warpgroup)
     mask = TileMask.load(context, "key_value", block.batch, q_rows, tuning.block_kv)
-    rows = _QueryRows(block, first, walk, num_before, mask)
+    rows = _QueryRows(block, first, tiles, num_before, mask)
     value_dim = context.gmem.value.shape[-1]
-    _skip_tiles(context, rows, 0, walk.begin)
-    has_tiles = walk.begin < walk.ends[2]
+    _skip_tiles(context, rows, 0, tiles.begin)
+    has_tiles = tiles.begin < tiles.ends[2]
     pl.when(has_tiles)(lambda: pl.run_scoped(functools.partial(_attend_tiles, context, rows), accumulator(value_dim)))
 
     @pl.when(jnp.logical_not(has_tiles))
     def attend_to_nothing():
         if tuning.persistent:
             # The producer copies all queries of a block with the block's first tile.
-            @pl.when(walk.num_tiles > 0)
+            @pl.when(tiles.num_tiles > 0)
             def release_queries():
                 barriers.q.consumer_wait(warpgroup)
                 barriers.q.consumer_release(warpgroup)
@@ -310,7 +280,7 @@ def _attend_block(context: ForwardContext, block: WorkBlock, walk: BlockRange, n
             plgpu.layout_cast(jnp.full((WGMMA_ROWS,), -jnp.inf, jnp.float32), ROW_LAYOUT),
         )
 
-    _skip_tiles(context, rows, walk.ends[2], walk.num_tiles)
+    _skip_tiles(context, rows, tiles.ends[2], tiles.num_tiles)
 
 
 def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
@@ -331,9 +301,8 @@ def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
 def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
-    s_type, walk = accumulator(context.tuning.block_kv), rows.walk
-    memory = None if context.smem.p is None else context.smem.p.at[context.warpgroup]
-    output = context.machine.output(o_acc, memory)
+    s_type, tiles = accumulator(context.tuning.block_kv), rows.tiles
+    output = context.machine.output(o_acc, context.smem.p, context.warpgroup)
     q.consumer_wait(context.warpgroup)
 
     def visit(rank, carry, *, is_partial: bool):
@@ -344,11 +313,11 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
         next_tile = functools.partial(_next_tile, context, rows, output, rank, slot, last_slot, carry, is_partial)
         return pl.run_scoped(next_tile, s_type)
 
-    k.consumer_wait(k.slot(rows.num_before + walk.begin))
+    k.consumer_wait(k.slot(rows.num_before + tiles.begin))
     context.ping_pong.acquire()
     carry = (*pl.run_scoped(functools.partial(_first_tile, context, rows), s_type), output.zero())
-    second = walk.begin + 1
-    partial_end, full_end, end = (jnp.maximum(end, second) for end in walk.ends)
+    second = tiles.begin + 1
+    partial_end, full_end, end = (jnp.maximum(end, second) for end in tiles.ends)
 
     # PARTIAL tiles come before and after the FULL ones. Two rounds over both kinds compile each loop once. One loop for
     # each kind keeps a slow branch out of the loops: see docs/hopper_kernels.md.
@@ -363,7 +332,7 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     p, state, carried = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
     if context.tuning.persistent:
         q.consumer_release(context.warpgroup)
-    slot = k.slot(rows.num_before + (walk.ends[2] - 1))
+    slot = k.slot(rows.num_before + (tiles.ends[2] - 1))
     v.consumer_wait(slot)
     product = output.start_product(p, context.smem.v.at[slot])
     result = output.add(carried, product)
@@ -372,8 +341,7 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
 
 
 def _softmax(context: ForwardContext) -> OnlineSoftmax:
-    cap = context.call.logits_soft_cap
-    return OnlineSoftmax(_LOG2_E * (context.call.scale if cap is None else cap), context.call.dtype, context.machine)
+    return OnlineSoftmax(log2_scale(context.call), context.call.dtype, context.machine)
 
 
 def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
@@ -381,17 +349,17 @@ def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial
     call = context.call
     if call.logits_soft_cap is not None:
         s = jnp.tanh(s * (call.scale / call.logits_soft_cap))
-    return rows.mask.apply(s, is_partial, rows.walk.tile(rank) * context.tuning.block_kv, slot)
+    return rows.mask.apply(s, is_partial, rows.tiles.tile(rank) * context.tuning.block_kv, slot)
 
 
 def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     """S = QKᵀ of the rows' first tile, whose softmax starts row_max and row_sum."""
-    rank, walk, k = rows.walk.begin, rows.walk, context.barriers.k
+    rank, tiles, k = rows.tiles.begin, rows.tiles, context.barriers.k
     slot = k.slot(rows.num_before + rank)
     plgpu.wgmma(s_acc, context.smem.q.at[context.warpgroup], context.smem.k.at[slot].transpose((1, 0)))
     context.ping_pong.release()
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-    is_partial = jnp.logical_or(rank < walk.ends[0], rank >= walk.ends[1])
+    is_partial = jnp.logical_or(rank < tiles.ends[0], rank >= tiles.ends[1])
     p, state = _softmax(context).first_tile(_masked(context, rows, s, rank, slot, is_partial))
     k.consumer_release(slot)
     return p, state
@@ -429,12 +397,12 @@ def _epilogue(context: ForwardContext, rows: _QueryRows, output, row_max, row_su
     attends = row_sum != 0
     alpha = jnp.ones_like(row_sum)
     if context.gmem.sinks is not None:
-        sink = context.gmem.sinks[rows.block.head] * _LOG2_E
+        sink = context.gmem.sinks[rows.block.head] * LOG2_E
         higher = jnp.maximum(row_max, sink)
         alpha = jnp.where(attends, jnp.exp2(row_max - higher), 1.0)
         row_max, row_sum = higher, row_sum * alpha + jnp.exp2(sink - higher)
     row_sum = jnp.where(attends, row_sum, 1.0)
-    lse = jnp.where(attends, row_max * (1 / _LOG2_E) + jnp.log(row_sum), -jnp.inf)
+    lse = jnp.where(attends, row_max * (1 / LOG2_E) + jnp.log(row_sum), -jnp.inf)
     output = output * spread(alpha / row_sum, output.shape, rows=True)
     _store(context, rows, output.astype(context.call.dtype), lse)
 

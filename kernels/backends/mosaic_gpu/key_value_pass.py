@@ -1,9 +1,15 @@
-"""dK, dV and, in the fused form, dQ: a block of keys and values stays in shared memory, query tiles stream past it.
+"""dK, dV and, in the fused form, dQ, of one block of keys and values: the pass visits the block's query tiles.
 
 The pass computes the transposed tile, with keys as rows. So P and dS come out in registers as operands of dV and dK.
 The fused form computes dQ, too: the consumers exchange dS through shared memory, multiply it with the keys, and add the
 product to a float32 dQ in global memory, in no fixed order. It takes five matmuls a tile. The split form leaves dQ to
 `query_pass`: it takes seven matmuls a tile, and gives the same bits in every run.
+
+delta and lse are further columns of the queries, so that the tensor cores subtract them: from dP, and from S. Here
+queries are a tile's columns, so each thread would load both numbers for every column that it holds, and the bandwidth
+of shared memory bounds the pass (docs/hopper_kernels.md). The keys have constants in these 16 columns, and the
+accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset is a sum of four
+such numbers, each with a weight of its own, which gives float16 the range. The weights are the keys' constants.
 """
 
 from __future__ import annotations
@@ -20,9 +26,8 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward_passes import (
     BackwardArrays,
     BackwardContext,
-    launch_key_value_pass,
+    launch_pass,
     load_keys_and_values,
-    log2_scale,
     padded_head_dims,
     probabilities,
     query_tile,
@@ -31,14 +36,16 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, vector
-from kernels.backends.mosaic_gpu.offsets import NUM_COLUMNS, offset_columns, offset_weights
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 
-# Indices of a query's offsets.
+# The indices of delta and lse as offsets, columns of one product of 16-bit numbers, and the weight of each column.
 _DELTA, _LSE = 0, 1
+_NUM_COLUMNS = 16
+_OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
 # With other scales, lse over the scale may be out of float16's range, or too small for it. Then lse is subtracted after
 # the scale.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
@@ -66,19 +73,15 @@ class DKeyValueSmem(NamedTuple):
 
 
 class DKeyValueBarriers(NamedTuple):
-    """Barriers: k and v are full once; q and do share the stages that q's `empty` frees.
-
-    `ds_full` and `ds_read`: all consumers have written a step's dS, or have read it (None with three buffers). `done`:
-    no consumer reads keys any more.
-    """
+    """Barriers: k and v are full once; q and do share the stages that q's `empty` frees."""
 
     k: Any
     v: Any
     q: Pipeline
     do: Pipeline
-    done: Any
-    ds_full: Any
-    ds_read: Any
+    done: Any  # no consumer reads keys any more
+    ds_full: Any  # all consumers have written a step's dS
+    ds_read: Any  # all consumers have read it; None with three buffers
 
 
 DKeyValueContext = BackwardContext[DKeyValueSmem, DKeyValueBarriers]
@@ -102,8 +105,8 @@ class _Keys(NamedTuple):
     place: Any
     mask: TileMask
     offset_weights: list[jax.Array]
-    dk_acc: Any = None
-    dv_acc: Any = None
+    dk_acc: Any
+    dv_acc: Any
 
 
 def key_value_scratch(
@@ -122,14 +125,14 @@ def key_value_scratch(
         v=matrix(block_kv, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
-        offsets=matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
+        offsets=matrix(num_stages, block_q, _NUM_COLUMNS, dtype=call.dtype),
         lse=None if lse_is_offset else vector(num_stages, block_q),
         steps=plgpu.SMEM((num_stages, 3), jnp.int32),
         tokens=token_memory(call, num_stages, block_q),
         ds=matrix(num_ds_buffers, block_kv, block_q, dtype=call.dtype) if fused else None,
         dq=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=jnp.float32) if fused else None,
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
-        weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
+        weights=machine.operand_memory(num_consumers, WGMMA_ROWS, _NUM_COLUMNS, dtype=call.dtype),
     )
     num_copies = 3 + (not lse_is_offset) + num_token_arrays(call)
     return smem, DKeyValueBarriers(
@@ -146,14 +149,7 @@ def key_value_scratch(
 def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
-    """dK, dV and, if fused, the float32 dQ without the scale.
-
-    Args:
-      arrays: what the pass reads; rows are the query tiles of each block of keys.
-      call: the call, with the lengths before padding.
-      tuning, machine: how and where the kernel runs.
-      fused: whether to compute dQ.
-    """
+    """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
     lse_is_offset = _lse_is_offset(call)
     offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
     d_query = jax.new_ref(jnp.zeros(arrays.query.shape, jnp.float32)) if fused else None
@@ -166,9 +162,45 @@ def key_value_pass(
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
-    roles = {"producer": _load, "consumers": [_differentiate], "shift": _SHIFT if same_start else None}
-    d_key, d_value = launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles)
+    shift = _SHIFT if same_start else None
+    d_key, d_value = launch_pass(
+        arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=True, shift=shift
+    )
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
+
+
+def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N T 16"]:
+    """The float32 offsets of each query, in columns for the tensor cores.
+
+    They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
+    """
+    info = jnp.finfo(dtype)
+    # Below float32's largest number by as much as rounding up the first part may add.
+    largest = min(float(info.max) * _OFFSET_WEIGHTS[0], 1e38)
+    column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, _NUM_COLUMNS), offsets[0].ndim)
+    index, digit = column // len(_OFFSET_WEIGHTS), column % len(_OFFSET_WEIGHTS)
+    # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
+    # longer to compile.
+    rest = jnp.float32(0)
+    for i, offset in enumerate(offsets):
+        rest = jnp.where(index == i, offset[..., None], rest)
+    rest = jnp.clip(rest, -largest, largest)
+    columns = jnp.zeros_like(rest)
+    for i, weight in enumerate(_OFFSET_WEIGHTS):
+        # XLA removes a conversion to 16 bits and back, but not this.
+        part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
+        columns = jnp.where(digit == i, part, columns)
+        rest = rest - part * weight
+    return columns.astype(dtype)
+
+
+def _offset_weights(index: int, dtype) -> jax.Array:
+    """The keys' columns `[64, 16]` for the offset of an index, laid out as an accumulator."""
+    column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, _NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
+    weights = jnp.float32(0)
+    for i, weight in enumerate(_OFFSET_WEIGHTS):
+        weights = weights + jnp.where(column == len(_OFFSET_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))
+    return weights.astype(dtype)
 
 
 def _lse_is_offset(call: AttentionCall) -> bool:
@@ -188,19 +220,19 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
 def _load(context: DKeyValueContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
-    block, walk, num_steps = context.block, context.walk, context.num_steps
+    block, tiles, num_steps = context.block, context.tiles, context.num_steps
     load_keys_and_values(context, block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
         one_head = context.call.group_size == 1
-        head, number, rank = (block.head, walk.tile(step), step) if one_head else query_tile(context, step)
+        head, number, rank = (block.head, tiles.tile(step), step) if one_head else query_tile(context, step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
         smem.steps[slot, _TILE] = number
-        smem.steps[slot, _IS_PARTIAL] = (rank < walk.num_partial).astype(jnp.int32)
+        smem.steps[slot, _IS_PARTIAL] = (rank < tiles.num_partial).astype(jnp.int32)
         smem.steps[slot, _HEAD] = head
         plgpu.barrier_arrive(full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
@@ -220,15 +252,15 @@ def _differentiate(context: DKeyValueContext) -> None:
     place = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     first = block.number * tuning.block_kv + warpgroup * WGMMA_ROWS
     mask = TileMask.load(context, "query", block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv)
-    weights = [offset_weights(index, call.dtype) for index in ((_DELTA,) if smem.lse is not None else (_DELTA, _LSE))]
-    keys = _Keys(first, place, mask, weights)
+    weights = [_offset_weights(index, call.dtype) for index in ((_DELTA,) if smem.lse is not None else (_DELTA, _LSE))]
     plgpu.barrier_wait(barriers.k)
     plgpu.barrier_wait(barriers.v)
 
-    def accumulate(dk_acc, dv_acc):
-        _accumulate(context, keys._replace(dk_acc=dk_acc, dv_acc=dv_acc))
-
-    pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]), accumulator(gmem.value.shape[-1]))
+    pl.run_scoped(
+        lambda dk_acc, dv_acc: _accumulate(context, _Keys(first, place, mask, weights, dk_acc, dv_acc)),
+        accumulator(gmem.key.shape[-1]),
+        accumulator(gmem.value.shape[-1]),
+    )
 
 
 def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
@@ -260,11 +292,7 @@ def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
 
 
 def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
-    """Adds a tile's part to dK and dV, and in the fused form the last tile's part to dQ.
-
-    Args:
-      last: number and head of the last tile.
-    """
+    """Adds a tile's part to dK and dV, and in the fused form the part of `last`, a (number, head), to dQ."""
     tuning, machine = context.tuning, context.machine
     smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
@@ -278,12 +306,11 @@ def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
     tile = _Tile(slot, number, head, is_partial, smem.q.at[slot], smem.do.at[slot])
     tile_type = accumulator(tuning.block_q)
     p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
-    memory = None if smem.operand is None else smem.operand.at[warpgroup]
 
     def add_products():
         if not _is_tall(tuning):
-            machine.multiply(keys.dv_acc, p, tile.do, memory)
-        machine.multiply(keys.dk_acc, ds, tile.q, memory)
+            machine.multiply(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
+        machine.multiply(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
     if smem.ds is None:
         add_products()
@@ -320,9 +347,8 @@ def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, 
     smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
 
     def subtract(index, acc):
-        memory = None if smem.weights is None else smem.weights.at[warpgroup]
         offsets = smem.offsets.at[tile.slot].transpose((1, 0))
-        machine.multiply(acc, keys.offset_weights[index], offsets, memory)
+        machine.multiply(acc, keys.offset_weights[index], offsets, smem.weights, warpgroup)
 
     if smem.lse is None:
         subtract(_LSE, s_acc)
@@ -333,13 +359,10 @@ def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, 
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse is None else load_vector(smem.lse.at[tile.slot], rows=False)
-    keep_allowed = functools.partial(
-        keys.mask.apply, is_partial=tile.is_partial, column_first=tile.number * tuning.block_q, slot=tile.slot
-    )
-    p, slope = probabilities(s, lse, call, keep_allowed, rows=False)
+    p, slope = probabilities(s, lse, keys.mask, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
-        machine.multiply(keys.dv_acc, operand, tile.do, None if smem.operand is None else smem.operand.at[warpgroup])
+        machine.multiply(keys.dv_acc, operand, tile.do, smem.operand, warpgroup)
     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(_is_tall(tuning)))
     ds = ds if slope is None else ds * slope
     return operand, ds.astype(call.dtype)
@@ -364,11 +387,7 @@ def _start_dq(context: DKeyValueContext, dq_acc, step) -> None:
 
 
 def _add_to_dq(context: DKeyValueContext, dq, tile, predicate=None) -> None:
-    """Starts to add the consumer's part of a tile's dQ to global memory.
-
-    Args:
-      tile: the tile's number and head.
-    """
+    """Starts to add the consumer's part of the dQ of a tile, a (number, head), to global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
     dq_smem = context.smem.dq.at[context.warpgroup]
     # The copy engine has read what the buffer held.

@@ -1,4 +1,4 @@
-"""What runs a kernel: a Hopper GPU, or Pallas's interpreter. The algorithms ask it for whatever the two do differently.
+"""What runs a kernel: a Hopper GPU or Pallas's interpreter, which do some things differently. And how it is launched.
 
 The interpreter knows no threads within a warpgroup and no atomic operations. Its matmuls take no operand from
 registers, and its accumulators can't be stored to.
@@ -6,6 +6,7 @@ registers, and its accumulators can't be stored to.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.memory import accumulator, matrix
 from kernels.backends.mosaic_gpu.threads import column_indices, join_partial_sums, partial_sums
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.target import Target
 
 # Few, so that programs have several blocks each.
@@ -70,13 +72,9 @@ class InterpretedOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Hopper:
-    """A Hopper GPU.
+    """A Hopper GPU."""
 
-    Attributes:
-      interpret: parameters of Pallas's interpreter; None on a GPU.
-    """
-
-    interpret: Any = None
+    interpret: Any = None  # parameters of Pallas's interpreter; None on a GPU
 
     def num_multiprocessors(self, target: Target) -> int:
         """Persistent programs that run at the same time."""
@@ -91,25 +89,17 @@ class Hopper:
         """Shared memory for operands that `multiply` takes from registers, or None where it needs none."""
         return None
 
-    def multiply(self, accumulator, a, b, memory) -> None:
-        """Adds `a @ b` to an accumulator, `a` in registers; `memory` is `operand_memory` of a's shape."""
+    def multiply(self, accumulator, a, b, memory, warpgroup) -> None:
+        """Adds `a @ b` to an accumulator, `a` in registers; `memory` is `operand_memory` of each warpgroup's `a`."""
         plgpu.wgmma(accumulator, a, b)
 
-    def output(self, accumulator, memory) -> HopperOutput | InterpretedOutput:
-        """An output that products add to and that softmax rescales; `memory` is `operand_memory` for p."""
+    def output(self, accumulator, memory, warpgroup) -> HopperOutput | InterpretedOutput:
+        """An output that products add to and that softmax rescales; `memory` is `operand_memory` of each one's p."""
         return HopperOutput(accumulator)
 
-    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
-        """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
-        return partial_sums(p, limit)
-
-    def join_partial_sums(self, sums) -> jax.Array:
-        """The sums of rows, from the parts of the threads that share a row."""
-        return join_partial_sums(sums)
-
-    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
-        """The index of each element's column in a tile whose first column has the index `first`."""
-        return column_indices(first, shape)
+    partial_sums = staticmethod(partial_sums)
+    join_partial_sums = staticmethod(join_partial_sums)
+    column_indices = staticmethod(column_indices)
 
 
 @dataclass(frozen=True)
@@ -125,19 +115,80 @@ class Interpreter(Hopper):
     def operand_memory(self, *shape: int, dtype) -> Any:
         return matrix(*shape, dtype=dtype)
 
-    def multiply(self, accumulator, a, b, memory) -> None:
-        memory[...] = a
-        plgpu.wgmma(accumulator, memory, b)
+    def multiply(self, accumulator, a, b, memory, warpgroup) -> None:
+        memory.at[warpgroup][...] = a
+        plgpu.wgmma(accumulator, memory.at[warpgroup], b)
 
-    def output(self, accumulator, memory) -> InterpretedOutput:
-        return InterpretedOutput(accumulator.shape, memory)
+    def output(self, accumulator, memory, warpgroup) -> InterpretedOutput:
+        return InterpretedOutput(accumulator.shape, memory.at[warpgroup])
 
-    def partial_sums(self, p, limit: float) -> tuple[jax.Array, jax.Array]:
+    @staticmethod
+    def partial_sums(p, limit: float) -> tuple[jax.Array, jax.Array]:
         sums = p.sum(axis=1)
         return sums, (sums > limit).any()
 
-    def join_partial_sums(self, sums) -> jax.Array:
+    @staticmethod
+    def join_partial_sums(sums) -> jax.Array:
         return sums
 
-    def column_indices(self, first, shape: tuple[int, int]) -> jax.Array:
+    @staticmethod
+    def column_indices(first, shape: tuple[int, int]) -> jax.Array:
         return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+
+def machine_of(tuning: MosaicGpuTuning) -> Hopper:
+    """What runs the kernels under a tuning."""
+    if tuning.interpret:
+        return Interpreter(plgpu.InterpretGPUParams())  # type: ignore[attr-defined]  # new in JAX 0.11
+    return Hopper()
+
+
+def launch(
+    make_context: Callable[..., Any],
+    producer: Callable[[Any], None],
+    consumers: Sequence[Callable[[Any], None]],
+    operands: tuple[Any, ...],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: tuple[Any, Any],
+    scheduler: TileScheduler,
+    *,
+    tuning: MosaicForwardTuning | MosaicBackwardTuning,
+    machine: Hopper,
+) -> Any:
+    """Runs one role in each warpgroup of each program, and returns the outputs.
+
+    Args:
+      make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
+      producer: the last warpgroup's role. It gives most of its registers to the others.
+      consumers: one role for all other warpgroups, or one for each.
+    """
+    num_consumers = tuning.num_warpgroups
+
+    def kernel(*refs):
+        *gmem, smem, barriers = refs
+        context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
+
+        @pl.when(context.warpgroup == num_consumers)
+        def produce():
+            plgpu.set_max_registers(tuning.load_registers, action="decrease")
+            producer(context)
+
+        for i, consumer in enumerate(consumers):
+
+            def consume(consumer=consumer):
+                plgpu.set_max_registers(tuning.compute_registers, action="increase")
+                consumer(context)
+
+            pl.when(context.warpgroup < num_consumers if len(consumers) == 1 else context.warpgroup == i)(consume)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=list(outputs),
+        scratch_types=scratch,
+        grid=(scheduler.num_programs,),
+        grid_names=("program",),
+        num_threads=num_consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=machine.interpret,
+    )(*operands)

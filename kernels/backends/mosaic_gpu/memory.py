@@ -8,6 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.call import AttentionInputs
 
 WGMMA_ROWS = 64
 """Rows of a WGMMA tile: a warpgroup's matmul."""
@@ -38,6 +41,21 @@ def padded_head_dim(head_dim: int) -> int:
     return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
 
 
+def padded_matrices(
+    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+) -> tuple[Array, Array, Array]:
+    """Query, key and value, padded to whole blocks and to these head dims."""
+    query, key = padded(inputs.query, block_q, head_dim), padded(inputs.key, block_kv, head_dim)
+    return query, key, padded(inputs.value, block_kv, value_dim)
+
+
+def padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
+    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
+    length, head_dim = x.shape[1], x.shape[3]
+    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
+    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+
+
 def num_bytes(scratch: Any) -> int:
     """Shared memory that Pallas allocates for a tree of arrays and barriers."""
     size = 0
@@ -57,11 +75,6 @@ def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
     product follows at once, with no wait in between.
     """
     return plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, num_columns), jnp.float32)
-
-
-def load_matrix(ref) -> jax.Array:
-    """Loads a matrix from shared memory, laid out as an accumulator."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
 def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:

@@ -11,15 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 class Pipeline(NamedTuple):
-    """Barriers between a producer that fills stages and the consumers that read them.
+    """Barriers between a producer that fills stages and the consumers that read them."""
 
-    Attributes:
-      full: a stage's copies have arrived.
-      empty: every consumer has read a stage; None for stages that are filled once.
-    """
-
-    full: Any
-    empty: Any = None
+    full: Any  # a stage's copies have arrived
+    empty: Any = None  # every consumer has read a stage; None for stages that are filled once
 
     @staticmethod
     def memory(num_stages: int = 1, *, num_consumers: int, num_copies: int = 1) -> Pipeline:

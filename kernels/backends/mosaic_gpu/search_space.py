@@ -20,15 +20,10 @@ Searched = Literal["forward", "fused", "split"]
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched, in stages, each from the best of the stage before.
+    """What is searched, in stages, each from the best of the stage before."""
 
-    Attributes:
-      start: where to begin if the table has nothing for such a call.
-      stages: settings that matter together.
-    """
-
-    start: MosaicForwardTuning | MosaicBackwardTuning
-    stages: tuple[Settings, ...]
+    start: MosaicForwardTuning | MosaicBackwardTuning  # where to begin if the table has nothing for such a call
+    stages: tuple[Settings, ...]  # settings that matter together
 
 
 # Tiles are powers of two: others don't divide most lengths, and keys and values would have to be copied to pad them.
@@ -65,11 +60,7 @@ SEARCH_SPACES: dict[Searched, SearchSpace] = {
 
 
 def backend_tuning(searched: Searched, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:
-    """The backend's tuning with some tiles.
-
-    Args:
-      forward: beside tiles of a backward, the forward's tiles.
-    """
+    """The backend's tuning with some tiles; beside tiles of a backward, with `forward` as the forward's."""
     if searched == "forward":
         return MosaicGpuTuning(forward_tiles=tiles)
     return MosaicGpuTuning(searched, forward_tiles=forward, backward_tiles=tiles)
@@ -82,8 +73,7 @@ def variations(
 
     Args:
       tiles: tiles to begin with; the first of the result if they serve the call.
-      forward: beside tiles of a backward, the forward's tiles.
-      call: the call, on a Hopper GPU.
+      forward: see `backend_tuning`.
     """
     candidates = [{}, *(dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values()))]
     found = {}

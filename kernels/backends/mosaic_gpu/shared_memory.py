@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kernels.backends.mosaic_gpu.backward_passes import query_scratch
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import num_bytes
-from kernels.backends.mosaic_gpu.query_pass import query_scratch
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
@@ -16,12 +16,7 @@ MAX_BYTES = 227 * 1024
 
 
 def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[str, int]:
-    """Shared memory of one program of each kernel: of the forward, of dK and dV, and of dQ if it is split.
-
-    Args:
-      call: the call.
-      tuning: one with nothing left open (`resolve`).
-    """
+    """Shared memory of one program of each kernel that a tuning with nothing left open runs: forward, dK and dV, dQ."""
     forward, backward, machine = tuning.forward_tiles, tuning.backward_tiles, Hopper()
     assert forward is not None
     assert backward is not None

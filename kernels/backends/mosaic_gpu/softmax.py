@@ -13,6 +13,7 @@ takes each tile's maximum, but rescales only where it rose far.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import ROW_LAYOUT, WGMMA_ROWS, spread
+from kernels.call import AttentionCall
 
 # Of a thread's probabilities in a tile. No probability is higher than their sum, and float16 ends at 2¹⁶.
 _HIGHEST_SUM = 2.0**10
@@ -30,45 +32,35 @@ _HIGHEST_SUM = 2.0**10
 _INITIAL_ROW_MAX = -1e30
 
 
+LOG2_E = math.log2(math.e)
+
+
+def log2_scale(call: AttentionCall) -> float:
+    """What brings logits (with a soft cap: tanh of the capped logits) to units of log₂."""
+    return LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
+
+
 class SoftmaxState(NamedTuple):
-    """Of rows, over the tiles so far.
+    """Of rows, over the tiles so far."""
 
-    Attributes:
-      row_max: what probabilities are relative to, in units of log₂.
-      row_sum: each thread's part of the sums of probabilities (`Hopper.join_partial_sums` joins them).
-    """
-
-    row_max: Float[Array, " rows"]
-    row_sum: Float[Array, " rows"]
+    row_max: Float[Array, " rows"]  # what probabilities are relative to, in units of log₂
+    row_sum: Float[Array, " rows"]  # each thread's part of the sums (`Hopper.join_partial_sums` joins them)
 
 
 class TileSoftmax(NamedTuple):
-    """Of one tile.
+    """Of one tile."""
 
-    Attributes:
-      p: the probabilities, in the matmul's dtype.
-      state: of the rows, with this tile.
-      alpha: the factor that rescales everything summed up before this tile.
-      rescales: whether alpha differs from 1 in any of a warp's rows.
-    """
-
-    p: Float[Array, "rows kv"]
-    state: SoftmaxState
-    alpha: Float[Array, " rows"]
-    rescales: Bool[Array, ""]
+    p: Float[Array, "rows kv"]  # the probabilities, in the matmul's dtype
+    state: SoftmaxState  # of the rows, with this tile
+    alpha: Float[Array, " rows"]  # the factor that rescales everything summed up before this tile
+    rescales: Bool[Array, ""]  # whether alpha differs from 1 in any of a warp's rows
 
 
 class OnlineSoftmax(NamedTuple):
-    """Softmax of logits −inf where a pair may not attend.
+    """Softmax of logits that are −inf where a pair may not attend."""
 
-    Attributes:
-      to_log2: the factor that brings logits to units of log₂. In these units exp2 takes one multiply-add.
-      dtype: of the probabilities.
-      machine: what runs the kernel.
-    """
-
-    to_log2: float
-    dtype: jnp.dtype
+    to_log2: float  # `log2_scale`; in units of log₂ exp2 takes one multiply-add
+    dtype: jnp.dtype  # of the probabilities
     machine: Hopper
 
     def first_tile(self, logits: Float[Array, "rows kv"]) -> tuple[Float[Array, "rows kv"], SoftmaxState]:

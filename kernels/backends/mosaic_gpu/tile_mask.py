@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import load_vector, spread
 from kernels.call import AttentionCall, AttentionInputs
 
@@ -44,11 +43,9 @@ class TokenArrays(NamedTuple):
         return TokenArrays(*(padded(name, getattr(inputs, name)) for name in TokenArrays._fields))
 
     def copy(self, memory, side: Side, where, slot, full) -> None:
-        """Starts to copy a tile's tokens to their stage. Each array arrives at the barrier `full` once.
+        """Starts to copy the tokens `where`, (batch element, tokens), to their stage of `token_memory`.
 
-        Args:
-          memory: `token_memory`; None if nothing is given.
-          where: (batch element, tokens).
+        Each array arrives at the barrier `full` once.
         """
         for i, ref in enumerate(self.given(side).values()):
             plgpu.copy_gmem_to_smem(ref.at[where], memory.at[i, slot], full)
@@ -66,42 +63,25 @@ def token_memory(call: AttentionCall, num_stages: int, block: int) -> Any:
 
 
 class TileMask(NamedTuple):
-    """The mask of a warpgroup's tiles. Its rows stay in shared memory, and the tiles of the other side stream past.
+    """The mask of a warpgroup's tiles. Its rows stay the same, and its columns are those of one tile after another."""
 
-    Attributes:
-      call: the call, with the lengths before padding.
-      machine: what runs the kernel.
-      streamed: the other side: "key_value", or "query" for transposed tiles.
-      row_first: index of the warpgroup's first query, or first key.
-      block_kv: the length of keys is padded to a multiple of it.
-      tokens, memory: references to the tokens' arrays, and to their tiles in shared memory.
-      row_tokens: the rows' own tokens, by name.
-    """
-
-    call: AttentionCall
-    machine: Hopper
-    streamed: Side
-    row_first: Any
-    block_kv: int
-    tokens: TokenArrays
-    memory: Any
-    row_tokens: dict[str, jax.Array]
+    context: Any  # of the pass
+    streamed: Side  # of the columns: "key_value", or "query" for transposed tiles
+    row_first: Any  # index of the warpgroup's first query, or first key
+    block_kv: int  # the length of keys is padded to a multiple of it
+    row_tokens: dict[str, jax.Array]  # the rows' own tokens, by name
 
     @staticmethod
     def load(context: Any, streamed: Side, batch, rows, block_kv: int) -> TileMask:
         """The mask of some rows, `pl.ds(first, length)` of a batch element. Loads their tokens from global memory."""
-        tokens: TokenArrays = context.gmem.tokens
-        given = tokens.given("key_value" if streamed == "query" else "query")
+        given = context.gmem.tokens.given("key_value" if streamed == "query" else "query")
         row_tokens = {name: load_vector(ref.at[batch, rows], rows=True, shared=False) for name, ref in given.items()}
-        return TileMask(
-            context.call, context.machine, streamed, rows.start, block_kv, tokens, context.smem.tokens, row_tokens
-        )
+        return TileMask(context, streamed, rows.start, block_kv, row_tokens)
 
     def apply(self, logits, is_partial, column_first, slot) -> jax.Array:
         """Sets the logits of pairs that may not attend to −inf. Evaluates the mask in PARTIAL tiles only.
 
         Args:
-          logits: of a tile, in registers.
           is_partial: whether the tile is PARTIAL: a bool or a traced one.
           column_first: index of the tile's first column among the keys, or among the queries.
           slot: the stage that holds the columns' tokens.
@@ -116,9 +96,9 @@ class TileMask(NamedTuple):
 
     def _allowed(self, shape: tuple[int, int], column_first, slot) -> jax.Array:
         """Which pairs of a tile may attend, in the layout of an accumulator."""
-        call = self.call
+        call: AttentionCall = self.context.call
         rows = self.row_first + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
-        columns = self.machine.column_indices(column_first, shape)
+        columns = self.context.machine.column_indices(column_first, shape)
         q_index, kv_index = (columns, rows) if self.streamed == "query" else (rows, columns)
         q_pos, kv_pos = q_index, kv_index
         if call.has_positions:
@@ -136,5 +116,5 @@ class TileMask(NamedTuple):
         """An array's numbers of the tile's rows or columns, as a matrix."""
         if name in self.row_tokens:
             return spread(self.row_tokens[name], shape, rows=True)
-        index = list(self.tokens.given(self.streamed)).index(name)
-        return spread(load_vector(self.memory.at[index, slot], rows=False), shape, rows=False)
+        index = list(self.context.gmem.tokens.given(self.streamed)).index(name)
+        return spread(load_vector(self.context.smem.tokens.at[index, slot], rows=False), shape, rows=False)

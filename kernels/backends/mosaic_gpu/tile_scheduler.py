@@ -24,16 +24,11 @@ _CLAIM_SLOTS = 2
 
 
 class WorkBlock(NamedTuple):
-    """A block of queries or of keys, within a kernel.
-
-    Attributes:
-      batch, head: batch element, and head of the queries or of the keys.
-      number: the block's number within its head.
-    """
+    """A block of queries or of keys, within a kernel."""
 
     batch: jax.Array
-    head: jax.Array
-    number: jax.Array
+    head: jax.Array  # of the queries or of the keys
+    number: jax.Array  # the block's number within its head
 
 
 @dataclass(frozen=True)
@@ -43,19 +38,15 @@ class TileScheduler:
     Neighbouring blocks of a head run at about the same time, and so share their operands in the L2 cache. More blocks
     share them when fewer heads run together; the load is balanced better when more do.
 
-    Attributes:
-      batch, num_heads, num_blocks_per_head: batch elements, heads of each, and blocks of each head.
-      num_l2_heads: number of heads processed together, counted over the batch.
-      last_blocks_first: under a causal mask the last queries have the most work, and so have the first keys.
-      num_multiprocessors: None for one program per block. Else at most this many persistent programs, each of which
-        computes one block after another.
+    Without `num_multiprocessors` each block has its own program. With it there are at most so many persistent programs,
+    each of which computes one block after another.
     """
 
     batch: int
     num_heads: int
     num_blocks_per_head: int
-    num_l2_heads: int
-    last_blocks_first: bool = True
+    num_l2_heads: int  # number of heads processed together, counted over the batch
+    last_blocks_first: bool = True  # under a causal mask the last queries and the first keys have the most work
     num_multiprocessors: int | None = None
 
     @property
@@ -88,10 +79,8 @@ class TileScheduler:
     ) -> _T:
         """Calls `body(block, carried)` for one block of a program after another, and returns the last result.
 
-        Args:
-          program: the program's number. Its first block is the schedule's block of this index.
-          next_claim: (number of blocks done before the last one) → how many blocks all programs had claimed before the
-            program's next one. None for a static schedule, in which blocks go round the programs.
+        `next_claim(number of blocks done before the last one)` is how many blocks all programs had claimed before the
+        program's next one. Without it the schedule is static, and blocks go round the programs.
         """
         if self.num_programs == self.num_blocks:
             return body(self.block(program), start)
@@ -123,15 +112,20 @@ class BlockClaims(NamedTuple):
         )
 
     def claim(self, counter_ref, num_done) -> Int[Array, ""]:
-        """The producer's next claim: how many blocks all programs had claimed before it.
+        """The producer's next claim, from the counter in global memory: how many blocks all programs had claimed."""
 
-        Args:
-          counter_ref: int32 `[1]`, in global memory, from 0.
-          num_done: how many blocks the program has claimed before.
-        """
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        def fetch_and_increment(_, counter, result):
+            one, zero = mgpu.c(1, ir.IntegerType.get_signless(32)), mgpu.c(0, ir.IndexType.get())
+            # Every thread arrives at the barrier that follows. So the value is there when all have arrived.
+            with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
+                order, pointer = llvm.AtomicOrdering.monotonic, utils.memref_ptr(counter)
+                before = llvm.atomicrmw(llvm.AtomicBinOp.add, pointer, one, order, syncscope="device")
+                memref.store(before, result, [zero])
+
         slot = jax.lax.rem(num_done, _CLAIM_SLOTS)
         self.pipeline.producer_acquire(num_done, slot)
-        _fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
+        fetch_and_increment(counter_ref, self.claims.at[pl.ds(slot, 1)])
         plgpu.barrier_arrive(self.pipeline.full.at[slot])
         # Only one of the threads that wait here has stored it.
         self.pipeline.consumer_wait(slot)
@@ -147,14 +141,9 @@ class BlockClaims(NamedTuple):
 
 
 class PingPong(NamedTuple):
-    """Ping-pong scheduling: consumers issue matmuls one after another, so that one's softmax runs under another's.
+    """Ping-pong scheduling: consumers issue matmuls one after another, so that one's softmax runs under another's."""
 
-    Attributes:
-      barriers: one for each consumer; None if a consumer issues its matmuls whenever it is ready.
-      warpgroup, num_consumers: the consumer's number, and how many there are.
-    """
-
-    barriers: Any
+    barriers: Any  # one for each consumer; None if a consumer issues its matmuls whenever it is ready
     warpgroup: Any
     num_consumers: int
 
@@ -177,22 +166,6 @@ class PingPong(NamedTuple):
         """Waits for the last consumer's release, as no other wait does. Each consumer calls this once, at the end."""
         if self.barriers is not None:
             pl.when(self.warpgroup == 0)(self.acquire)
-
-
-def _fetch_and_increment(counter_ref, result_ref) -> None:
-    """Stores the counter's value, int32 `[1]`, and adds one to the counter."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def fetch_and_increment(_, counter, result):
-        one, zero = mgpu.c(1, ir.IntegerType.get_signless(32)), mgpu.c(0, ir.IndexType.get())
-        # Every thread arrives at the barrier that follows. So the value is there when all have arrived.
-        with mgpu.single_thread(scope=mgpu.ThreadSubset.WARPGROUP):
-            before = llvm.atomicrmw(
-                llvm.AtomicBinOp.add, utils.memref_ptr(counter), one, llvm.AtomicOrdering.monotonic, syncscope="device"
-            )
-            memref.store(before, result, [zero])
-
-    fetch_and_increment(counter_ref, result_ref)
 
 
 def _div_rem(a, b):

@@ -1,4 +1,4 @@
-"""dK and dV of wide heads: a block of 64 keys and values stays in shared memory, and query tiles stream past it.
+"""dK and dV of wide heads, of one block of 64 keys and values: the pass visits the block's query tiles.
 
 Above a head dim of 128 one warpgroup's registers don't hold both gradients of 64 keys. Two consumers divide the work by
 products: one computes P and dV, the other dS and dK. P goes from one to the other through shared memory, in float32.
@@ -23,7 +23,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     LSE,
     BackwardArrays,
     BackwardContext,
-    launch_key_value_pass,
+    launch_pass,
     load_keys_and_values,
     padded_head_dims,
     probabilities,
@@ -32,7 +32,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_matrix, load_vector, matrix, spread, vector
+from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
 from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -102,8 +102,9 @@ def wide_key_value_pass(
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], None]:
     """dK and dV, and None for dQ. The arguments are `key_value_pass`'s."""
     scratch = wide_key_value_scratch(call, tuning, machine)
-    roles = {"producer": _load, "consumers": [_compute_dv, _compute_dk]}
-    return *launch_key_value_pass(call, tuning, machine, arrays[:10], scratch, **roles), None
+    consumers = [_compute_dv, _compute_dk]
+    d_key, d_value = launch_pass(arrays, call, tuning, machine, scratch, _load, consumers, transposed=True)
+    return d_key, d_value, None
 
 
 def _load(context: WideContext) -> None:
@@ -138,14 +139,11 @@ def _compute_dv(context: WideContext) -> None:
     mask = TileMask.load(context, "query", context.block.batch, keys, tuning.block_kv)
     plgpu.barrier_wait(barriers.k)
 
-    def compute_p(s, step, tile):
+    def compute_p(s, step, number, rank):
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
-        q_first = tile.number * tuning.block_q
-        keep_allowed = functools.partial(
-            mask.apply, is_partial=tile.rank < context.walk.num_partial, column_first=q_first, slot=slot
-        )
-        p, slope = probabilities(s, lse, call, keep_allowed, rows=False)
+        q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
+        p, slope = probabilities(s, lse, mask, is_partial, q_first, slot)
         barriers.q.consumer_release(slot)
         barriers.p.producer_acquire(step, buffer)
         smem.p.at[buffer][...] = p if slope is None else p * slope
@@ -168,13 +166,14 @@ def _compute_dk(context: WideContext) -> None:
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
 
-    def compute_ds(dp, step, tile):
+    def compute_ds(dp, step, number, rank):
         slot, buffer = barriers.do.slot(step), barriers.p.slot(step)
         delta = load_vector(smem.lse_delta.at[DELTA, slot], rows=False)
         barriers.do.consumer_release(slot)
         dp = dp - spread(delta, dp.shape, rows=False)
         barriers.p.consumer_wait(buffer)
-        ds = dp * load_matrix(smem.p.at[buffer])
+        p = plgpu.load(smem.p.at[buffer], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
+        ds = dp * p
         barriers.p.consumer_release(buffer)
         return ds.astype(call.dtype)
 
@@ -193,25 +192,26 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.
     """
-    machine, num_steps = context.machine, context.num_steps
-    memory = None if context.smem.operand is None else context.smem.operand.at[context.warpgroup]
-    tile_type = accumulator(context.tuning.block_q)
+    num_steps, tile_type = context.num_steps, accumulator(context.tuning.block_q)
+
+    def multiply(operand, slot):
+        context.machine.multiply(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
-        tile = query_tile(context, 0)
+        _, number, rank = query_tile(context, 0)
         plgpu.wgmma(tile_acc, left, right.at[0].transpose((1, 0)))
-        return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, tile)
+        return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, number, rank)
 
     def visit(step, operand):
         slot, last = right_ring.slot(step), right_ring.slot(step - 1)
-        tile = query_tile(context, step)
+        _, number, rank = query_tile(context, step)
         right_ring.consumer_wait(slot)
 
         def products(tile_acc):
             plgpu.wgmma(tile_acc, left, right.at[slot].transpose((1, 0)))
             other_ring.consumer_wait(last)
-            machine.multiply(acc, operand, other.at[last], memory)
-            new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, tile)
+            multiply(operand, last)
+            new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, number, rank)
             plgpu.wgmma_wait(0)
             other_ring.consumer_release(last)
             return new_operand
@@ -225,7 +225,7 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
         operand = jax.lax.fori_loop(1, num_steps, visit, operand)
         last = right_ring.slot(num_steps - 1)
         other_ring.consumer_wait(last)
-        machine.multiply(acc, operand, other.at[last], memory)
+        multiply(operand, last)
         plgpu.wgmma_wait(0)
         other_ring.consumer_release(last)
         if finish is not None:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs of compute capability 8.0 and up: Triton kernels that walk the block plan's intervals.
+"""NVIDIA GPUs of compute capability 8.0 and up: Triton kernels that visit the tiles of the block plan.
 
 Forward and backward skip what the mask and the documents exclude, and evaluate the mask in PARTIAL tiles only. 16-bit
 inputs, head dims up to 256, masks that allow each query one interval of keys.
@@ -19,7 +19,7 @@ def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse. See `kernels.attention.core`."""
-    from kernels.backends.triton.passes import run_forward
+    from kernels.backends.triton.forward_pass import run_forward
     from kernels.backends.triton.tiles import Matrices
 
     return run_forward(Matrices.of(inputs), inputs, call, tuning)
@@ -27,7 +27,7 @@ def forward(
 
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
-    from kernels.backends.triton.passes import run_backward
+    from kernels.backends.triton.backward_passes import run_backward
     from kernels.backends.triton.tiles import Matrices
 
     return run_backward(Matrices.of(inputs), inputs, call, tuning, cotangent)

@@ -1,10 +1,11 @@
 """The backward kernels.
 
-`key_value_pass` computes dK and dV of a block of keys and values, in a loop over query tiles. Its tiles are transposed,
-with keys as rows, so that p and the logits' gradients are the left operands of dV's and dK's matmuls. The fused form
-computes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. It takes five matmuls a tile.
+`_key_value_kernel` computes dK and dV of a block of keys and values, in a loop over query tiles. Its tiles are
+transposed, with keys as rows, so that p and the logits' gradients are the left operands of dV's and dK's matmuls. The
+fused form computes dQ, too, and adds each tile's part to a float32 dQ in memory, in no fixed order. It takes five
+matmuls a tile.
 
-`query_pass` computes dQ of a block of queries, in a loop over key/value tiles. The split form runs both passes. It
+`_query_kernel` computes dQ of a block of queries, in a loop over key/value tiles. The split form runs both kernels. It
 takes seven matmuls a tile, and gives the same bits in every run.
 
 Source: FlashAttention-2 (arXiv:2307.08691).
@@ -12,131 +13,68 @@ Source: FlashAttention-2 (arXiv:2307.08691).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float
 
-from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import (
-    Layout,
     Matrices,
     Strided,
-    call_constants,
     capped,
     head_start,
-    layout_constants,
+    launch_pass,
     layout_of,
     load_intervals,
     load_key_positions,
     load_rows,
     load_tokens,
     partial_tile,
-    plan_tiles,
     read_row,
     store_rows,
 )
-from kernels.backends.triton.tuning import TritonTiles
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.backends.triton.tuning import TritonTuning
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 
 
-class GradientOperands(NamedTuple):
-    """What both passes read.
-
-    `delta` is rowsum(dO∘O), less the gradient that arrives through lse itself.
-    """
-
-    matrices: Matrices
-    d_output: Strided
-    lse: Float[Array, "B N T"]
-    delta: Float[Array, "B N T"]
-
-    @property
-    def arrays(self) -> list[jax.Array]:
-        """In the order of the kernels' arguments."""
-        return [*(x.array for x in self.matrices), self.d_output.array, self.lse, self.delta]
-
-    @property
-    def constants(self) -> dict[str, Layout]:
-        """Where they lie."""
-        return layout_constants(**self.matrices._asdict(), d_output=self.d_output)
-
-
-def key_value_pass(
-    operands: GradientOperands,
-    inputs: AttentionInputs,
-    call: AttentionCall,
-    tiles: TritonTiles,
-    *,
-    fused: bool,
-    interpret: bool,
-) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
-    """dK, dV and, if fused, the float32 dQ without the scale.
-
-    Args:
-      operands: what the kernel reads.
-      inputs, call: the call; of the inputs only what is known of each token.
-      tiles: how the kernel cuts its work up.
-      fused: whether to compute dQ.
-      interpret: run it in Triton's interpreter.
-    """
-    plan = plan_tiles(inputs, call, tiles, transposed=True)
+def run_backward(
+    matrices: Matrices, inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent
+) -> Gradients:
+    """The gradients of query, key and value. See `run_forward`."""
+    assert tuning.key_value is not None
+    assert tuning.query is not None
+    operands = matrices._asdict() | {"d_output": Strided.of(cotangent.d_output)}
+    vectors = cotangent.by_head()
+    fused = tuning.backward == "fused"
+    query_shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
     key_shape = (call.batch, call.kv_len, call.num_kv_heads, call.head_dim)
     value_shape = (*key_shape[:3], call.value_dim)
-    query_shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
-    d_key, d_value, d_query = launch(
+    constants = {"d_query_at": layout_of(query_shape), "scale": call.scale}
+    # The fused form's dQ is float32, without the scale.
+    d_key, d_value, d_query = launch_pass(
         _key_value_kernel,
-        (*operands.arrays, *plan.operands),
+        operands,
+        vectors,
         (
             jax.ShapeDtypeStruct(key_shape, call.dtype),
             jax.ShapeDtypeStruct(value_shape, call.dtype),
             jax.ShapeDtypeStruct(query_shape if fused else (1,), jnp.float32),
         ),
-        grid=(plan.num_rows, call.num_kv_heads, call.batch),
-        constants={
-            **operands.constants,
-            "d_key_at": layout_of(key_shape),
-            "d_value_at": layout_of(value_shape),
-            "d_query_at": layout_of(query_shape),
-            "scale": call.scale,
-            "fused": fused,
-            **plan.constants,
-            **call_constants(call, tiles),
-        },
-        tiles=tiles,
-        compute_capability=call.target.compute_capability,
+        constants | {"d_key_at": layout_of(key_shape), "d_value_at": layout_of(value_shape), "fused": fused},
+        inputs,
+        call,
+        tuning.key_value,
+        interpret=tuning.interpret,
+        transposed=True,
         zeroed=(2,) if fused else (),
-        interpret=interpret,
     )
-    return d_key, d_value, d_query if fused else None
-
-
-def query_pass(
-    operands: GradientOperands, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
-) -> Float[Array, "B T N H"]:
-    """dQ. The arguments are `key_value_pass`'s."""
-    plan = plan_tiles(inputs, call, tiles)
-    shape = (call.batch, call.q_len, call.num_heads, call.head_dim)
-    (d_query,) = launch(
-        _query_kernel,
-        (*operands.arrays, *plan.operands),
-        (jax.ShapeDtypeStruct(shape, call.dtype),),
-        grid=(plan.num_rows, call.num_heads, call.batch),
-        constants={
-            **operands.constants,
-            "d_query_at": layout_of(shape),
-            "scale": call.scale,
-            **plan.constants,
-            **call_constants(call, tiles),
-        },
-        tiles=tiles,
-        compute_capability=call.target.compute_capability,
-        interpret=interpret,
+    if fused:
+        return (d_query * call.scale).astype(call.dtype), d_key, d_value
+    outputs = [jax.ShapeDtypeStruct(query_shape, call.dtype)]
+    (d_query,) = launch_pass(
+        _query_kernel, operands, vectors, outputs, constants, inputs, call, tuning.query, interpret=tuning.interpret
     )
-    return d_query
+    return d_query, d_key, d_value
 
 
 @triton.jit

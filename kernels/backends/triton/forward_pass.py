@@ -1,4 +1,4 @@
-"""The forward kernel: a block of queries stays, key/value tiles stream past it, with an online softmax.
+"""The forward kernel: online softmax of one block of queries over the key/value tiles that it visits.
 
 Source: FlashAttention-2 (arXiv:2307.08691).
 """
@@ -11,61 +11,47 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float
 
-from kernels.backends.triton.launch import launch
 from kernels.backends.triton.tiles import (
     Matrices,
-    call_constants,
     capped,
     head_start,
-    layout_constants,
+    launch_pass,
     layout_of,
     load_intervals,
     load_key_positions,
     load_rows,
     load_tokens,
     partial_tile,
-    plan_tiles,
     read_row,
     store_rows,
 )
-from kernels.backends.triton.tuning import TritonTiles
+from kernels.backends.triton.tuning import TritonTuning
 from kernels.call import AttentionCall, AttentionInputs
 
 
-def forward(
-    matrices: Matrices, inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, interpret: bool
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B N T"]]:
-    """Output and lse.
+def run_forward(
+    matrices: Matrices, inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning
+) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+    """Output and lse of a call whose mask all heads share, under a tuning with nothing left open.
 
-    Args:
-      matrices: where query, key and value lie.
-      inputs, call: the call; of the inputs only the sinks and what is known of each token.
-      tiles: how the kernel cuts its work up.
-      interpret: run it in Triton's interpreter.
+    Of the inputs only the sinks and what is known of each token are read.
     """
-    plan = plan_tiles(inputs, call, tiles)
+    assert tuning.forward is not None
     sinks = jnp.zeros(1, jnp.float32) if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     shape = (call.batch, call.q_len, call.num_heads, call.value_dim)
-    output, lse = launch(
+    lse_shape = (call.batch, call.num_heads, call.q_len)
+    output, lse = launch_pass(
         _forward_kernel,
-        (*(x.array for x in matrices), sinks, *plan.operands),
-        (
-            jax.ShapeDtypeStruct(shape, call.dtype),
-            jax.ShapeDtypeStruct((call.batch, call.num_heads, call.q_len), jnp.float32),
-        ),
-        grid=(plan.num_rows, call.num_heads, call.batch),
-        constants={
-            **layout_constants(**matrices._asdict()),
-            "output_at": layout_of(shape),
-            "has_sinks": call.has_sinks,
-            **plan.constants,
-            **call_constants(call, tiles),
-        },
-        tiles=tiles,
-        compute_capability=call.target.compute_capability,
-        interpret=interpret,
+        matrices._asdict(),
+        [sinks],
+        (jax.ShapeDtypeStruct(shape, call.dtype), jax.ShapeDtypeStruct(lse_shape, jnp.float32)),
+        {"output_at": layout_of(shape), "has_sinks": call.has_sinks},
+        inputs,
+        call,
+        tuning.forward,
+        interpret=tuning.interpret,
     )
-    return output, lse
+    return output, lse.swapaxes(1, 2)
 
 
 @triton.jit

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.triton.passes import run_backward, run_forward
+from kernels.backends.triton.backward_passes import run_backward
+from kernels.backends.triton.forward_pass import run_forward
 from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tiles import Matrices, Strided
 from kernels.backends.triton.tuning import TritonTuning, resolve

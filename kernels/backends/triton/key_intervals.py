@@ -5,8 +5,6 @@ Two integers a query say which, in closed form; so no kernel knows one mask from
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -19,23 +17,14 @@ from kernels.masks.intervals import array_namespace
 _MOST_CONSTANT = 8192
 
 
-class KeyIntervals(NamedTuple):
-    """Query q may attend to the keys whose position is in `first[q] ≤ … ≤ last[q]`. W is 1, or B for given positions.
+def make_key_intervals(
+    inputs: AttentionInputs, call: AttentionCall
+) -> tuple[Int[Array, "W T"], Int[Array, "W T"], Int[Array, "B S"] | None]:
+    """(first, last, key positions): query q may attend to the keys whose position is in `first[q] ≤ … ≤ last[q]`.
 
-    Both ends are inclusive, since int32 has no number after the last position.
-
-    Attributes:
-      first, last: the intervals; an empty one has `last < first`.
-      key_positions: where the keys stand; None if they count from 0.
+    Both ends are inclusive, since int32 has no number after the last position; an empty interval has `last < first`.
+    W is 1, or B for given positions. Without key positions keys count from 0.
     """
-
-    first: Int[Array, "W T"]
-    last: Int[Array, "W T"]
-    key_positions: Int[Array, "B S"] | None
-
-
-def make_key_intervals(inputs: AttentionInputs, call: AttentionCall) -> KeyIntervals:
-    """The intervals of a call whose mask has them."""
     positions = inputs.query_positions
     if positions is None:
         xp = np if call.q_len <= _MOST_CONSTANT else jnp
@@ -45,4 +34,4 @@ def make_key_intervals(inputs: AttentionInputs, call: AttentionCall) -> KeyInter
     first, last = interval
     if inputs.key_value_positions is None:
         last = array_namespace(last).minimum(last, call.kv_len - 1)
-    return KeyIntervals(first, last, inputs.key_value_positions)
+    return first, last, inputs.key_value_positions

@@ -1,15 +1,18 @@
-"""What the Triton kernels share: how an operand lies in memory, its tiles, and which of them a program visits."""
+"""What the Triton kernels share: their launch, how an operand lies in memory, its tiles, and which ones are visited."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels.backends.triton.key_intervals import make_key_intervals
 from kernels.backends.triton.tuning import TritonTiles, padded_head_dim
@@ -18,6 +21,7 @@ from kernels.masks.intervals import array_namespace
 from kernels.plan import make_rows
 
 _LOG2_E = math.log2(math.e)
+_POINTEES = {"float16": tl.float16, "float32": tl.float32, "int32": tl.int32, "uint32": tl.uint32}
 
 
 class Layout(NamedTuple):
@@ -63,69 +67,118 @@ def layout_of(shape: tuple[int, ...], first_head: int = 0) -> Layout:
     return Layout(first_head * width, length * num_heads * width, num_heads * width, width)
 
 
-def layout_constants(**operands: Strided) -> dict[str, Layout]:
-    """The constants by which a kernel finds its operands."""
-    return {f"{name}_at": operand.layout for name, operand in operands.items()}
-
-
-class TilePlan(NamedTuple):
-    """What a kernel reads of the mask and of the tokens, and the constants that say what is there.
-
-    Attributes:
-      operands: bounds of each query tile `[W, R, 4]`, intervals of keys `[W, 2, T]`, key positions, segment ids:
-        those of the two sides; one zero in place of what isn't given.
-      constants: strides between elements of the batch (0: shared), and what is given.
-      num_rows: query tiles, or key/value tiles if transposed.
-    """
-
-    operands: tuple[Int[Array, ...], ...]
-    constants: dict[str, Any]
-    num_rows: int
-
-
-def plan_tiles(
-    inputs: AttentionInputs, call: AttentionCall, tiles: TritonTiles, *, transposed: bool = False
-) -> TilePlan:
-    """The tiles of a call.
+def launch(
+    kernel: Any,
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    *,
+    grid: tuple[int, ...],
+    constants: dict[str, Any],
+    tiles: TritonTiles,
+    compute_capability: float | None,
+    zeroed: tuple[int, ...] = (),
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs `kernel(*inputs, *outputs, **constants)` once for each point of a grid.
 
     Args:
-      inputs, call: the call; of the inputs only what is known of each token.
-      tiles: the sides of a tile.
-      transposed: the query tiles of each key/value tile.
+      kernel: a `triton.jit` function of pointers to inputs and outputs, followed by constants.
+      tiles: how many warps run a program, and how many stages of loads are in flight.
+      compute_capability: of the GPU that it is compiled for; None to interpret it.
+      zeroed: the outputs that must be zero to begin with.
+    """
+    if interpret:
+        run = functools.partial(_interpret, kernel, outputs, grid, constants, zeroed)
+        return jax.pure_callback(run, list(outputs), *inputs)
+    # It needs JAX's GPU plugin.
+    import jax_triton
+
+    assert compute_capability is not None
+    return jax_triton.triton_call(
+        *inputs,
+        kernel=kernel,
+        out_shape=list(outputs),
+        grid=grid,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        compute_capability=round(10 * compute_capability),
+        zeroed_outputs=zeroed,
+        **constants,
+    )
+
+
+def _interpret(kernel, outputs, grid, constants, zeroed, *inputs) -> list[np.ndarray]:
+    operands = [np.ascontiguousarray(x) for x in inputs]
+    results = [(np.zeros if i in zeroed else np.empty)(out.shape, out.dtype) for i, out in enumerate(outputs)]
+    # Like a GPU's, an exponential of −inf or of a huge number isn't worth a warning.
+    with np.errstate(over="ignore", invalid="ignore"):
+        kernel[grid](*map(_pointer, operands + results), **constants)
+    return results
+
+
+def _pointer(array: np.ndarray) -> tl.tensor:
+    """What the interpreter makes of a PyTorch tensor, which it expects."""
+    handle: Callable = triton.runtime.interpreter.TensorHandle
+    pointer = tl.pointer_type(_POINTEES[array.dtype.name])
+    return tl.tensor(handle(np.array([array.ctypes.data], np.uint64), pointer), pointer)
+
+
+def launch_pass(
+    kernel: Any,
+    matrices: dict[str, Strided],
+    vectors: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    inputs: AttentionInputs,
+    call: AttentionCall,
+    tiles: TritonTiles,
+    *,
+    interpret: bool,
+    transposed: bool = False,
+    zeroed: tuple[int, ...] = (),
+) -> list[jax.Array]:
+    """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
+
+    After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of what isn't given. Its further
+    constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
+    these are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, last, key_positions = make_key_intervals(inputs, call)
     intervals = jnp.asarray(array_namespace(first, last).stack([first, last], axis=1))
-    operands = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
-    constants = {
-        "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
-        "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
-        "has_positions": call.has_positions,
-        "has_ids": call.has_segment_ids,
-    }
+    plan = (bounds, intervals, key_positions, inputs.query_segment_ids, inputs.key_value_segment_ids)
     absent = jnp.zeros(1, jnp.int32)
-    return TilePlan(tuple(absent if x is None else x for x in operands), constants, bounds.shape[1])
-
-
-def call_constants(call: AttentionCall, tiles: TritonTiles) -> dict[str, Any]:
-    """What every kernel is compiled for: shapes, tiles, and how dot products become logits.
-
-    These are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
-    """
     cap = call.logits_soft_cap
-    return {
-        "to_cap": None if cap is None else call.scale / cap,
-        "to_log2": _LOG2_E * (call.scale if cap is None else cap),
-        "group_size": call.group_size,
-        "q_len": call.q_len,
-        "kv_len": call.kv_len,
-        "head_dim": call.head_dim,
-        "value_dim": call.value_dim,
-        "block_q": tiles.block_q,
-        "block_kv": tiles.block_kv,
-        "block_h": padded_head_dim(call.head_dim),
-        "block_v": padded_head_dim(call.value_dim),
-    }
+    return launch(
+        kernel,
+        (*(x.array for x in matrices.values()), *vectors, *(absent if x is None else x for x in plan)),
+        outputs,
+        grid=(bounds.shape[1], call.num_kv_heads if transposed else call.num_heads, call.batch),
+        constants={
+            **{f"{name}_at": operand.layout for name, operand in matrices.items()},
+            **constants,
+            "bounds_stride": 4 * bounds.shape[1] if len(bounds) > 1 else 0,
+            "interval_stride": 2 * call.q_len if len(first) > 1 else 0,
+            "has_positions": call.has_positions,
+            "has_ids": call.has_segment_ids,
+            "to_cap": None if cap is None else call.scale / cap,
+            "to_log2": _LOG2_E * (call.scale if cap is None else cap),
+            "group_size": call.group_size,
+            "q_len": call.q_len,
+            "kv_len": call.kv_len,
+            "head_dim": call.head_dim,
+            "value_dim": call.value_dim,
+            "block_q": tiles.block_q,
+            "block_kv": tiles.block_kv,
+            "block_h": padded_head_dim(call.head_dim),
+            "block_v": padded_head_dim(call.value_dim),
+        },
+        tiles=tiles,
+        compute_capability=call.target.compute_capability,
+        zeroed=zeroed,
+        interpret=interpret,
+    )
 
 
 @triton.jit

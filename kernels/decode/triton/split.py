@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.triton.launch import launch
+from kernels.backends.triton.tiles import launch
 from kernels.backends.triton.tuning import TritonTiles, next_power_of_2
 from kernels.decode.blocks import block_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs

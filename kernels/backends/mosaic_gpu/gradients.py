@@ -1,0 +1,61 @@
+"""The backward: pads the arrays, and runs its passes."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims, query_pass
+from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
+from kernels.backends.mosaic_gpu.machine import machine_of
+from kernels.backends.mosaic_gpu.memory import padded, padded_matrices
+from kernels.backends.mosaic_gpu.softmax import LOG2_E
+from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
+from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.plan import make_rows
+
+# exp2(a logit − it) = 0.
+_HUGE_LSE = 1e30
+
+
+def run_backward(
+    inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent
+) -> Gradients:
+    """The gradients of query, key and value. See `run_forward`."""
+    how = tuning.backward_tiles
+    assert how is not None
+    lse, delta = cotangent.by_head()
+
+    def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
+        head_dim, value_dim = padded_head_dims(call, how)
+        query, key, value = padded_matrices(inputs, block_q, block_kv, head_dim, value_dim)
+        row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
+        in_log2 = jnp.where(lse != -jnp.inf, lse * LOG2_E, _HUGE_LSE)
+        arrays = BackwardArrays(
+            query,
+            key,
+            value,
+            padded(cotangent.d_output, block_q, value_dim),
+            jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
+            jnp.pad(delta, row_padding),
+            offsets=None,
+            rows=make_rows(inputs, call, block_q, block_kv, transposed=transposed),
+            tokens=TokenArrays.of(inputs, block_q, block_kv),
+        )
+        return kernel(arrays, call, how, machine_of(tuning))
+
+    key_values = (
+        wide_key_value_pass
+        if how.one_gradient_per_warpgroup
+        else functools.partial(key_value_pass, fused=tuning.backward == "fused")
+    )
+    d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
+    if d_query is None:
+        d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
+    else:
+        d_query = (d_query * call.scale).astype(call.dtype)
+    d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]
+    return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value
