@@ -192,7 +192,7 @@ def test_a_number_of_any_size_is_refused_or_fits_the_device(path, types):
     [
         BlockwiseTuning(16, 32),
         SplashTuning.square(256, backward="fused"),
-        MosaicGpuTuning("split", MosaicForwardTuning(3, 64), MosaicBackwardTuning(one_gradient_each=True)),
+        MosaicGpuTuning("split", MosaicForwardTuning(3, 64), MosaicBackwardTuning(one_gradient_per_warpgroup=True)),
         TritonTuning(query=TritonTiles(32, 64, num_warps=8)),
     ],
     ids=lambda tuning: type(tuning).__name__,
