@@ -234,6 +234,8 @@ def _forward_kernel(*, o_ref, lse_ref, logsumexp_ref: None, logsumexp_scratch_re
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value."""
     d_output, lse, delta = cotangent
+    # Left free to fuse the sum with its relayout for the kernels, XLA takes a third longer to compile all of it.
+    delta = jax.lax.optimization_barrier(delta)
 
     def run(
         kernel: Callable, walk: Pass, outputs: dict[str, tuple[int, ...]], scratch: dict[str, tuple[int, int]], **static
