@@ -41,7 +41,7 @@ def attend(
         return module.attention(inputs, call)
 
     def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        return _attend(module.forward, module.backward, module.resolve(tuning, call), inputs, call)
+        return attend_by_halves(module.forward, module.backward, module.resolve(tuning, call), inputs, call)
 
     if backend.takes_masks_of_heads:
         return attend_one_mask(inputs, call)
@@ -49,7 +49,8 @@ def attend(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 4))
-def _attend(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+def attend_by_halves(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
+    """Output and lse by a backend's two halves, under a tuning with nothing left open."""
     return forward(inputs, call, tuning)
 
 
@@ -69,7 +70,7 @@ def _attend_backward(
     return (AttentionInputs(*backward(inputs, call, tuning, cotangent), d_sinks),)
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+attend_by_halves.defvjp(_attend_forward, _attend_backward)
 
 
 def sinks_gradient(sinks: Float[Array, " N"], cotangent: Cotangent) -> Float[Array, " N"]:

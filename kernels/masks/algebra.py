@@ -111,7 +111,7 @@ class Mask:
     @property
     def parts(self) -> tuple[Mask, ...]:
         """The masks that this one combines; empty for a mask that stands alone."""
-        return ()
+        return tuple(value for value in vars(self).values() if isinstance(value, Mask))
 
     def is_deeper_than(self, depth: int) -> bool:
         """Whether a composition has more than `depth` levels of `&`, `|` and `~`."""
@@ -312,10 +312,6 @@ class AndMask(Mask):
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) & self.b(q_pos, kv_pos)
 
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.a, self.b
-
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         if self.band is not None:
             return self.band.classify(q_lo, q_hi, kv_lo, kv_hi)
@@ -357,10 +353,6 @@ class OrMask(Mask):
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) | self.b(q_pos, kv_pos)
 
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.a, self.b
-
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         return kleene_or(*(part.classify(q_lo, q_hi, kv_lo, kv_hi) for part in self.parts))
 
@@ -401,10 +393,6 @@ class NotMask(Mask):
 
     def __call__(self, q_pos, kv_pos):
         return self.a(q_pos, kv_pos) ^ True
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return (self.a,)
 
     def classify(self, q_lo, q_hi, kv_lo, kv_hi):
         return kleene_not(self.a.classify(q_lo, q_hi, kv_lo, kv_hi))

@@ -17,46 +17,14 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from kernels.masks import Mask, TileKind
 from kernels.masks.intervals import LAST_POSITION
 from kernels.plan.rows import Rows
 
-
-@dataclass(frozen=True, eq=False)
-class Rectangles:
-    """Rectangles of tiles `[row_start, row_stop) × [col_start, col_stop)`, int64 `[n]` each."""
-
-    row_start: np.ndarray
-    row_stop: np.ndarray
-    col_start: np.ndarray
-    col_stop: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.row_start)
-
-    def __getitem__(self, index: np.ndarray) -> Rectangles:
-        return Rectangles(self.row_start[index], self.row_stop[index], self.col_start[index], self.col_stop[index])
-
-    @property
-    def num_tiles(self) -> int:
-        return int(np.sum((self.row_stop - self.row_start) * (self.col_stop - self.col_start)))
-
-    def transpose(self) -> Rectangles:
-        return Rectangles(self.col_start, self.col_stop, self.row_start, self.row_stop)
-
-    def positions(self, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]):
-        """Lowest and highest query position, lowest and highest key position; cut off at the sequences' ends."""
-        return (
-            self.row_start * block[0] + offset[0],
-            np.minimum(self.row_stop * block[0], length[0]) - 1 + offset[0],
-            self.col_start * block[1] + offset[1],
-            np.minimum(self.col_stop * block[1], length[1]) - 1 + offset[1],
-        )
-
-    @staticmethod
-    def join(parts: list[Rectangles]) -> Rectangles:
-        return Rectangles(*map(np.concatenate, zip(*(vars(part).values() for part in parts), strict=True)))
+Rectangles = Int[np.ndarray, "n 2 2"]
+"""Rectangles of tiles, int64: of each its rows (start, stop) and its columns (start, stop)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,18 +67,18 @@ class BlockPlan:
     @property
     def num_visited(self) -> int:
         """Number of tiles that are FULL or PARTIAL."""
-        return self.num_full + self.partial.num_tiles
+        return _num_tiles(self.full) + _num_tiles(self.partial)
 
     @property
     def num_full(self) -> int:
         """Number of tiles in which every pair is allowed: no mask needs to be evaluated there."""
-        return self.full.num_tiles
+        return _num_tiles(self.full)
 
     def kinds(self) -> np.ndarray:
         """`TileKind` of every tile, int8 `[num_rows, num_cols]`: for drawings and small plans, not for kernels."""
         kinds = np.full((self.num_rows, self.num_cols), TileKind.EMPTY, np.int8)
         for rectangles, kind in ((self.full, TileKind.FULL), (self.partial, TileKind.PARTIAL)):
-            kinds[_tiles_of(_cut_into_rows(rectangles))] = kind
+            kinds[_tiles_of(*_runs_of(rectangles))] = kind
         return kinds
 
     def transpose(self) -> BlockPlan:
@@ -119,7 +87,7 @@ class BlockPlan:
         The dK/dV pass walks it. Its `q_len`, `block_q` are this plan's `kv_len`, `block_kv`.
         """
         return BlockPlan(
-            self.kv_len, self.q_len, self.block_kv, self.block_q, self.full.transpose(), self.partial.transpose()
+            self.kv_len, self.q_len, self.block_kv, self.block_q, self.full[:, ::-1], self.partial[:, ::-1]
         )
 
     def __repr__(self):
@@ -180,41 +148,48 @@ def _make_block_plan(
     mask: Mask, state: Hashable | None, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]
 ) -> BlockPlan:
     """The plan; `state` is there for the cache alone."""
-    num_rows, num_cols = -(-length[0] // block[0]), -(-length[1] // block[1])
     full: list[Rectangles] = []
     partial: list[Rectangles] = []
-    pending = Rectangles(*(np.array([x]) for x in (0, num_rows, 0, num_cols)))
+    pending = np.array([[(0, -(-tokens // side)) for tokens, side in zip(length, block, strict=True)]])
     while len(pending):
         with jax.ensure_compile_time_eval():
-            kinds = np.asarray(mask.classify(*pending.positions(length, block, offset)))
-        sticks_out = pending.col_stop * block[1] > length[1]
+            kinds = np.asarray(mask.classify(*_positions(pending, length, block, offset)))
+        sticks_out = pending[:, 1, 1] * block[1] > length[1]
         kinds = np.where(sticks_out, np.minimum(kinds, TileKind.PARTIAL), kinds)
-        single = (pending.row_stop - pending.row_start == 1) & (pending.col_stop - pending.col_start == 1)
+        single = (pending[..., 1] - pending[..., 0] == 1).all(-1)
         full.append(pending[kinds == TileKind.FULL])
         partial.append(pending[(kinds == TileKind.PARTIAL) & single])
         pending = _quarter(pending[(kinds == TileKind.PARTIAL) & ~single])
     if not mask.exact:
         # The mask is evaluated on the pairs of tiles that are still open.
-        tiles = Rectangles.join(partial)
-        counts, areas = mask.count_allowed(*tiles.positions(length, block, offset))
-        is_full = (counts == areas) & (tiles.col_stop * block[1] <= length[1])
+        tiles = np.concatenate(partial)
+        counts, areas = mask.count_allowed(*_positions(tiles, length, block, offset))
+        is_full = (counts == areas) & (tiles[:, 1, 1] * block[1] <= length[1])
         full.append(tiles[is_full])
         partial = [tiles[(counts > 0) & ~is_full]]
-    return BlockPlan(*length, *block, Rectangles.join(full), Rectangles.join(partial))
+    return BlockPlan(*length, *block, np.concatenate(full), np.concatenate(partial))
 
 
-def _quarter(rects: Rectangles) -> Rectangles:
+def _quarter(rectangles: Rectangles) -> Rectangles:
     """Cuts each rectangle in the middle of both sides, and leaves out the empty quarters."""
-    row_middle = (rects.row_start + rects.row_stop + 1) // 2
-    col_middle = (rects.col_start + rects.col_stop + 1) // 2
-    quarters = Rectangles.join(
-        [
-            Rectangles(row_start, row_stop, col_start, col_stop)
-            for row_start, row_stop in ((rects.row_start, row_middle), (row_middle, rects.row_stop))
-            for col_start, col_stop in ((rects.col_start, col_middle), (col_middle, rects.col_stop))
-        ]
-    )
-    return quarters[(quarters.row_start < quarters.row_stop) & (quarters.col_start < quarters.col_stop)]
+    for side in range(2):
+        lower, upper = rectangles.copy(), rectangles.copy()
+        lower[:, side, 1] = upper[:, side, 0] = (rectangles[:, side].sum(-1) + 1) // 2
+        rectangles = np.concatenate([lower, upper])
+    return rectangles[(rectangles[..., 0] < rectangles[..., 1]).all(-1)]
+
+
+def _positions(
+    rectangles: Rectangles, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]
+) -> Int[np.ndarray, "4 n"]:
+    """Lowest and highest query position, lowest and highest key position; cut off at the sequences' ends."""
+    places = rectangles * np.array(block)[:, None]
+    places[..., 1] = np.minimum(places[..., 1], length) - 1
+    return (places + np.array(offset)[:, None]).reshape(-1, 4).T
+
+
+def _num_tiles(rectangles: Rectangles) -> int:
+    return int((rectangles[..., 1] - rectangles[..., 0]).prod(-1).sum())
 
 
 def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
@@ -230,50 +205,49 @@ def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     """
     if mask.num_heads is not None:
         return sum(count_allowed_pairs(head, q_len, kv_len) for head in mask.for_each_head(mask.num_heads))
-    block = 128
-    plan = make_block_plan(mask, q_len, kv_len, block, block)
-    full, partial = (rects.positions((q_len, kv_len), (block, block), (0, 0)) for rects in (plan.full, plan.partial))
-    q_lo, q_hi, kv_lo, kv_hi = full
-    counts, _ = mask.count_allowed(*partial)
+    length, block = (q_len, kv_len), (128, 128)
+    plan = make_block_plan(mask, *length, *block)
+    q_lo, q_hi, kv_lo, kv_hi = _positions(plan.full, length, block, (0, 0))
+    counts, _ = mask.count_allowed(*_positions(plan.partial, length, block, (0, 0)))
     return int(np.sum((q_hi - q_lo + 1) * (kv_hi - kv_lo + 1)) + counts.sum())
 
 
 def _rows_of(full: Rectangles, partial: Rectangles, num_rows: int) -> Rows:
     """Collects disjoint rectangles into rows: as intervals if every row is one, else as lists."""
-    full, partial = _cut_into_rows(full), _cut_into_rows(partial)
     unset = np.iinfo(np.int64).max
     start, full_start = np.full(num_rows, unset), np.full(num_rows, unset)
     stop, full_stop, num_full, num_partial = (np.zeros(num_rows, np.int64) for _ in range(4))
-    for runs, count in ((full, num_full), (partial, num_partial)):
-        np.minimum.at(start, runs.row_start, runs.col_start)
-        np.maximum.at(stop, runs.row_start, runs.col_stop)
-        np.add.at(count, runs.row_start, runs.col_stop - runs.col_start)
-    np.minimum.at(full_start, full.row_start, full.col_start)
-    np.maximum.at(full_stop, full.row_start, full.col_stop)
+    full_runs, partial_runs = _runs_of(full), _runs_of(partial)
+    for (row, run_start, run_stop), count in ((full_runs, num_full), (partial_runs, num_partial)):
+        np.minimum.at(start, row, run_start)
+        np.maximum.at(stop, row, run_stop)
+        np.add.at(count, row, run_stop - run_start)
+    np.minimum.at(full_start, full_runs[0], full_runs[1])
+    np.maximum.at(full_stop, full_runs[0], full_runs[2])
 
     num_tiles = num_full + num_partial
     start, full_start = np.where(num_tiles > 0, start, 0), np.where(num_full > 0, full_start, 0)
     if np.array_equal(stop - start, num_tiles) and np.array_equal(full_stop - full_start, num_full):
         return Rows.of_intervals(*(vector[None] for vector in (start, full_start, full_stop, stop)))
 
-    runs = Rectangles.join([full, partial])
-    is_full = np.repeat([True, False], [len(full), len(partial)])
-    _, tiles = _tiles_of(runs[np.lexsort((runs.col_start, is_full, runs.row_start))])
+    runs = np.concatenate([full_runs, partial_runs], axis=1)
+    is_full = np.arange(runs.shape[1]) < full_runs.shape[1]
+    _, tiles = _tiles_of(*runs[:, np.lexsort((runs[1], is_full, runs[0]))])
     first = np.cumsum(num_tiles) - num_tiles
     bounds = np.stack([first, num_partial, np.zeros_like(first), num_tiles], axis=-1)
     return Rows(bounds.astype(np.int32)[None], tiles.astype(np.int32)[None])
 
 
-def _tiles_of(runs: Rectangles) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each tile of some rectangles of one row each, int64."""
-    length = runs.col_stop - runs.col_start
+def _runs_of(rectangles: Rectangles) -> Int[np.ndarray, "3 m"]:
+    """Rectangles cut into runs of one row each: row, first column, column after the last."""
+    height = rectangles[:, 0, 1] - rectangles[:, 0, 0]
+    first_run = np.cumsum(height) - height
+    row = np.arange(height.sum()) + np.repeat(rectangles[:, 0, 0] - first_run, height)
+    return np.stack([row, *np.repeat(rectangles[:, 1], height, axis=0).T])
+
+
+def _tiles_of(row: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(row, column) of each tile of some runs, int64."""
+    length = stop - start
     first = np.cumsum(length) - length
-    return np.repeat(runs.row_start, length), np.repeat(runs.col_start - first, length) + np.arange(length.sum())
-
-
-def _cut_into_rows(rects: Rectangles) -> Rectangles:
-    """Cuts rectangles into pieces of one row each."""
-    height = rects.row_stop - rects.row_start
-    pieces = rects[np.repeat(np.arange(len(height)), height)]
-    row = pieces.row_start + np.arange(len(pieces)) - np.repeat(np.cumsum(height) - height, height)
-    return Rectangles(row, row + 1, pieces.col_start, pieces.col_stop)
+    return np.repeat(row, length), np.repeat(start - first, length) + np.arange(length.sum())

@@ -486,7 +486,7 @@ FUSED_QKV = [*named("grouped_query", "packed"), *(case for case in WIDE if case.
 
 
 def run_fused_qkv(case, rng, tuning):
-    from kernels.backends.triton.fused_qkv import attend_fused_qkv
+    from kernels.attention.fused_qkv import attend_fused_qkv
 
     def attend(query, key, value, sinks, *, keywords):
         qkv = jnp.concatenate([query, key, value], axis=2)

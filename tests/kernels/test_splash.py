@@ -28,7 +28,7 @@ from kernels import (
 from kernels.attention.core import attend
 from kernels.backends import BACKENDS
 from kernels.backends.splash import passes, tuning, upstream_dense, upstream_lazy
-from kernels.backends.splash.tile_grid import _grid, next_visited
+from kernels.backends.splash.tile_grid import _visited_steps, next_visited
 from kernels.backends.splash.upstream import lazy_mask, make_kernel
 from kernels.call import AttentionCall, AttentionInputs
 
@@ -321,7 +321,7 @@ def test_memory_to_trace_does_not_grow_with_the_square_of_the_length(mask):
     """The arrays that hold the plan do grow with the number of tiles; 131,072² booleans would be 17 GB."""
     rise = {}
     for length in (4096, 131_072):
-        _grid.cache_clear()
+        _visited_steps.cache_clear()
         tracemalloc.start()
         trace(mask, length)
         rise[length] = tracemalloc.get_traced_memory()[1]

@@ -124,7 +124,7 @@ def test_kernels_that_cannot_say_what_varies_name_the_remedy():
 
 def test_a_fused_projection_names_the_remedy_too():
     pytest.importorskip("triton", reason="Triton is for x86 Linux")
-    from kernels.backends.triton.fused_qkv import attend_fused_qkv
+    from kernels.attention.fused_qkv import attend_fused_qkv
 
     attend = functools.partial(attend_fused_qkv, num_kv_heads=1, tuning=TritonTuning(interpret=True))
     with pytest.raises(ValueError, match=r"triton backend can't serve this call: .*pass check_vma=False"):

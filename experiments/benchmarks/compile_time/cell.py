@@ -203,7 +203,7 @@ def _forget_masks() -> None:
 
         from kernels.backends.splash import tile_grid
 
-        caches += [tile_grid._grid, splash_attention_mask_info._process_mask]
+        caches += [tile_grid._visited_steps, splash_attention_mask_info._process_mask]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
 

@@ -46,19 +46,10 @@ class Pass:
     transposed: bool
     shrunk: bool
 
-
-class QueryPositions(NamedTuple):
-    """The positions of a tile's queries.
-
-    Attributes:
-      of_pairs: of each of the tile's pairs.
-      once: of each query, repeated over the vector registers' other dimension.
-      to_pairs: repeats something of `once`'s shape for each of the tile's pairs.
-    """
-
-    of_pairs: Array
-    once: Array
-    to_pairs: Callable[[Array], Array]
+    def num_tiles(self, call: AttentionCall) -> tuple[int, int]:
+        """Rows of the grid, and tiles of the other side."""
+        num_q, num_kv = -(-call.q_len // self.block_q), -(-call.kv_len // self.block_kv)
+        return (num_kv, num_q) if self.transposed else (num_q, num_kv)
 
 
 class PassMask(NamedTuple):
@@ -66,7 +57,7 @@ class PassMask(NamedTuple):
 
     info: MaskInfo
     """The tiles to visit under each distinct mask, as the kernels take them."""
-    function: Callable[[Any, QueryPositions, Any, Any], Any] | None
+    function: Callable[[Any, Any, Any, Any], Any] | None
     """(number of the mask, query positions, key positions, keys' places) → allowed, traced into the kernel. None: the
     info says it all."""
     mask_of_head: tuple[int, ...]
@@ -226,19 +217,13 @@ def launch(
         if "logsumexp" in operands:
             named["logsumexp"] = _WithoutInfinities(named["logsumexp"])
 
-        def to_pairs(x):
-            if walk.transposed:
-                return jnp.broadcast_to(x, (walk.block_kv_compute, walk.block_q))
-            return jnp.tile(x, (1, walk.block_kv_compute // _LANES))
-
         def allowed(q_pos, kv_place):
             kv_pos = kv_place
             if kv_positions is not None:
                 one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
                 kv_pos = jnp.broadcast_to(one, kv_place.shape)
-            once = named["q_sequence"][:1, :] if walk.transposed else named["q_sequence"][...]
             assert mask.function is not None
-            return mask.function(number, QueryPositions(q_pos, once, to_pairs), kv_pos, kv_place)
+            return mask.function(number, q_pos, kv_pos, kv_place)
 
         parameters = inspect.signature(kernel).parameters
         absent = {name: None for name in parameters if name.endswith("_ref")}

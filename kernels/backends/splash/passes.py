@@ -25,8 +25,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.splash.launch import MASKED, Pass, PassMask, QueryPositions, launch
-from kernels.backends.splash.tile_grid import TileGrid, next_visited, partial_blocks, plan_grid
+from kernels.backends.splash.launch import MASKED, Pass, PassMask, launch
+from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
 from kernels.plan import kinds_of_tiles
@@ -73,22 +73,21 @@ class Tokens(NamedTuple):
 def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     """The masks from their block plans, in closed form, narrowed on the device by segment ids and positions."""
     distinct = call.mask.distinct_heads(call.num_heads)
-    calls = [call._replace(mask=mask, batch=1) for mask in distinct]
-    grids = TileGrid.of_masks([grid_of(each, walk) for each in calls], idle_first=walk.transposed)
-    kinds: np.ndarray | Array = grids.kinds
+    grid = plan_grid(call, walk)
+    kinds: np.ndarray | Array = grid.kinds
     if jax.tree.leaves(tokens):
         inputs = AttentionInputs(*(None,) * 4, *(x if x is None else x[None] for x in tokens))  # type: ignore[arg-type]
-        blocks = walk.block_q, walk.block_kv
+        calls = (call._replace(mask=mask, batch=1) for mask in distinct)
         narrowed = [
-            kinds_of_tiles(inputs, each, *blocks, tiles, transposed=walk.transposed)[0]
-            for each, tiles in zip(calls, grids.tiles, strict=True)
+            kinds_of_tiles(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
+            for each, tiles in zip(calls, grid.tiles, strict=True)
         ]
-        kinds = jnp.minimum(grids.kinds, jnp.stack(narrowed)).astype(jnp.int8)
+        kinds = jnp.minimum(grid.kinds, jnp.stack(narrowed)).astype(jnp.int8)
 
     mask_next = partial = function = None
     q_positions: Any = None
     if call.mask.needs_lookup:
-        partial, mask_next = partial_blocks(list(distinct), grids, call, walk)
+        partial, mask_next = partial_blocks(list(distinct), grid, call, walk)
     elif (function := _predicate(call, walk)) is not None:
         if tokens.query_positions is None:
             q_positions = np.arange(_whole(call.q_len, walk.block_q), dtype=np.int32)
@@ -99,7 +98,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
         """`[M, R, J]` with query tiles before key/value tiles."""
         return steps.swapaxes(1, 2) if walk.transposed else steps
 
-    data_next = next_visited(grids.tiles, kinds != TileKind.EMPTY).astype(grids.index_dtype)
+    data_next = next_visited(grid.tiles, kinds != TileKind.EMPTY).astype(grid.index_dtype)
     # Upstream's annotations say NumPy; the kernels take any array.
     info = MaskInfo(
         for_kernel(data_next),
@@ -116,22 +115,6 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     return PassMask(info, function, heads, kv_positions)
 
 
-def grid_of(call: AttentionCall, walk: Pass) -> TileGrid:
-    """The tiles that a pass may visit under one mask, as far as they are known ahead of time."""
-    if call.has_positions:
-        num_q, num_kv = -(-call.q_len // walk.block_q), -(-call.kv_len // walk.block_kv)
-        return TileGrid.whole(*((num_kv, num_q) if walk.transposed else (num_q, num_kv)))
-    return plan_grid(
-        call.mask,
-        call.q_len,
-        call.kv_len,
-        walk.block_q,
-        walk.block_kv,
-        transposed=walk.transposed,
-        shrunk=walk.shrunk,
-    )
-
-
 def _predicate(call: AttentionCall, walk: Pass):
     """What the kernel computes in each tile (`PassMask.function`), or None if it allows all pairs."""
     sticks_out = call.kv_len % walk.block_kv != 0
@@ -139,23 +122,10 @@ def _predicate(call: AttentionCall, walk: Pass):
         return None
     masks = list(call.mask.distinct_heads(call.num_heads))
 
-    def of_head(number, values):
-        result, *others = values
-        for i, other in enumerate(others, 1):
-            result = jnp.where(number == i, other, result)
-        return result
-
-    def allowed(number, queries: QueryPositions, kv_pos, kv_place):
-        if len(masks) == 1:
-            result = masks[0](queries.of_pairs, kv_pos)
-        elif call.mask.has_row_intervals:
-            # Chosen once for each query, and not for each pair.
-            intervals = [mask.row_interval(queries.once) for mask in masks]
-            first, last = (queries.to_pairs(of_head(number, ends)) for ends in zip(*intervals, strict=True))
-            result = (first <= kv_pos) & (kv_pos <= last)
-        else:
-            each = ((number == i) & mask(queries.of_pairs, kv_pos) for i, mask in enumerate(masks))
-            result = functools.reduce(jnp.logical_or, each)
+    def allowed(number, q_pos, kv_pos, kv_place):
+        # Mosaic selects no booleans.
+        each = ((number == i) & mask(q_pos, kv_pos) for i, mask in enumerate(masks))
+        result = functools.reduce(jnp.logical_or, each) if len(masks) > 1 else masks[0](q_pos, kv_pos)
         return result & (kv_place < call.kv_len) if sticks_out else result
 
     return allowed

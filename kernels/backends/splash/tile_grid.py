@@ -27,18 +27,16 @@ from kernels.plan import BlockPlan, make_block_plan
 
 @dataclass(frozen=True, eq=False)
 class TileGrid:
-    """The steps of one pass, under one mask `[R, J]` or under M masks `[M, R, J]`.
-
-    The kernel's grid is rectangular and its own input format: tables of all steps can't be had for less.
+    """The steps of one pass. The kernel takes them as tables of all steps: it runs a rectangular grid.
 
     Attributes:
-      tiles: the other side's tile at each step, int32; 0 in steps that do nothing.
+      tiles: the other side's tile at each step under each mask, int32; 0 in steps that do nothing.
       kinds: `TileKind` of each step, int8: EMPTY in steps that do nothing.
       num_tiles: tiles of the other side.
     """
 
-    tiles: np.ndarray
-    kinds: np.ndarray
+    tiles: Int[np.ndarray, "M R J"]
+    kinds: Int[np.ndarray, "M R J"]
     num_tiles: int
 
     @property
@@ -51,48 +49,36 @@ class TileGrid:
         """Scalar memory that the kernel needs for it."""
         return self.tiles.size * (self.index_dtype.itemsize + np.dtype(np.int8).itemsize)
 
-    @staticmethod
-    def whole(num_rows: int, num_tiles: int) -> TileGrid:
-        """Every tile, none known to be FULL: for masks on positions that are known on the device only."""
-        tiles = np.broadcast_to(np.arange(num_tiles, dtype=np.int32), (num_rows, num_tiles))
-        return TileGrid(tiles, np.full(tiles.shape, TileKind.PARTIAL, np.int8), num_tiles)
 
-    @staticmethod
-    def of_masks(grids: list[TileGrid], *, idle_first: bool) -> TileGrid:
-        """The grids of several masks as one, whose rows are as long as the longest of any."""
-        num_steps = max(grid.tiles.shape[1] for grid in grids)
+def plan_grid(call: AttentionCall, walk: Pass) -> TileGrid:
+    """The tiles that a pass may visit under each distinct mask, as far as they are known ahead of time."""
+    each = [_steps(mask, call, walk) for mask in call.mask.distinct_heads(call.num_heads)]
+    num_steps = max(tiles.shape[1] for tiles, _ in each)
 
-        def stacked(arrays):
-            idle = [num_steps - x.shape[1] for x in arrays]
-            return np.stack(
-                [np.pad(x, [(0, 0), (n, 0) if idle_first else (0, n)]) for x, n in zip(arrays, idle, strict=True)]
-            )
+    def stack(tables):
+        idle = [num_steps - x.shape[1] for x in tables]
+        pads = [(n, 0) if walk.transposed else (0, n) for n in idle]
+        return np.stack([np.pad(x, [(0, 0), pad]) for x, pad in zip(tables, pads, strict=True)])
 
-        tiles, kinds = stacked([grid.tiles for grid in grids]), stacked([grid.kinds for grid in grids])
-        return TileGrid(tiles, kinds, grids[0].num_tiles)
+    tiles, kinds = map(stack, zip(*each, strict=True))
+    return TileGrid(tiles, kinds, walk.num_tiles(call)[1])
 
 
-def plan_grid(
-    mask: Mask, q_len: int, kv_len: int, block_q: int, block_kv: int, *, transposed: bool, shrunk: bool
-) -> TileGrid:
-    """The grid of a mask whose positions count from 0.
-
-    Args:
-      mask: a mask of one head.
-      q_len, kv_len: true lengths; the last tiles may stick out.
-      block_q, block_kv: the pass's tile.
-      transposed: rows are key/value tiles, as the dK/dV pass walks them.
-      shrunk: rows are as long as the longest needs. Otherwise step s is always tile s, as the fused backward needs.
-    """
-    return _grid(make_block_plan(mask, q_len, kv_len, block_q, block_kv), transposed, shrunk)
+def _steps(mask: Mask, call: AttentionCall, walk: Pass) -> tuple[Int[np.ndarray, "R J"], Int[np.ndarray, "R J"]]:
+    """Tile and kind of each step under one mask."""
+    if call.has_positions:
+        # Where each token stands is known on the device only: it may be any tile.
+        kinds = np.full(walk.num_tiles(call), TileKind.PARTIAL, np.int8)
+        return _every_tile(kinds), kinds
+    plan = make_block_plan(mask, call.q_len, call.kv_len, walk.block_q, walk.block_kv)
+    return _visited_steps(plan, walk.transposed, walk.shrunk)
 
 
 @functools.lru_cache(maxsize=64)
-def _grid(plan: BlockPlan, transposed: bool, shrunk: bool) -> TileGrid:
+def _visited_steps(plan: BlockPlan, transposed: bool, shrunk: bool):
     kinds = (plan.transpose() if transposed else plan).kinds()
-    num_tiles = kinds.shape[1]
     if not shrunk:
-        return TileGrid(np.broadcast_to(np.arange(num_tiles, dtype=np.int32), kinds.shape), kinds, num_tiles)
+        return _every_tile(kinds), kinds
     visited = kinds != TileKind.EMPTY
     num_steps = max(1, int(visited.sum(axis=1).max()))
     # Idle steps come after the others, but before them in the dK/dV pass, as upstream has it.
@@ -101,7 +87,12 @@ def _grid(plan: BlockPlan, transposed: bool, shrunk: bool) -> TileGrid:
     else:
         order = np.argsort(~visited, axis=1, kind="stable")[:, :num_steps]
     kinds = np.take_along_axis(kinds, order, axis=1)
-    return TileGrid(np.where(kinds == TileKind.EMPTY, 0, order).astype(np.int32), kinds, num_tiles)
+    return np.where(kinds == TileKind.EMPTY, 0, order).astype(np.int32), kinds
+
+
+def _every_tile(kinds: Int[np.ndarray, "R J"]) -> Int[np.ndarray, "R J"]:
+    """Steps that visit every tile in order."""
+    return np.broadcast_to(np.arange(kinds.shape[1], dtype=np.int32), kinds.shape)
 
 
 def next_visited(values: Any, visited: Any) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kernels.backends.splash.launch import Pass
-from kernels.backends.splash.passes import d_key_value_pass, d_query_pass, forward_pass, grid_of
-from kernels.backends.splash.tile_grid import TileGrid
+from kernels.backends.splash.passes import d_key_value_pass, d_query_pass, forward_pass
+from kernels.backends.splash.tile_grid import plan_grid
 from kernels.call import AttentionCall
 
 _TPU_LANES = 128
@@ -106,6 +106,5 @@ def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
 
 
 def _grid_bytes(call: AttentionCall, walk: Pass) -> int:
-    grids = [grid_of(call._replace(mask=mask), walk) for mask in call.mask.distinct_heads(call.num_heads)]
-    grid = TileGrid.of_masks(grids, idle_first=walk.transposed)
+    grid = plan_grid(call, walk)
     return grid.num_bytes + (4 * grid.tiles.size if call.mask.needs_lookup else 0)

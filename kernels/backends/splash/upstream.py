@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -93,24 +94,17 @@ def dense_mask(mask: Mask, shape: tuple[int, int]) -> upstream_masks.Mask:
     return upstream_masks.NumpyMask(np.broadcast_to(mask.evaluate(q_pos, kv_pos), shape))
 
 
+@dataclass(frozen=True)
 class _Sliced(upstream_masks.Mask):
     """One of our masks as JAX's: no array, but each slice that JAX asks for is evaluated."""
 
-    def __init__(self, mask: Mask, shape: tuple[int, int]):
-        self._mask, self._shape = mask, shape
+    mask: Mask
+    lengths: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self._shape
+        return self.lengths
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-        q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self._shape, strict=True))
-        return self._mask.evaluate(q_pos[:, None], kv_pos[None])
-
-    def __hash__(self):
-        return hash((self._mask, self._shape))
-
-    def __eq__(self, other: object):
-        if not isinstance(other, _Sliced):
-            return NotImplemented
-        return (self._mask, self._shape) == (other._mask, other._shape)
+        q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self.lengths, strict=True))
+        return self.mask.evaluate(q_pos[:, None], kv_pos[None])

@@ -1,17 +1,15 @@
 """Attention of the output of one projection for query, key and value, without cutting it up first.
 
-XLA hands a kernel dense arrays, so a slice would be a copy. The kernels read each operand by its own strides instead.
+XLA hands a kernel dense arrays, so a slice would be a copy. The Triton kernels read each operand by its own strides.
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from kernels.attention.core import attend_by_halves
 from kernels.backends.triton.backward_passes import run_backward
 from kernels.backends.triton.forward_pass import run_forward
 from kernels.backends.triton.support import unsupported_reason
@@ -76,38 +74,21 @@ def attend_fused_qkv(
     reason = CHECK_VMA_REASON if call.varying_axes else unsupported_reason(call, tuning)
     if reason is not None:
         raise ValueError(f"the triton backend can't serve this call: {reason}")
-    return _attend(resolve(tuning, call), qkv, inputs.query_segment_ids, call)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _attend(tuning: TritonTuning, qkv: Array, segment_ids: Array | None, call: AttentionCall):
-    output, _ = _attend_forward(tuning, qkv, segment_ids, call)
+    # Query, key and value are all of the first input.
+    inputs = inputs._replace(query=qkv, key=None, value=None)  # type: ignore[arg-type]
+    output, _ = attend_by_halves(_forward, _backward, resolve(tuning, call), inputs, call)
     return output
 
 
-def _attend_forward(tuning: TritonTuning, qkv: Array, segment_ids: Array | None, call: AttentionCall):
-    output, lse = run_forward(_matrices(qkv, call), _tokens(qkv, segment_ids), call, tuning)
-    # The names let a remat policy keep these two, all that the backward needs besides the projection.
-    output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
-    return output, (qkv, segment_ids, output, lse)
+def _forward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning):
+    return run_forward(_matrices(inputs.query, call), inputs, call, tuning)
 
 
-def _attend_backward(tuning: TritonTuning, call: AttentionCall, residuals, d_output):
-    qkv, segment_ids, output, lse = residuals
-    cotangent = Cotangent.of(output, lse, d_output)
-    gradients = run_backward(_matrices(qkv, call), _tokens(qkv, segment_ids), call, tuning, cotangent)
-    return jnp.concatenate(gradients, axis=2), None
+def _backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent):
+    gradients = run_backward(_matrices(inputs.query, call), inputs, call, tuning, cotangent)
+    return jnp.concatenate(gradients, axis=2), None, None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
-def _matrices(qkv: Array, call: AttentionCall) -> Matrices:
-    return Matrices(
-        Strided.of(qkv), Strided.of(qkv, call.num_heads), Strided.of(qkv, call.num_heads + call.num_kv_heads)
-    )
-
-
-def _tokens(qkv: Array, segment_ids: Array | None) -> AttentionInputs:
-    """Inputs of which only the tokens are read."""
-    return AttentionInputs(qkv, qkv, qkv, query_segment_ids=segment_ids, key_value_segment_ids=segment_ids)
+def _matrices(qkv: Float[Array, "B T N+2K H"], call: AttentionCall) -> Matrices:
+    first_key = call.num_heads
+    return Matrices(Strided.of(qkv), Strided.of(qkv, first_key), Strided.of(qkv, first_key + call.num_kv_heads))
