@@ -31,6 +31,7 @@ from kernels.decode.tokens import (
 )
 
 WORD_BITS = 32
+_NO_LOWEST = np.iinfo(np.int32).max  # Of a block without tokens.
 
 
 @jax.tree_util.register_dataclass
@@ -74,12 +75,14 @@ class CellTable:
                 f"capacity={capacity} is not a multiple of block_size={block_size}; "
                 f"use {-(-capacity // block_size) * block_size}"
             )
-        num_words = -(-num_sequences // WORD_BITS)
-        positions, owners = jnp.full(capacity, -1, jnp.int32), jnp.zeros((capacity, num_words), jnp.uint32)
+        num_blocks, num_words = capacity // block_size, -(-num_sequences // WORD_BITS)
         return CellTable(
-            positions=positions,
-            owners=owners,
-            **_summary(positions.reshape(-1, block_size), owners.reshape(-1, block_size, num_words)),
+            positions=jnp.full(capacity, -1, jnp.int32),
+            owners=jnp.zeros((capacity, num_words), jnp.uint32),
+            lowest=jnp.full(num_blocks, _NO_LOWEST, jnp.int32),
+            highest=jnp.full(num_blocks, -1, jnp.int32),
+            some_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
+            every_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
             lengths=jnp.zeros(num_sequences, jnp.int32),
             last_cells=jnp.full(num_sequences, -1, jnp.int32),
             num_dropped=jnp.zeros(num_sequences, jnp.int32),
@@ -125,7 +128,9 @@ class CellTable:
     ) -> tuple[CellTable, Int[Array, "B T"]]:
         """As `allocate`, with sequence numbers that have been checked."""
         length, last_cell = of_sequences(self.lengths, sequences), of_sequences(self.last_cells, sequences)
-        counts = token_counts(num_tokens, num_new, length, sequences, self.num_sequences)
+        counts = token_counts(num_tokens, num_new, length)
+        if sequences is not None:
+            counts = jnp.where(sequences < self.num_sequences, counts, 0)
         batch = len(length)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
@@ -186,16 +191,25 @@ class CellTable:
 
     def share(self, source: int, target: int, num_tokens: int | None = None) -> CellTable:
         """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
-        giver, taker = self._one_sequence("source", source), self._one_sequence("target", target)
-        known = isinstance(giver, int) and isinstance(taker, int)
-        if known and giver == taker:
-            raise ValueError(f"sequence {giver} can't be replaced by its own start; give two different sequences")
+        numbers = integers("source", source, ()), integers("target", target, ())
+        givers, takers = (sequence_numbers(number, self.num_sequences) for number in numbers)
+        known = not is_traced(numbers)
+        if known and numbers[0] == numbers[1]:
+            raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
+        giver, taker = givers[0], takers[0]
         length, lost = (x.at[giver].get(mode="fill", fill_value=0) for x in (self.lengths, self.num_dropped))
         if num_tokens is not None:
-            length = jnp.clip(self._tokens_to_share(num_tokens, giver, length), 0, length)
-        table = self.free(taker)
-        shared = self._sees(table.owners, jnp.asarray([giver]))[0] & (table.positions < length)
-        joined = table.owners | _sets(jnp.asarray([taker]), table.owners.shape[-1])
+            count = integers("num_tokens", num_tokens, ())
+            if isinstance(count, np.ndarray):
+                if count < 0:
+                    raise ValueError(f"num_tokens={count} must be at least 0")
+                if not is_traced(length) and count > int(length):
+                    raise ValueError(f"sequence {source} holds {length} tokens, not num_tokens={count}; share fewer")
+                count = np.minimum(count, MOST_TOKENS).astype(np.int32)
+            length = jnp.clip(count, 0, length)
+        table = self.free(takers)
+        shared = self._sees(table.owners, givers)[0] & (table.positions < length)
+        joined = table.owners | _sets(takers, table.owners.shape[-1])
         table = dataclasses.replace(
             table,
             owners=jnp.where(shared[:, None], joined, table.owners),
@@ -206,23 +220,6 @@ class CellTable:
             return table
         changes = (giver != taker) & (giver < self.num_sequences) & (taker < self.num_sequences)
         return jax.tree.map(lambda new, old: jnp.where(changes, new, old), table, self)
-
-    def _one_sequence(self, name: str, sequence: Any) -> int | Int[Array, ""]:
-        """A sequence's number; past the end if it's traced and the table hasn't it."""
-        number = integers(name, sequence, ())
-        (checked,) = sequence_numbers(sequence, self.num_sequences)
-        return int(number) if isinstance(number, np.ndarray) else checked
-
-    def _tokens_to_share(self, num_tokens: Any, source: Any, held: Int[Array, ""]) -> int | Int[Array, ""]:
-        """How many tokens are shared, which isn't checked against what the source holds where either is traced."""
-        count = integers("num_tokens", num_tokens, ())
-        if not isinstance(count, np.ndarray):
-            return count
-        if count < 0:
-            raise ValueError(f"num_tokens={count} must be at least 0")
-        if not is_traced(held) and count > int(held):
-            raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={count}; share fewer")
-        return min(int(count), MOST_TOKENS)
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
         """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""
@@ -257,38 +254,31 @@ class CellTable:
         self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
     ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
         """Positions of some cells for each sequence, or of all, and whether it sees them."""
-        numbers = numbered(sequences, self.num_sequences)
-        if cells is None:
-            return self.positions[None], self._sees(self.owners, numbers)
-        word, bit = numbers // WORD_BITS, (numbers % WORD_BITS).astype(jnp.uint32)
-        seen = ((self.owners[cells, word[:, None]] >> bit[:, None]) & 1).astype(bool)
-        return self.positions[cells], seen & (numbers < self.num_sequences)[:, None]
+        seen = self._sees(self.owners, numbered(sequences, self.num_sequences), cells)
+        return self.positions[None] if cells is None else self.positions[cells], seen
 
-    def _sees(self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"]) -> Bool[Array, "B n"]:
-        """Whether each sequence is in each set; one past the end is in none."""
+    def _sees(
+        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], places: Int[Array, "B c"] | None = None
+    ) -> Bool[Array, "B c"]:
+        """Whether each sequence is in each of the sets, or in those at its places; one past the end is in none."""
         word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
-        seen = ((sets.T[word] >> bit[:, None]) & 1).astype(bool)
-        return seen & (sequences < self.num_sequences)[:, None]
+        words = sets.T[word] if places is None else sets[places, word[:, None]]
+        return ((words >> bit[:, None]) & 1).astype(bool) & (sequences < self.num_sequences)[:, None]
 
     def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
         """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
-        cells = jnp.arange(self.num_blocks) if blocks is None else blocks
-        by_block = (x.reshape(self.num_blocks, self.block_size, *x.shape[1:]) for x in (self.positions, self.owners))
-        summary = _summary(*(x.at[cells].get(mode="clip") for x in by_block))
-        return dataclasses.replace(
-            self, **{name: getattr(self, name).at[cells].set(x, mode="drop") for name, x in summary.items()}
+        blocks = jnp.arange(self.num_blocks) if blocks is None else blocks
+        positions, owners = (
+            x.reshape(self.num_blocks, self.block_size, *x.shape[1:]).at[blocks].get(mode="clip")
+            for x in (self.positions, self.owners)
         )
-
-
-def _summary(positions: Int[Array, "n size"], owners: UInt32[Array, "n size W"]) -> dict[str, Array]:
-    """What the table keeps of some blocks."""
-    filled = positions >= 0
-    return {
-        "lowest": jnp.where(filled, positions, jnp.iinfo(jnp.int32).max).min(-1),
-        "highest": positions.max(-1),
-        "some_cell": jnp.bitwise_or.reduce(owners, axis=1),
-        "every_cell": jnp.bitwise_and.reduce(owners, axis=1),
-    }
+        return dataclasses.replace(
+            self,
+            lowest=self.lowest.at[blocks].set(jnp.where(positions >= 0, positions, _NO_LOWEST).min(-1), mode="drop"),
+            highest=self.highest.at[blocks].set(positions.max(-1), mode="drop"),
+            some_cell=self.some_cell.at[blocks].set(jnp.bitwise_or.reduce(owners, axis=1), mode="drop"),
+            every_cell=self.every_cell.at[blocks].set(jnp.bitwise_and.reduce(owners, axis=1), mode="drop"),
+        )
 
 
 def _sets(sequences: Int[Array, " n"], num_words: int) -> UInt32[Array, "n W"]:

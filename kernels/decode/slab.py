@@ -18,7 +18,8 @@ from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
-    check_tokens,
+    checked_tokens,
+    empty_cells,
     growth_on_host,
     numbered,
     of_sequences,
@@ -76,21 +77,9 @@ class SlabCache:
         >>> cache.write(token, token).lengths.tolist()
         [1, 1]
         """
-        value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(
-            num_sequences=num_sequences,
-            capacity=capacity,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            block_size=block_size,
-        )
-        return SlabCache(
-            key=jnp.zeros((num_sequences, capacity, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((num_sequences, capacity, num_kv_heads, value_dim), dtype),
-            lengths=jnp.zeros(num_sequences, jnp.int32),
-            block_size=int(block_size),
-        )
+        check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
+        key, value = empty_cells((num_sequences, capacity), num_kv_heads, head_dim, value_dim, dtype)
+        return SlabCache(key, value, lengths=jnp.zeros(num_sequences, jnp.int32), block_size=int(block_size))
 
     @property
     def num_sequences(self) -> int:
@@ -133,13 +122,12 @@ class SlabCache:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
             aren't there.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
-        batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
+        key, value = checked_tokens(self, key, value)
+        batch, num_new, capacity = *key.shape[:2], self.capacity
         chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
         before = of_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
-        counts = token_counts(num_tokens, num_new, start, chosen, self.num_sequences)
+        counts = token_counts(num_tokens, num_new, start)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
         length = start[:, None]
 

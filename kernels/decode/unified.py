@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.cell_table import CellTable
-from kernels.decode.tokens import check_sizes, check_tokens, integers, sequences_of_batch
+from kernels.decode.tokens import checked_tokens, empty_cells, integers, sequences_of_batch
 
 
 @jax.tree_util.register_dataclass
@@ -70,13 +70,8 @@ class UnifiedCache:
         >>> cache.table.lengths.tolist()
         [0, 0, 0, 0, 0, 100, 80, 0]
         """
-        value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
-        return UnifiedCache(
-            key=jnp.zeros((capacity, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((capacity, num_kv_heads, value_dim), dtype),
-            table=CellTable.empty(num_sequences, capacity, block_size=block_size),
-        )
+        table = CellTable.empty(num_sequences, capacity, block_size=block_size)
+        return UnifiedCache(*empty_cells((capacity,), num_kv_heads, head_dim, value_dim, dtype), table)
 
     @property
     def num_sequences(self) -> int:
@@ -111,24 +106,11 @@ class UnifiedCache:
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
     ) -> UnifiedCache:
-        """Appends tokens to sequences. Tokens that find no room are dropped and counted: ask `check_room` before.
+        """Appends tokens to sequences. Arguments and errors are those of `SlabCache.write`.
 
-        A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
-        to the tokens that are there, and a batch element is left out if the cache hasn't its sequence, or if an earlier
-        element names it too. Other numbers are checked, and those in JAX arrays read from the device for it.
-
-        Args:
-          key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
-          sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
-          num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
-            is.
-
-        Raises:
-          ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
-            aren't there.
+        Tokens that find no room are dropped and counted: ask `check_room` before.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
+        key, value = checked_tokens(self, key, value)
         chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
         table, cells = self.table.allocate_to(chosen, key.shape[1], num_tokens)
         return self.store(table, cells, key, value)
@@ -145,8 +127,7 @@ class UnifiedCache:
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
+        key, value = checked_tokens(self, key, value)
         places = integers("cells", cells)
         if table.capacity != self.capacity or places.shape != key.shape[:2]:
             raise ValueError(
@@ -183,11 +164,7 @@ class UnifiedCache:
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
-        """Checks, on the host, that sequences may grow.
-
-        Args:
-          num_tokens: tokens that each sequence is to gain, one number or one for each.
-          sequences: those that grow; all by default.
+        """Checks, on the host, that sequences may grow. Arguments are those of `SlabCache.check_room`.
 
         Raises:
           CacheFull: there's no room, with the blocks needed and free, or a sequence not freed yet has lost tokens that
