@@ -34,7 +34,11 @@ def _static_number(name: str, value: Any, default: str, instead: str) -> float |
             f"{name} is traced ({value.aval.str_short()}), but it must be a Python number, since it is compiled into "
             f"the kernels; make it a static argument of jax.jit (static_argnames={name.split('.')[-1]!r}), or {instead}"
         )
-    if not _is_real(value):
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        is_real = value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    else:
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real:
         raise ValueError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}; {default}")
     try:
         number = float(value)
@@ -46,10 +50,3 @@ def _static_number(name: str, value: Any, default: str, instead: str) -> float |
             f"size); {default}"
         )
     return number
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it is one real number: of Python, of NumPy, or an array without dimensions. A bool isn't one."""
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, wanted) for wanted in (jnp.floating, jnp.integer))
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

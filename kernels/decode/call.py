@@ -24,6 +24,7 @@ from kernels.target import Target
 from kernels.varying import vary, varying_axes
 
 Cache = SlabCache | UnifiedCache
+OutputAndLse = tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]
 
 
 class DecodeInputs(NamedTuple):

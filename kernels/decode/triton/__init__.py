@@ -14,12 +14,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from kernels.backends.triton.support import reason_in_call
 from kernels.backends.triton.tuning import TritonTiles, next_power_of_2, padded_head_dim
 from kernels.decode.blocks import block_kinds
-from kernels.decode.call import DecodeCall, DecodeInputs
+from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.tokens import numbered
 from kernels.decode.triton.tuning import SMALLEST_DOT, TritonDecodeTuning, resolve
 from kernels.decode.unified import UnifiedCache
@@ -39,9 +38,7 @@ def unsupported_reason(call: DecodeCall, tuning: TritonDecodeTuning | None = Non
     return reason_in_call(call, interpreted=tuning is not None and tuning.interpret)
 
 
-def attend(
-    inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | None = None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | None = None) -> OutputAndLse:
     """Attention of one call. See `kernels.decode_attention`."""
     # They import Triton, which isn't installed everywhere.
     from kernels.backends.triton.tiles import launch
