@@ -18,7 +18,7 @@ from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
-    checked_tokens,
+    checked_key_value,
     empty_cells,
     growth_on_host,
     numbered,
@@ -122,18 +122,17 @@ class SlabCache:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
             aren't there.
         """
-        key, value = checked_tokens(self, key, value)
+        key, value = checked_key_value(self, key, value)
         batch, num_new, capacity = *key.shape[:2], self.capacity
         chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
         before = of_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
         counts = token_counts(num_tokens, num_new, start)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
-        length = start[:, None]
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
-        position = length + token
-        kept = (token < counts[:, None]) & (position >= length + counts[:, None] - capacity)
+        position = start[:, None] + token
+        kept = (token < counts[:, None]) & (token >= counts[:, None] - capacity)
         # Tokens that aren't kept go past the end, each to a cell of its own, since the cells are promised to differ.
         cell = jnp.where(kept, position % capacity, capacity + token)
         place = (numbered(chosen, self.num_sequences)[:, None], cell)
@@ -141,7 +140,7 @@ class SlabCache:
         def put(cells, tokens):
             if batch == num_new == 1 and chosen is None and num_tokens is None:
                 # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
-                return jax.lax.dynamic_update_slice(cells, tokens, (0, length[0, 0] % capacity, 0, 0))
+                return jax.lax.dynamic_update_slice(cells, tokens, (0, start[0] % capacity, 0, 0))
             return cells.at[place].set(tokens, mode="drop", unique_indices=True)
 
         return dataclasses.replace(

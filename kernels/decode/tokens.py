@@ -1,4 +1,4 @@
-"""What both forms of cache check of the numbers that callers give: sequences, counts of tokens, new keys and values.
+"""What both forms of cache share: empty cells, and checks of the sequences, counts and tokens that callers give.
 
 Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
 left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
@@ -123,7 +123,7 @@ def empty_cells(
     return jnp.zeros((*shape, num_kv_heads, head_dim), dtype), jnp.zeros((*shape, num_kv_heads, value_dim), dtype)
 
 
-def checked_tokens(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]]:
+def checked_key_value(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]]:
     """New keys and values as arrays; ValueError for those that don't fit the cells of a cache."""
     key, value = jnp.asarray(key), jnp.asarray(value)
     for name, tokens, cells in (("key", key, cache.key), ("value", value, cache.value)):

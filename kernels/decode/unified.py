@@ -22,7 +22,7 @@ from kernels.decode.tokens import (
     MOST_TOKENS,
     CacheFull,
     check_sizes,
-    checked_tokens,
+    checked_key_value,
     empty_cells,
     growth_on_host,
     integers,
@@ -35,7 +35,7 @@ from kernels.decode.tokens import (
 )
 
 WORD_BITS = 32
-_NO_LOWEST = np.iinfo(np.int32).max  # Of a block without tokens.
+_NO_LOWEST = np.iinfo(np.int32).max  # `lowest` of a block without tokens.
 
 
 @jax.tree_util.register_dataclass
@@ -124,7 +124,7 @@ class UnifiedCache:
 
         Tokens that find no room are dropped and counted: ask `check_room` before.
         """
-        key, value = checked_tokens(self, key, value)
+        key, value = checked_key_value(self, key, value)
         chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
         table, cells = self.table.allocate_to(chosen, key.shape[1], num_tokens)
         return self.store(table, cells, key, value)
@@ -141,7 +141,7 @@ class UnifiedCache:
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
         """
-        key, value = checked_tokens(self, key, value)
+        key, value = checked_key_value(self, key, value)
         places = integers("cells", cells)
         if table.capacity != self.capacity or places.shape != key.shape[:2]:
             raise ValueError(
@@ -365,9 +365,9 @@ class CellTable:
         numbers = integers("source", source, ()), integers("target", target, ())
         givers, takers = (sequence_numbers(number, self.num_sequences) for number in numbers)
         if is_traced(numbers):
-            # Unless the table has both, neither is one of its sequences: nothing changes.
-            has_both = (givers != takers) & (givers < self.num_sequences) & (takers < self.num_sequences)
-            givers, takers = (jnp.where(has_both, x, self.num_sequences) for x in (givers, takers))
+            # Unless they are two of the table's sequences, both numbers go past the end, and nothing changes.
+            are_two = (givers != takers) & (givers < self.num_sequences) & (takers < self.num_sequences)
+            givers, takers = (jnp.where(are_two, x, self.num_sequences) for x in (givers, takers))
         elif numbers[0] == numbers[1]:
             raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
         length, lost = of_sequences(self.lengths, givers), of_sequences(self.num_dropped, givers)
