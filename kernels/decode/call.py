@@ -54,7 +54,6 @@ class DecodeCall(NamedTuple):
     mask: Mask
     scale: float
     logits_soft_cap: float | None
-    has_sinks: bool
     block_size: int
     num_blocks: int
     num_cells: int
@@ -123,7 +122,6 @@ def make_decode_call(
         mask=mask,
         scale=1 / math.sqrt(head_dim) if scale is None else scale,
         logits_soft_cap=logits_soft_cap,
-        has_sinks=sinks is not None,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         num_cells=cache.capacity,

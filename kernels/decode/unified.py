@@ -277,11 +277,7 @@ class CellTable:
         return self.lowest.shape[0]
 
     def allocate(
-        self,
-        num_new: int,
-        *,
-        sequences: Int[Array, " B"] | None = None,
-        num_tokens: Int[Array, " B"] | None = None,
+        self, num_new: int, *, sequences: Int[Array, " B"] | None = None, num_tokens: Int[Array, " B"] | None = None
     ) -> tuple[CellTable, Int[Array, "B T"]]:
         """Gives cells to new tokens. See `UnifiedCache.write`.
 
@@ -411,13 +407,9 @@ class CellTable:
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
         """What each sequence finds in each block."""
-        sequences = numbered(sequences, self.num_sequences)
-        return BlockSummary(
-            self.lowest[None],
-            self.highest[None],
-            some=self._sees(self.some_cell, sequences),
-            every=self._sees(self.every_cell, sequences),
-        )
+        numbers = numbered(sequences, self.num_sequences)
+        some, every = (self._sees(sets, numbers) for sets in (self.some_cell, self.every_cell))
+        return BlockSummary(self.lowest[None], self.highest[None], some, every)
 
     def cells(
         self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
