@@ -15,28 +15,30 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 
 def checked_scale(scale: Any) -> float | None:
     """The factor on the logits as a Python number that float32 holds, or None. It may be negative or 0."""
-    if scale is None:
-        return None
     return _static_number("scale", scale, "None stands for 1/√head_dim", "multiply query by it and pass scale=1.0")
 
 
 def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:
     """The soft cap as a positive Python number that float32 holds, or None; errors call it by its `name`."""
-    if cap is None:
-        return None
     number = _static_number(name, cap, "None turns it off", "use one that is known ahead of time")
-    if number <= 0:
+    if number is not None and number <= 0:
         raise ValueError(f"{name}={number} must be positive; None turns it off")
     return number
 
 
-def _static_number(name: str, value: Any, default: str, instead: str) -> float:
+def _static_number(name: str, value: Any, default: str, instead: str) -> float | None:
+    if value is None:
+        return None
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} is traced ({value.aval.str_short()}), but it must be a Python number, since it is compiled into "
             f"the kernels; make it a static argument of jax.jit (static_argnames={name.split('.')[-1]!r}), or {instead}"
         )
-    if not _is_real(value):
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        is_real = value.ndim == 0 and any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    else:
+        is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_real:
         raise ValueError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}; {default}")
     try:
         number = float(value)
@@ -48,10 +50,3 @@ def _static_number(name: str, value: Any, default: str, instead: str) -> float:
             f"size); {default}"
         )
     return number
-
-
-def _is_real(value: Any) -> bool:
-    """Whether it is one real number: of Python, of NumPy, or an array without dimensions. A bool isn't one."""
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        return value.ndim == 0 and any(jnp.issubdtype(value.dtype, wanted) for wanted in (jnp.floating, jnp.integer))
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -17,20 +17,11 @@ from jaxtyping import Array, Int
 Sides = tuple[Any, ...]  # of queries and of keys
 
 
-def _uncut(integers: Any) -> jax.Array | np.ndarray:
-    """The integers as an array that keeps 64 bits: NumPy's, unless it is JAX's already."""
-    return integers if isinstance(integers, jax.Array) else np.asarray(integers)
-
-
 def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array | np.ndarray, "B L"]:
     """Integers of any type, `[B, L]` or `[L]`, as `[B, L]`; refuses anything else by its name."""
     tokens = _uncut(tokens)
     if tokens.shape not in ((length,), (batch, length)) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [{batch}, {length}] or [{length}], got {tokens.dtype}{tokens.shape}")
-    if not _fits(tokens.dtype, np.int32):
-        # Under jit, an operation of JAX's would trace values that are known.
-        known = _on_host(tokens)
-        tokens = tokens if known is None else known
     xp = jnp if isinstance(tokens, jax.Array) else np
     return xp.broadcast_to(tokens, (batch, length))
 
@@ -40,19 +31,16 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
     positions = _uncut(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {positions.dtype}{positions.shape}")
-    if not _fits(positions.dtype, np.int32):
-        known = _on_host(positions)
-        if known is None:
-            raise ValueError(
-                f"{name} is traced {positions.dtype}, whose values may be beyond int32; "
-                f"pass {name}.astype(jnp.int32) if they aren't"
-            )
-        if not _all_fit(known, np.int32):
-            raise ValueError(
-                f"{name} reaches from {known.min()} to {known.max()}, beyond int32; subtract a number "
-                "from all positions of the call, query's and key's alike"
-            )
-        positions = known
+    if _is_wide(positions.dtype) and isinstance(positions, jax.Array):
+        raise ValueError(
+            f"{name} is traced {positions.dtype}, whose values may be beyond int32; "
+            f"pass {name}.astype(jnp.int32) if they aren't"
+        )
+    if _is_wide(positions.dtype) and not _all_fit(positions, np.int32):
+        raise ValueError(
+            f"{name} reaches from {positions.min()} to {positions.max()}, beyond int32; subtract a number "
+            "from all positions of the call, query's and key's alike"
+        )
     return jnp.asarray(positions.astype(np.int32))
 
 
@@ -61,7 +49,7 @@ def int32_segment_ids(
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
     """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew."""
     sides: Sides = (query_ids, key_value_ids)
-    if not all(_fits(ids.dtype, np.int32) for ids in sides):
+    if any(_is_wide(ids.dtype) for ids in sides):
         known = [_on_host(ids) for ids in sides]
         on_host = [ids for ids in known if ids is not None]
         if len(on_host) < len(sides):
@@ -91,7 +79,7 @@ def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
             "(np.unique(ids, return_inverse=True)) if they don't fit"
         )
     by_side = [jnp.asarray(ids, common) for ids in by_side]
-    if _fits(common, np.int32):
+    if not _is_wide(common):
         return tuple(by_side)
     if common == np.uint32:
         return tuple(jax.lax.bitcast_convert_type(ids, jnp.int32) for ids in by_side)
@@ -109,10 +97,18 @@ def _numbered(xp: Any, sides: Sequence[Any]) -> Sides:
     return numbered[: sides[0].size].reshape(sides[0].shape), numbered[sides[0].size :].reshape(sides[1].shape)
 
 
-def _fits(dtype, into) -> bool:
-    """Whether one integer type holds every value of another."""
-    mine, whole = jnp.iinfo(dtype), jnp.iinfo(into)
-    return int(whole.min) <= int(mine.min) and int(mine.max) <= int(whole.max)
+def _uncut(integers: Any) -> jax.Array | np.ndarray:
+    """The integers as an array that keeps 64 bits: NumPy's, but JAX's if they are JAX's and traced or fit int32."""
+    if isinstance(integers, jax.Array) and not _is_wide(integers.dtype):
+        return integers
+    # Under jit, an operation of JAX's would trace values that are known.
+    known = _on_host(integers)
+    return integers if known is None else known
+
+
+def _is_wide(dtype: np.dtype) -> bool:
+    """Whether an integer type holds values that int32 doesn't."""
+    return jnp.issubdtype(dtype, jnp.integer) and not np.can_cast(dtype, np.int32)
 
 
 def _all_fit(values: np.ndarray, into) -> bool:

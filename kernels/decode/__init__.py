@@ -1,9 +1,8 @@
 """Attention of new tokens to a key/value cache of many sequences, and the two forms of that cache."""
 
 from kernels.decode.attention import decode_attention
-from kernels.decode.cell_table import CellTable
 from kernels.decode.slab import SlabCache, slab_capacity
 from kernels.decode.tokens import CacheFull
-from kernels.decode.unified import UnifiedCache
+from kernels.decode.unified import CellTable, UnifiedCache
 
 __all__ = ["CacheFull", "CellTable", "SlabCache", "UnifiedCache", "decode_attention", "slab_capacity"]

@@ -28,12 +28,7 @@ def decode_attention(
 
 @overload
 def decode_attention(
-    query: Array,
-    cache: Cache,
-    mask: Mask | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **_: Unpack[NewTokens],
+    query: Array, cache: Cache, mask: Mask | None = None, *, return_lse: Literal[False] = False, **_: Unpack[NewTokens]
 ) -> Array: ...
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from kernels.decode.blocks import block_kinds
-from kernels.decode.call import DecodeCall, DecodeInputs
+from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
 from kernels.plan import list_rows
 from kernels.softmax import RunningSoftmax, matmul
@@ -29,9 +28,7 @@ def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
     return None
 
 
-def attend(
-    inputs: DecodeInputs, call: DecodeCall, tuning: None = None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> OutputAndLse:
     """Attention of one call. See `kernels.decode_attention`."""
     cache, sequences = inputs.cache, inputs.sequences
     plan = list_rows(block_kinds(call.mask, inputs.query_positions, cache.blocks(sequences))[:, None])

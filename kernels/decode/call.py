@@ -24,6 +24,7 @@ from kernels.target import Target
 from kernels.varying import vary, varying_axes
 
 Cache = SlabCache | UnifiedCache
+OutputAndLse = tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]
 
 
 class DecodeInputs(NamedTuple):
@@ -53,7 +54,6 @@ class DecodeCall(NamedTuple):
     mask: Mask
     scale: float
     logits_soft_cap: float | None
-    has_sinks: bool
     block_size: int
     num_blocks: int
     num_cells: int
@@ -122,7 +122,6 @@ def make_decode_call(
         mask=mask,
         scale=1 / math.sqrt(head_dim) if scale is None else scale,
         logits_soft_cap=logits_soft_cap,
-        has_sinks=sinks is not None,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         num_cells=cache.capacity,

@@ -11,9 +11,8 @@ R = G·T rows of a query tile, C cells that a sequence looks at, H and V head di
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from kernels.decode.call import DecodeCall, DecodeInputs
+from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
 from kernels.softmax import INITIAL_MAX, RunningSoftmax
 
@@ -47,9 +46,7 @@ def slower_reason(call: DecodeCall) -> str | None:
     return None
 
 
-def attend(
-    inputs: DecodeInputs, call: DecodeCall, tuning: None = None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> OutputAndLse:
     """Attention of one call. See `kernels.decode_attention`."""
     position, seen = inputs.cache.cells(inputs.sequences)
     key, value = (x.astype(call.softmax_dtype).swapaxes(1, 2)[:, :, None] for x in inputs.cache.read(inputs.sequences))

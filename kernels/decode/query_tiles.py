@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.decode.call import DecodeCall
+from kernels.decode.call import DecodeCall, OutputAndLse
 from kernels.softmax import MASKED, RunningSoftmax, soft_capped
 
 
@@ -39,9 +39,7 @@ def capped_logits(
     return jnp.where(allowed, soft_capped(products * call.scale, call.logits_soft_cap), MASKED)
 
 
-def finish(
-    softmax: RunningSoftmax, sinks: Float[Array, " N"] | None, call: DecodeCall
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
+def finish(softmax: RunningSoftmax, sinks: Float[Array, " N"] | None, call: DecodeCall) -> OutputAndLse:
     """Output and lse of the tokens, sinks included."""
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(call.softmax_dtype).reshape(call.num_kv_heads, -1), call.num_new, axis=1)

@@ -18,7 +18,8 @@ from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
 from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
-    check_tokens,
+    checked_key_value,
+    empty_cells,
     growth_on_host,
     numbered,
     of_sequences,
@@ -76,21 +77,9 @@ class SlabCache:
         >>> cache.write(token, token).lengths.tolist()
         [1, 1]
         """
-        value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(
-            num_sequences=num_sequences,
-            capacity=capacity,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            block_size=block_size,
-        )
-        return SlabCache(
-            key=jnp.zeros((num_sequences, capacity, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((num_sequences, capacity, num_kv_heads, value_dim), dtype),
-            lengths=jnp.zeros(num_sequences, jnp.int32),
-            block_size=int(block_size),
-        )
+        check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
+        key, value = empty_cells((num_sequences, capacity), num_kv_heads, head_dim, value_dim, dtype)
+        return SlabCache(key, value, lengths=jnp.zeros(num_sequences, jnp.int32), block_size=int(block_size))
 
     @property
     def num_sequences(self) -> int:
@@ -133,19 +122,17 @@ class SlabCache:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
             aren't there.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
-        batch, num_new, capacity = key.shape[0], key.shape[1], self.capacity
+        key, value = checked_key_value(self, key, value)
+        batch, num_new, capacity = *key.shape[:2], self.capacity
         chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
         before = of_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
-        counts = token_counts(num_tokens, num_new, start, chosen, self.num_sequences)
+        counts = token_counts(num_tokens, num_new, start)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
-        length = start[:, None]
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
-        position = length + token
-        kept = (token < counts[:, None]) & (position >= length + counts[:, None] - capacity)
+        position = start[:, None] + token
+        kept = (token < counts[:, None]) & (token >= counts[:, None] - capacity)
         # Tokens that aren't kept go past the end, each to a cell of its own, since the cells are promised to differ.
         cell = jnp.where(kept, position % capacity, capacity + token)
         place = (numbered(chosen, self.num_sequences)[:, None], cell)
@@ -153,7 +140,7 @@ class SlabCache:
         def put(cells, tokens):
             if batch == num_new == 1 and chosen is None and num_tokens is None:
                 # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
-                return jax.lax.dynamic_update_slice(cells, tokens, (0, length[0, 0] % capacity, 0, 0))
+                return jax.lax.dynamic_update_slice(cells, tokens, (0, start[0] % capacity, 0, 0))
             return cells.at[place].set(tokens, mode="drop", unique_indices=True)
 
         return dataclasses.replace(

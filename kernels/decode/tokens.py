@@ -1,4 +1,4 @@
-"""What both forms of cache check of the numbers that callers give: sequences, counts of tokens, new keys and values.
+"""What both forms of cache share: empty cells, and checks of the sequences, counts and tokens that callers give.
 
 Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
 left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 # Positions are 32-bit integers.
 MOST_TOKENS = int(np.iinfo(np.int32).max)
@@ -114,14 +114,19 @@ def numbered(sequences: Int[Array, " B"] | None, num_sequences: int) -> Int[Arra
     return jnp.asarray(np.arange(num_sequences, dtype=np.int32)) if sequences is None else sequences
 
 
-def check_tokens(
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K V"],
-    key_cells: Float[Array, "... K H"],
-    value_cells: Float[Array, "... K V"],
-) -> None:
-    """Raises ValueError for new keys and values that don't fit a cache's cells."""
-    for name, tokens, cells in (("key", key, key_cells), ("value", value, value_cells)):
+def empty_cells(
+    shape: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int | None, dtype: DTypeLike
+) -> tuple[Float[Array, "... K H"], Float[Array, "... K V"]]:
+    """Keys and values of cells without tokens; V is H by default."""
+    value_dim = head_dim if value_dim is None else value_dim
+    check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+    return jnp.zeros((*shape, num_kv_heads, head_dim), dtype), jnp.zeros((*shape, num_kv_heads, value_dim), dtype)
+
+
+def checked_key_value(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]]:
+    """New keys and values as arrays; ValueError for those that don't fit the cells of a cache."""
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    for name, tokens, cells in (("key", key, cache.key), ("value", value, cache.value)):
         if 0 in tokens.shape[:2]:
             raise ValueError(f"{name} of shape {tokens.shape} holds no tokens; expected at least one")
         if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != cells.shape[-2:]:
@@ -131,18 +136,13 @@ def check_tokens(
             )
         if tokens.dtype != cells.dtype:
             raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {cells.dtype}; cast it")
+    return key, value
 
 
-def token_counts(
-    num_tokens: Any,
-    num_new: int,
-    lengths: Int[Array, " B"],
-    sequences: Int[Array, " B"] | None,
-    num_sequences: int,
-) -> Int[Array, " B"]:
+def token_counts(num_tokens: Any, num_new: int, lengths: Int[Array, " B"]) -> Int[Array, " B"]:
     """How many of each batch element's `num_new` tokens are written to a sequence of this length; by default all.
 
-    A number past the end gets none, and a sequence no more than `MOST_TOKENS` in all.
+    A sequence gets no more than `MOST_TOKENS` in all.
     """
     if num_tokens is None:
         counts = jnp.full(lengths.shape, num_new, jnp.int32)
@@ -151,8 +151,6 @@ def token_counts(
         if isinstance(given, np.ndarray) and ((given < 0) | (given > num_new)).any():
             raise ValueError(f"num_tokens={given.tolist()} must all be from 0 to {num_new}, the tokens that are given")
         counts = jnp.clip(given, 0, num_new).astype(jnp.int32)
-    if sequences is not None:
-        counts = jnp.where(sequences < num_sequences, counts, 0)
     return jnp.minimum(counts, MOST_TOKENS - lengths)
 
 

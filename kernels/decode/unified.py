@@ -1,23 +1,41 @@
-"""A key/value cache whose cells many sequences share.
+"""A key/value cache whose cells many sequences share, and the table that says whose each cell is.
 
-Dimensions: Z sequences that the cache can tell apart, C cells, J blocks of cells, B batch of a call (each element one
-sequence), T new tokens of each, K key/value heads, H and V head dims of key and value.
+Dimensions: Z sequences that they can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
+B batch of a call (each element one sequence), T new tokens of each, K key/value heads, H and V head dims of key and
+value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int
+import numpy as np
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, UInt32
 
 from kernels.decode.blocks import DEFAULT_BLOCK_SIZE, BlockSummary
-from kernels.decode.cell_table import CellTable
-from kernels.decode.tokens import check_sizes, check_tokens, integers, sequences_of_batch
+from kernels.decode.tokens import (
+    MOST_TOKENS,
+    CacheFull,
+    check_sizes,
+    checked_key_value,
+    empty_cells,
+    growth_on_host,
+    integers,
+    is_traced,
+    numbered,
+    of_sequences,
+    sequence_numbers,
+    sequences_of_batch,
+    token_counts,
+)
+
+WORD_BITS = 32
+_NO_LOWEST = np.iinfo(np.int32).max  # `lowest` of a block without tokens.
 
 
 @jax.tree_util.register_dataclass
@@ -34,6 +52,7 @@ class UnifiedCache:
     Attributes:
       key, value: the cells.
       table: whose they are.
+      num_sequences, capacity, lengths, block_size, num_blocks: those of the table.
     """
 
     key: Float[Array, "C K H"]
@@ -70,37 +89,27 @@ class UnifiedCache:
         >>> cache.table.lengths.tolist()
         [0, 0, 0, 0, 0, 100, 80, 0]
         """
-        value_dim = head_dim if value_dim is None else value_dim
-        check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
-        return UnifiedCache(
-            key=jnp.zeros((capacity, num_kv_heads, head_dim), dtype),
-            value=jnp.zeros((capacity, num_kv_heads, value_dim), dtype),
-            table=CellTable.empty(num_sequences, capacity, block_size=block_size),
-        )
+        table = CellTable.empty(num_sequences, capacity, block_size=block_size)
+        return UnifiedCache(*empty_cells((capacity,), num_kv_heads, head_dim, value_dim, dtype), table)
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the cache can tell apart."""
         return self.table.num_sequences
 
     @property
     def capacity(self) -> int:
-        """Cells of all sequences together."""
         return self.table.capacity
 
     @property
     def lengths(self) -> Int[Array, " Z"]:
-        """Tokens of each sequence so far: the position of its next one."""
         return self.table.lengths
 
     @property
     def block_size(self) -> int:
-        """Cells that are given out, read and skipped together."""
         return self.table.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks."""
         return self.table.num_blocks
 
     def write(
@@ -111,24 +120,11 @@ class UnifiedCache:
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
     ) -> UnifiedCache:
-        """Appends tokens to sequences. Tokens that find no room are dropped and counted: ask `check_room` before.
+        """Appends tokens to sequences. Arguments and errors are those of `SlabCache.write`.
 
-        A sequence holds at most 2³¹ − 1 tokens. Under `jax.jit` nothing is known of traced numbers: counts are clamped
-        to the tokens that are there, and a batch element is left out if the cache hasn't its sequence, or if an earlier
-        element names it too. Other numbers are checked, and those in JAX arrays read from the device for it.
-
-        Args:
-          key, value: of the new tokens, in the cache's dtype; any number T, a whole prompt too.
-          sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
-          num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
-            is.
-
-        Raises:
-          ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
-            aren't there.
+        Tokens that find no room are dropped and counted: ask `check_room` before.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
+        key, value = checked_key_value(self, key, value)
         chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
         table, cells = self.table.allocate_to(chosen, key.shape[1], num_tokens)
         return self.store(table, cells, key, value)
@@ -145,8 +141,7 @@ class UnifiedCache:
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
         """
-        key, value = jnp.asarray(key), jnp.asarray(value)
-        check_tokens(key, value, self.key, self.value)
+        key, value = checked_key_value(self, key, value)
         places = integers("cells", cells)
         if table.capacity != self.capacity or places.shape != key.shape[:2]:
             raise ValueError(
@@ -183,11 +178,7 @@ class UnifiedCache:
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
-        """Checks, on the host, that sequences may grow.
-
-        Args:
-          num_tokens: tokens that each sequence is to gain, one number or one for each.
-          sequences: those that grow; all by default.
+        """Checks, on the host, that sequences may grow. Arguments are those of `SlabCache.check_room`.
 
         Raises:
           CacheFull: there's no room, with the blocks needed and free, or a sequence not freed yet has lost tokens that
@@ -213,3 +204,245 @@ class UnifiedCache:
     ) -> tuple[Float[Array, "#B c K H"], Float[Array, "#B c K V"]]:
         """Keys and values of some cells for each sequence, or of all, which are the same for every one."""
         return (self.key[None], self.value[None]) if cells is None else (self.key[cells], self.value[cells])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CellTable:
+    """Whose each cell of a unified cache is, and at which position: one table serves all layers of a model.
+
+    Cells are given out in blocks: a sequence fills up its newest block, then takes the first free one. A block is free
+    again once no sequence sees any of its cells. All of this happens on the device, so that a step that writes can run
+    inside a compiled loop; `check_room` asks ahead, on the host, whether the tokens to come will fit.
+
+    Attributes:
+      positions: of the token in each cell; −1 where there's none.
+      owners: the set of sequences that see each cell, as bits; none for an empty cell.
+      lowest, highest: bounds of the positions in each block.
+      some_cell, every_cell: the sequences that see some cell of a block, and those that see all of its cells.
+      lengths: tokens of each sequence so far: the position of its next one.
+      last_cells: cell of the newest token that a sequence wrote itself; −1 if there's none.
+      num_dropped: tokens of each sequence for which there was no free block. They are lost, and `check_room` says so
+        until the sequence ends.
+      block_size: cells of a block.
+    """
+
+    positions: Int[Array, " C"]
+    owners: UInt32[Array, "C W"]
+    lowest: Int[Array, " J"]
+    highest: Int[Array, " J"]
+    some_cell: UInt32[Array, "J W"]
+    every_cell: UInt32[Array, "J W"]
+    lengths: Int[Array, " Z"]
+    last_cells: Int[Array, " Z"]
+    num_dropped: Int[Array, " Z"]
+    block_size: int = field(metadata={"static": True})
+
+    @staticmethod
+    def empty(num_sequences: int, capacity: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> CellTable:
+        """A table of empty cells. See `UnifiedCache.empty`."""
+        check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
+        if capacity % block_size:
+            raise ValueError(
+                f"capacity={capacity} is not a multiple of block_size={block_size}; "
+                f"use {-(-capacity // block_size) * block_size}"
+            )
+        num_blocks, num_words = capacity // block_size, -(-num_sequences // WORD_BITS)
+        return CellTable(
+            positions=jnp.full(capacity, -1, jnp.int32),
+            owners=jnp.zeros((capacity, num_words), jnp.uint32),
+            lowest=jnp.full(num_blocks, _NO_LOWEST, jnp.int32),
+            highest=jnp.full(num_blocks, -1, jnp.int32),
+            some_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
+            every_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
+            lengths=jnp.zeros(num_sequences, jnp.int32),
+            last_cells=jnp.full(num_sequences, -1, jnp.int32),
+            num_dropped=jnp.zeros(num_sequences, jnp.int32),
+            block_size=int(block_size),
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that the table can tell apart."""
+        return self.lengths.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """Number of cells."""
+        return self.positions.shape[0]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return self.lowest.shape[0]
+
+    def allocate(
+        self, num_new: int, *, sequences: Int[Array, " B"] | None = None, num_tokens: Int[Array, " B"] | None = None
+    ) -> tuple[CellTable, Int[Array, "B T"]]:
+        """Gives cells to new tokens. See `UnifiedCache.write`.
+
+        Returns:
+          The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
+
+        Raises:
+          ValueError: `num_new` below 1, sequences that the table hasn't, or counts of tokens that aren't there.
+        """
+        check_sizes(num_new=num_new)
+        chosen = None if sequences is None else sequence_numbers(sequences, self.num_sequences, distinct=True)
+        return self.allocate_to(chosen, num_new, num_tokens)
+
+    def allocate_to(
+        self, sequences: Int[Array, " B"] | None, num_new: int, num_tokens: Any
+    ) -> tuple[CellTable, Int[Array, "B T"]]:
+        """As `allocate`, with sequence numbers that have been checked."""
+        length, last_cell = of_sequences(self.lengths, sequences), of_sequences(self.last_cells, sequences)
+        counts = token_counts(num_tokens, num_new, length)
+        if sequences is not None:
+            counts = jnp.where(sequences < self.num_sequences, counts, 0)
+        size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
+
+        # Each sequence's blocks: first the one that it is filling up (full where there is none), then free ones.
+        num_used = last_cell % size + 1
+        num_taken = (num_used + counts - 1) // size
+        most_taken = (size + num_new - 1) // size
+        rank = jnp.arange(most_taken, dtype=jnp.int32)[None]
+        # The n-th free block comes after all blocks up to which there are fewer than n; past the end if n aren't free.
+        num_free_so_far = jnp.cumsum((self.some_cell == 0).all(-1), dtype=jnp.int32)
+        nth = (jnp.cumsum(num_taken) - num_taken)[:, None] + rank + 1
+        taken = (num_free_so_far < nth[..., None]).sum(-1, dtype=jnp.int32)
+        taken = jnp.where(rank < num_taken[:, None], taken, no_block)
+        filling = jnp.where(last_cell < 0, no_block, last_cell // size)
+        blocks = jnp.concatenate([filling[:, None], taken], axis=1).astype(jnp.int32)
+
+        token = jnp.arange(num_new, dtype=jnp.int32)[None]
+        place = num_used[:, None] + token
+        block = jnp.take_along_axis(blocks, place // size, axis=1)
+        counted = token < counts[:, None]
+        fits = counted & (block < no_block)
+        # The writes are cheap where all cells are promised to differ, so those past the end differ too.
+        past_end = capacity + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
+        cells = jnp.where(fits, block * size + place % size, past_end)
+
+        newest = jnp.take_along_axis(cells, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_cell)
+        position, lost = length[:, None] + token, (counted & ~fits).sum(1, dtype=jnp.int32)
+        owner = self._sets(numbered(sequences, self.num_sequences))
+        owner = jnp.broadcast_to(owner[:, None], (*cells.shape, owner.shape[-1]))
+        table = dataclasses.replace(
+            self,
+            positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
+            owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
+            lengths=length + counts if sequences is None else self.lengths.at[sequences].add(counts, mode="drop"),
+            last_cells=newest if sequences is None else self.last_cells.at[sequences].set(newest, mode="drop"),
+            num_dropped=self.num_dropped + lost
+            if sequences is None
+            else self.num_dropped.at[sequences].add(lost, mode="drop"),
+        )
+        return table._summarized(blocks.reshape(-1)), cells
+
+    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
+        """Ends sequences. See `UnifiedCache.free`."""
+        numbers = sequence_numbers(sequences, self.num_sequences)
+        sets = jnp.where((numbers < self.num_sequences)[:, None], self._sets(numbers), 0)
+        ended = jnp.bitwise_or.reduce(sets, axis=0)
+        owners = self.owners & ~ended
+        table = dataclasses.replace(
+            self,
+            positions=jnp.where((owners == 0).all(-1), -1, self.positions),
+            owners=owners,
+            lengths=self.lengths.at[numbers].set(0, mode="drop"),
+            last_cells=self.last_cells.at[numbers].set(-1, mode="drop"),
+            num_dropped=self.num_dropped.at[numbers].set(0, mode="drop"),
+        )
+        return table._summarized()
+
+    def share(self, source: int, target: int, num_tokens: int | None = None) -> CellTable:
+        """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
+        numbers = integers("source", source, ()), integers("target", target, ())
+        givers, takers = (sequence_numbers(number, self.num_sequences) for number in numbers)
+        if is_traced(numbers):
+            # Unless they are two of the table's sequences, both numbers go past the end, and nothing changes.
+            are_two = (givers != takers) & (givers < self.num_sequences) & (takers < self.num_sequences)
+            givers, takers = (jnp.where(are_two, x, self.num_sequences) for x in (givers, takers))
+        elif numbers[0] == numbers[1]:
+            raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
+        length, lost = of_sequences(self.lengths, givers), of_sequences(self.num_dropped, givers)
+        if num_tokens is not None:
+            count = integers("num_tokens", num_tokens, ())
+            if isinstance(count, np.ndarray):
+                if count < 0:
+                    raise ValueError(f"num_tokens={count} must be at least 0")
+                if not is_traced(length) and count > (held := length.item()):
+                    raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={count}; share fewer")
+                count = np.minimum(count, MOST_TOKENS).astype(np.int32)
+            length = jnp.clip(count, 0, length)
+        table = self.free(takers)
+        shared = self._sees(table.owners, givers)[0] & (table.positions < length)
+        table = dataclasses.replace(
+            table,
+            owners=jnp.where(shared[:, None], table.owners | self._sets(takers), table.owners),
+            lengths=table.lengths.at[takers].set(length, mode="drop"),
+            num_dropped=table.num_dropped.at[takers].set(lost, mode="drop"),
+        )
+        return table._summarized()
+
+    def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
+        """Checks that there are free blocks enough. See `UnifiedCache.check_room`."""
+        chosen, _, growth = growth_on_host(self.lengths, num_tokens, sequences)
+        lost = np.asarray(self.num_dropped)[chosen]
+        if lost.any():
+            raise CacheFull(
+                f"{lost.sum()} tokens of sequences {chosen[lost > 0].tolist()} found no room in {self.capacity} cells "
+                "and are lost; free these sequences, and ask check_room before tokens are written"
+            )
+        num_used = np.asarray(self.last_cells)[chosen] % self.block_size + 1
+        num_needed = int(((num_used + growth - 1) // self.block_size).sum())
+        num_free = int((np.asarray(self.some_cell) == 0).all(-1).sum())
+        if num_needed > num_free:
+            raise CacheFull(
+                f"{growth.sum()} more tokens of {len(chosen)} sequences need {num_needed} free blocks of "
+                f"{self.block_size} cells, but {num_free} of {self.num_blocks} are free; free a sequence, or make the "
+                f"cache with capacity={self.capacity + (num_needed - num_free) * self.block_size}"
+            )
+
+    def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
+        """What each sequence finds in each block."""
+        numbers = numbered(sequences, self.num_sequences)
+        some, every = (self._sees(sets, numbers) for sets in (self.some_cell, self.every_cell))
+        return BlockSummary(self.lowest[None], self.highest[None], some, every)
+
+    def cells(
+        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
+        """Positions of some cells for each sequence, or of all, and whether it sees them."""
+        seen = self._sees(self.owners, numbered(sequences, self.num_sequences), cells)
+        return self.positions[None] if cells is None else self.positions[cells], seen
+
+    def _sets(self, sequences: Int[Array, " n"]) -> UInt32[Array, "n W"]:
+        """Each sequence as a set of its own."""
+        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        is_its_word = jnp.arange(self.owners.shape[-1]) == word[:, None]
+        return jnp.where(is_its_word, jnp.uint32(1) << bit[:, None], jnp.uint32(0))
+
+    def _sees(
+        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], places: Int[Array, "B c"] | None = None
+    ) -> Bool[Array, "B c"]:
+        """Whether each sequence is in each of the sets, or in those at its places; one past the end is in none."""
+        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        words = sets.T[word] if places is None else sets[places, word[:, None]]
+        return ((words >> bit[:, None]) & 1).astype(bool) & (sequences < self.num_sequences)[:, None]
+
+    def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
+        """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
+        blocks = jnp.arange(self.num_blocks) if blocks is None else blocks
+        positions, owners = (
+            x.reshape(self.num_blocks, self.block_size, *x.shape[1:]).at[blocks].get(mode="clip")
+            for x in (self.positions, self.owners)
+        )
+        return dataclasses.replace(
+            self,
+            lowest=self.lowest.at[blocks].set(jnp.where(positions >= 0, positions, _NO_LOWEST).min(-1), mode="drop"),
+            highest=self.highest.at[blocks].set(positions.max(-1), mode="drop"),
+            some_cell=self.some_cell.at[blocks].set(jnp.bitwise_or.reduce(owners, axis=1), mode="drop"),
+            every_cell=self.every_cell.at[blocks].set(jnp.bitwise_and.reduce(owners, axis=1), mode="drop"),
+        )

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kernels.backends.triton.tuning import TritonTiles
+from kernels.backends.triton.tuning import TritonTiles, next_power_of_2
 from kernels.decode.call import DecodeCall
 
 # The smallest side of a matrix product, and the most rows of a tile that fit the registers.
-_SMALLEST_DOT, _MOST_ROWS = 16, 64
+SMALLEST_DOT, _MOST_ROWS = 16, 64
 # Chosen on an H200 (docs/benchmarks.md, "Decoding"). Where sequences share few cells, a program has a block or two, and
 # half the warps are faster.
 _TILE_CELLS, _FEW_SHARED_CELLS = 32, 5120
@@ -46,8 +46,7 @@ def resolve(tuning: TritonDecodeTuning | None, call: DecodeCall) -> TritonDecode
     tuning = tuning or TritonDecodeTuning()
     if tuning.tiles is not None:
         return tuning
-    num_rows = call.num_new * call.group_size
-    block_q = min(max(1 << (num_rows - 1).bit_length(), _SMALLEST_DOT), _MOST_ROWS)
+    block_q = min(max(next_power_of_2(call.num_new * call.group_size), SMALLEST_DOT), _MOST_ROWS)
     rows_per_warp = 16 if call.one_slab and call.num_cells <= _FEW_SHARED_CELLS else 8
     power_of_2_in_block = call.block_size & -call.block_size
     tiles = TritonTiles(block_q, min(_TILE_CELLS, power_of_2_in_block), block_q // rows_per_warp, num_stages=3)
