@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper, launch
-from kernels.backends.mosaic_gpu.memory import (
-    WGMMA_ROWS,
-    accumulator,
-    load_vector,
-    matrix,
-    padded_head_dim,
-    spread,
-    vector,
-)
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
@@ -35,9 +27,6 @@ from kernels.plan import Row, Rows
 
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
-
-SmemT = TypeVar("SmemT")
-BarriersT = TypeVar("BarriersT")
 
 
 class BackwardArrays(NamedTuple):
@@ -57,15 +46,15 @@ class BackwardArrays(NamedTuple):
     d_value: Any = None
 
 
-class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
+class BackwardContext(NamedTuple):
     """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
     machine: Hopper
     gmem: BackwardArrays
-    smem: SmemT
-    barriers: BarriersT
+    smem: SharedStorage
+    barriers: SharedStorage
     block: WorkBlock  # the block that stays in shared memory
     first: jax.Array  # index of the block's first query or key
     tiles: Row  # the tiles that the block visits, of one head
@@ -85,9 +74,9 @@ def launch_pass(
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scratch: tuple[SmemT, BarriersT],
-    producer: Callable[[BackwardContext[SmemT, BarriersT]], None],
-    consumers: Sequence[Callable[[BackwardContext[SmemT, BarriersT]], None]],
+    scratch: tuple[SharedStorage, SharedStorage],
+    producer: Callable[[BackwardContext], None],
+    consumers: Sequence[Callable[[BackwardContext], None]],
     *,
     transposed: bool,
     shift: int | None = None,
@@ -167,45 +156,22 @@ def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
     return jnp.exp2(exponent), slope
 
 
-class DQuerySmem(NamedTuple):
-    """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
-
-    q: Any
-    do: Any
-    lse_delta: Any
-    k: Any
-    v: Any
-    tokens: Any
-    ds: Any  # what the machine needs to multiply with dS
-
-
-class DQueryBarriers(NamedTuple):
-    """Barriers: the queries' for each consumer, k's and v's for each stage."""
-
-    queries: Any
-    k: Pipeline
-    v: Pipeline
-
-
-DQueryContext = BackwardContext[DQuerySmem, DQueryBarriers]
-
-
 def query_scratch(
     call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[DQuerySmem, DQueryBarriers]:
-    """Shared memory and barriers of the pass."""
+) -> tuple[SharedStorage, SharedStorage]:
+    """Shared memory and barriers of the pass. k, v and tokens have stages, all else is there for each consumer."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    smem = DQuerySmem(
+    smem = SharedStorage(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
-        lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+        lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
         tokens=token_memory(call, num_stages, block_kv),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, DQueryBarriers(
+    return smem, SharedStorage(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
         k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
         v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
@@ -220,7 +186,7 @@ def query_pass(
     return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
 
 
-def _load(context: DQueryContext) -> None:
+def _load(context: BackwardContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -238,11 +204,11 @@ def _load(context: DQueryContext) -> None:
         barriers.v.producer_acquire(step, slot)
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
 
-    producer_tail(num_steps, barriers.k)
-    producer_tail(num_steps, barriers.v)
+    barriers.k.producer_tail(num_steps)
+    barriers.v.producer_tail(num_steps)
 
 
-def _differentiate(context: DQueryContext) -> None:
+def _differentiate(context: BackwardContext) -> None:
     """Consumer: dQ of 64 query rows."""
     gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
     first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
@@ -268,7 +234,7 @@ def _differentiate(context: DQueryContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+def _add_tile(context: BackwardContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
     smem, barriers, tiles = context.smem, context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.memory import accumulator, matrix
-from kernels.backends.mosaic_gpu.threads import column_indices, join_partial_sums, partial_sums
+from kernels.backends.mosaic_gpu.memory import matrix
+from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.target import Target

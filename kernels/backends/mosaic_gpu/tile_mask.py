@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import load_vector, spread
+from kernels.backends.mosaic_gpu.registers import load_vector, spread
 from kernels.call import AttentionCall, AttentionInputs
 
 Side = Literal["query", "key_value"]

@@ -10,7 +10,6 @@ tile ahead of the second.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,8 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -43,51 +42,24 @@ _NUM_CONSUMERS = 2
 _NUM_P_BUFFERS = 2
 
 
-class WideSmem(NamedTuple):
-    """Shared memory: k and v of the block; q, do, their numbers and tokens for each stage; p for each buffer."""
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    lse_delta: Any
-    p: Any
-    tokens: Any
-    operand: Any  # what the machine needs to multiply with P and dS
-
-
-class WideBarriers(NamedTuple):
-    """Barriers: k and v are full once; q, do and p are rings; `done`: no consumer reads keys and values any more."""
-
-    k: Any
-    v: Any
-    q: Pipeline
-    do: Pipeline
-    p: Pipeline
-    done: Any
-
-
-WideContext = BackwardContext[WideSmem, WideBarriers]
-
-
 def wide_key_value_scratch(
     call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[WideSmem, WideBarriers]:
-    """Shared memory and barriers of the pass."""
+) -> tuple[SharedStorage, SharedStorage]:
+    """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=_NUM_CONSUMERS)
-    smem = WideSmem(
+    smem = SharedStorage(
         k=matrix(WGMMA_ROWS, head_dim, dtype=call.dtype),
         v=matrix(WGMMA_ROWS, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
-        lse_delta=vector(2, num_stages, block_q),
+        lse_delta=plgpu.SMEM((2, num_stages, block_q), jnp.float32),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
         tokens=token_memory(call, num_stages, block_q),
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
-    return smem, WideBarriers(
+    return smem, SharedStorage(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=ring(num_copies=2 + num_token_arrays(call)),
@@ -107,7 +79,7 @@ def wide_key_value_pass(
     return d_key, d_value, None
 
 
-def _load(context: WideContext) -> None:
+def _load(context: BackwardContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -127,11 +99,11 @@ def _load(context: WideContext) -> None:
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
-    producer_tail(num_steps, barriers.q)
-    producer_tail(num_steps, barriers.do)
+    barriers.q.producer_tail(num_steps)
+    barriers.do.producer_tail(num_steps)
 
 
-def _compute_dv(context: WideContext) -> None:
+def _compute_dv(context: BackwardContext) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
     call, tuning, gmem = context.call, context.tuning, context.gmem
     smem, barriers, first = context.smem, context.barriers, context.first
@@ -151,7 +123,7 @@ def _compute_dv(context: WideContext) -> None:
         return p.astype(call.dtype)
 
     def accumulate(dv_acc):
-        finish = functools.partial(producer_tail, context.num_steps, barriers.p)
+        finish = functools.partial(barriers.p.producer_tail, context.num_steps)
         _add_products(context, dv_acc, smem.k, smem.q, barriers.q, smem.do, barriers.do, compute_p, finish)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
         wait_for_consumers(context)
@@ -161,7 +133,7 @@ def _compute_dv(context: WideContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
 
-def _compute_dk(context: WideContext) -> None:
+def _compute_dk(context: BackwardContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
@@ -187,7 +159,9 @@ def _compute_dk(context: WideContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
 
 
-def _add_products(context: WideContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
+def _add_products(
+    context: BackwardContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None
+):
     """Adds `operand @ other` of all tiles to a gradient, with operand = compute_operand(left @ rightᵀ).
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.
