@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import Hopper, launch
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product, launch
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.softmax import log2_scale
@@ -262,6 +262,6 @@ def _add_tile(context: BackwardContext, mask: TileMask, lse, delta, dq_acc, step
     tile_type = accumulator(context.tuning.block_kv_dq)
     barriers.k.consumer_wait(slot)
     ds = pl.run_scoped(multiply, tile_type)
-    context.machine.multiply(dq_acc, ds, k, smem.ds, context.warpgroup)
+    add_product(dq_acc, ds, k, smem.ds, context.warpgroup)
     plgpu.wgmma_wait(0)
     barriers.k.consumer_release(slot)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
-from kernels.backends.mosaic_gpu.machine import Hopper, launch, machine_of
+from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim, padded_matrices
 from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
 from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
@@ -137,9 +137,8 @@ def run_forward(
         jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
         jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
     )
-    scratch = smem, barriers
     output, lse = launch(
-        make_context, _load, [_attend], operands, outputs, scratch, scheduler, tuning=how, machine=machine
+        make_context, _load, [_attend], operands, outputs, (smem, barriers), scheduler, tuning=how, machine=machine
     )
     return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
@@ -266,7 +265,7 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
     tiles, first_tile = rows.tiles, functools.partial(_first_tile, context, rows)
-    output = context.machine.output(o_acc, context.smem.p, context.warpgroup)
+    output = Output(o_acc, context.smem.p, context.warpgroup)
     q.consumer_wait(context.warpgroup)
 
     k.consumer_wait(k.slot(rows.num_before + tiles.begin))
@@ -318,7 +317,7 @@ def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     return p, state
 
 
-def _next_tile(context: ForwardContext, rows: _QueryRows, output, is_partial: bool, rank, carry):
+def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, is_partial: bool, rank, carry):
     """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
     p, state, carried = carry
     smem, k, v = context.smem, context.barriers.k, context.barriers.v

@@ -34,7 +34,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     store_gradient,
     wait_for_consumers,
 )
-from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
@@ -263,8 +263,7 @@ def _accumulate(context: BackwardContext, keys: _Keys) -> None:
 
 def _next_tile(context: BackwardContext, keys: _Keys, step, last):
     """Adds a tile's part to dK and dV, and in the fused form the part of `last`, a (number, head), to dQ."""
-    tuning, machine = context.tuning, context.machine
-    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
+    tuning, smem, barriers, warpgroup = context.tuning, context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
     # The barrier makes the compiler compute the addresses of keys and values in each step. Kept across steps, they take
     # one register per 16 columns.
@@ -279,8 +278,8 @@ def _next_tile(context: BackwardContext, keys: _Keys, step, last):
 
     def add_products():
         if not _is_tall(tuning):
-            machine.multiply(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
-        machine.multiply(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
+            add_product(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
+        add_product(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
     if smem.ds is None:
         add_products()
@@ -313,12 +312,11 @@ def _next_tile(context: BackwardContext, keys: _Keys, step, last):
 
 def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
-    call, tuning, machine = context.call, context.tuning, context.machine
-    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
+    call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
 
     def subtract(index, acc):
         offsets = smem.offsets.at[tile.slot].transpose((1, 0))
-        machine.multiply(acc, keys.offset_weights[index], offsets, smem.weights, warpgroup)
+        add_product(acc, keys.offset_weights[index], offsets, smem.weights, context.warpgroup)
 
     if smem.lse is None:
         subtract(_LSE, s_acc)
@@ -332,7 +330,7 @@ def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     p, slope = probabilities(s, lse, keys.mask, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
-        machine.multiply(keys.dv_acc, operand, tile.do, smem.operand, warpgroup)
+        add_product(keys.dv_acc, operand, tile.do, smem.operand, context.warpgroup)
     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(_is_tall(tuning)))
     ds = ds if slope is None else ds * slope
     return operand, ds.astype(call.dtype)

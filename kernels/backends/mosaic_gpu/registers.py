@@ -24,6 +24,7 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 # A thread's registers hold two neighbouring columns each, alternately of two rows. Four threads share eight columns of
 # a row.
 _ROWS_OF_A_THREAD, _THREADS_OF_A_ROW, _COLUMNS_OF_A_THREAD = 2, 4, 2
+_ROW_SUMS = plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT)
 _ALL_LANES = 0xFFFFFFFF
 
 
@@ -49,10 +50,7 @@ def spread(vector, shape, *, rows: bool) -> jax.Array:
 
 def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[Array, " rows"], Bool[Array, ""]]:
     """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
-    result = (
-        plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT),
-        plgpu.ShapeDtypeStruct((), jnp.bool_, ROW_LAYOUT),  # A scalar has no layout.
-    )
+    result = _ROW_SUMS, plgpu.ShapeDtypeStruct((), jnp.bool_, ROW_LAYOUT)  # A scalar has no layout.
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def add_up(_, p: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
@@ -75,9 +73,7 @@ def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[A
 def join_partial_sums(sums: Float[Array, " rows"]) -> Float[Array, " rows"]:
     """The sums of rows, from the parts of the threads that share a row."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT)
-    )
+    @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT,), return_type=_ROW_SUMS)
     def join(_, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         registers = list(sums.registers.flat)
         for distance in (1, 2):

@@ -30,7 +30,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     store_gradient,
     wait_for_consumers,
 )
-from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
@@ -169,7 +169,7 @@ def _add_products(
     num_steps, tile_type = context.num_steps, accumulator(context.tuning.block_q)
 
     def multiply(operand, slot):
-        context.machine.multiply(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
+        add_product(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
         _, number, rank = query_tile(context, 0)
