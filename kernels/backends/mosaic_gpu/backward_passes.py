@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product, launch
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
-from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -61,6 +60,35 @@ class BackwardContext(NamedTuple):
     num_steps: jax.Array  # number of tiles of all heads
     warpgroup: jax.Array
 
+    def query_tile(self, step) -> tuple[Any, Any, Any]:
+        """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of it.
+
+        All tiles of one of the group's heads come before the next head's. So programs that run at the same time read
+        the same head, and share its tiles in the L2 cache.
+        """
+        member = jax.lax.div(step, self.tiles.num_tiles)
+        rank = step - member * self.tiles.num_tiles
+        return self.block.head * self.call.group_size + member, self.tiles.tile(rank), rank
+
+    def load_keys_and_values(self, first) -> None:
+        """Starts to copy the block's keys and values, from the key of index `first` on."""
+        batch, head, _ = self.block
+        keys = pl.ds(first, self.tuning.block_kv)
+        plgpu.copy_gmem_to_smem(self.gmem.key.at[batch, keys, head], self.smem.k, self.barriers.k)
+        plgpu.copy_gmem_to_smem(self.gmem.value.at[batch, keys, head], self.smem.v, self.barriers.v)
+
+    def wait_for_consumers(self) -> None:
+        """Waits until no consumer reads the block's keys and values any more."""
+        plgpu.barrier_arrive(self.barriers.done)
+        plgpu.barrier_wait(self.barriers.done)
+
+    def store_gradient(self, gradient, smem, ref, first) -> None:
+        """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
+        smem[...] = gradient.astype(self.call.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(first, gradient.shape[0])
+        plgpu.copy_smem_to_gmem(smem, ref.at[self.block.batch, rows, self.block.head])
+
 
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
@@ -83,7 +111,7 @@ def launch_pass(
 ) -> list[Any]:
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
-    A block starts `shift` tiles later than the one before it, or where the mask staggers blocks (None) with its first.
+    Each block starts `shift` tiles after the one at which the block before it started; None: with its own first tile.
     """
     operands: tuple[Any, ...] = arrays[:10] if transposed else arrays[:9]
     outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
@@ -105,55 +133,6 @@ def launch_pass(
     return launch(
         make_context, producer, consumers, operands, out_type, scratch, scheduler, tuning=tuning, machine=machine
     )
-
-
-def load_keys_and_values(context: BackwardContext, first) -> None:
-    """Copies the block's keys and values, from the key of index `first` on."""
-    gmem, smem, barriers, block = context.gmem, context.smem, context.barriers, context.block
-    keys = pl.ds(first, context.tuning.block_kv)
-    plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.head], smem.k, barriers.k)
-    plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
-
-
-def query_tile(context: BackwardContext, step) -> tuple[Any, Any, Any]:
-    """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of that head.
-
-    All tiles of one of the group's heads come before the next head's. So programs that run at the same time read the
-    same head, and share its tiles in the L2 cache.
-    """
-    tiles = context.tiles
-    member = jax.lax.div(step, tiles.num_tiles)
-    rank = step - member * tiles.num_tiles
-    return context.block.head * context.call.group_size + member, tiles.tile(rank), rank
-
-
-def store_gradient(context: BackwardContext, gradient, smem, ref, first) -> None:
-    """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
-    smem[...] = gradient.astype(context.call.dtype)
-    plgpu.commit_smem()
-    rows = pl.ds(first, gradient.shape[0])
-    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, rows, context.block.head])
-
-
-def wait_for_consumers(context: BackwardContext) -> None:
-    """Waits until no consumer reads the block's keys and values any more."""
-    plgpu.barrier_arrive(context.barriers.done)
-    plgpu.barrier_wait(context.barriers.done)
-
-
-def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
-    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `TileMask.apply`.
-
-    `lse` is in units of log₂; None if it was subtracted from the logits before.
-    """
-    call, slope = mask.context.call, None
-    if call.logits_soft_cap is not None:
-        logits = jnp.tanh(logits * (call.scale / call.logits_soft_cap))
-        slope = 1 - logits * logits
-    exponent = mask.apply(logits, is_partial, column_first, slot) * log2_scale(call)
-    if lse is not None:
-        exponent = exponent - spread(lse, logits.shape, rows=mask.streamed == "key_value")
-    return jnp.exp2(exponent), slope
 
 
 def query_scratch(
@@ -228,7 +207,7 @@ def _differentiate(context: BackwardContext) -> None:
     def accumulate(dq_acc):
         pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
-        store_gradient(context, dq, smem.q.at[warpgroup], gmem.d_query, first)
+        context.store_gradient(dq, smem.q.at[warpgroup], gmem.d_query, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
@@ -248,7 +227,7 @@ def _add_tile(context: BackwardContext, mask: TileMask, lse, delta, dq_acc, step
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         kv_first = tiles.tile(step) * context.tuning.block_kv_dq
-        p, slope = probabilities(s, lse, mask, step < tiles.num_partial, kv_first, slot)
+        p, slope = mask.probabilities(s, lse, step < tiles.num_partial, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         barriers.v.consumer_release(v_slot)
         ds = p * (dp - spread(delta, dp.shape, rows=True))

@@ -23,17 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import (
-    BackwardArrays,
-    BackwardContext,
-    launch_pass,
-    load_keys_and_values,
-    padded_head_dims,
-    probabilities,
-    query_tile,
-    store_gradient,
-    wait_for_consumers,
-)
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
@@ -51,7 +41,7 @@ _OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 # Indices of what the producer tells the consumers of a step.
 _TILE, _IS_PARTIAL, _HEAD = range(3)
-# Query tiles from one block's first to the next block's, where the mask gives all blocks the same first one.
+# Where all blocks would start with the same query tile, each starts so many tiles after the one before it.
 _SHIFT = 4
 
 
@@ -191,13 +181,13 @@ def _load(context: BackwardContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
-    load_keys_and_values(context, block.number * tuning.block_kv)
+    context.load_keys_and_values(block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
         one_head = context.call.group_size == 1
-        head, number, rank = (block.head, tiles.tile(step), step) if one_head else query_tile(context, step)
+        head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
@@ -242,7 +232,7 @@ def _accumulate(context: BackwardContext, keys: _Keys) -> None:
 
     def store_dv():
         dv = plgpu.wgmma_accumulator_load(keys.dv_acc, wait_n=0)
-        store_gradient(context, dv, smem.v.at[keys.place], gmem.d_value, keys.first)
+        context.store_gradient(dv, smem.v.at[keys.place], gmem.d_value, keys.first)
 
     # No other consumer reads this one's values.
     if not _is_tall(tuning):
@@ -256,8 +246,8 @@ def _accumulate(context: BackwardContext, keys: _Keys) -> None:
         store_dv()
     dk = plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0)
     # Other consumers' dQ reads this one's keys.
-    wait_for_consumers(context)
-    store_gradient(context, dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
+    context.wait_for_consumers()
+    context.store_gradient(dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -327,7 +317,7 @@ def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse is None else load_vector(smem.lse.at[tile.slot], rows=False)
-    p, slope = probabilities(s, lse, keys.mask, tile.is_partial, tile.number * tuning.block_q, tile.slot)
+    p, slope = keys.mask.probabilities(s, lse, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
         add_product(keys.dv_acc, operand, tile.do, smem.operand, context.warpgroup)

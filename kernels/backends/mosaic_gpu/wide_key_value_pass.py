@@ -23,12 +23,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     BackwardArrays,
     BackwardContext,
     launch_pass,
-    load_keys_and_values,
     padded_head_dims,
-    probabilities,
-    query_tile,
-    store_gradient,
-    wait_for_consumers,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
@@ -83,12 +78,12 @@ def _load(context: BackwardContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
-    load_keys_and_values(context, context.first)
+    context.load_keys_and_values(context.first)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
-        head, number, _ = query_tile(context, step)
+        head, number, _ = context.query_tile(step)
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
@@ -115,7 +110,7 @@ def _compute_dv(context: BackwardContext) -> None:
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
         q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
-        p, slope = probabilities(s, lse, mask, is_partial, q_first, slot)
+        p, slope = mask.probabilities(s, lse, is_partial, q_first, slot)
         barriers.q.consumer_release(slot)
         barriers.p.producer_acquire(step, buffer)
         smem.p.at[buffer][...] = p if slope is None else p * slope
@@ -126,8 +121,8 @@ def _compute_dv(context: BackwardContext) -> None:
         finish = functools.partial(barriers.p.producer_tail, context.num_steps)
         _add_products(context, dv_acc, smem.k, smem.q, barriers.q, smem.do, barriers.do, compute_p, finish)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
-        wait_for_consumers(context)
-        store_gradient(context, dv, smem.v, gmem.d_value, first)
+        context.wait_for_consumers()
+        context.store_gradient(dv, smem.v, gmem.d_value, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
@@ -152,8 +147,8 @@ def _compute_dk(context: BackwardContext) -> None:
     def accumulate(dk_acc):
         _add_products(context, dk_acc, smem.v, smem.do, barriers.do, smem.q, barriers.q, compute_ds)
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * call.scale
-        wait_for_consumers(context)
-        store_gradient(context, dk, smem.k, gmem.d_key, context.first)
+        context.wait_for_consumers()
+        context.store_gradient(dk, smem.k, gmem.d_key, context.first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
@@ -172,13 +167,13 @@ def _add_products(
         add_product(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
-        _, number, rank = query_tile(context, 0)
+        _, number, rank = context.query_tile(0)
         plgpu.wgmma(tile_acc, left, right.at[0].transpose((1, 0)))
         return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, number, rank)
 
     def visit(step, operand):
         slot, last = right_ring.slot(step), right_ring.slot(step - 1)
-        _, number, rank = query_tile(context, step)
+        _, number, rank = context.query_tile(step)
         right_ring.consumer_wait(slot)
 
         def products(tile_acc):
