@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product, launch
-from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
@@ -61,7 +61,7 @@ class BackwardContext(NamedTuple):
     warpgroup: jax.Array
 
     def query_tile(self, step) -> tuple[Any, Any, Any]:
-        """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of it.
+        """The query tile of a step: its head, its number in that head, and its rank among the block's tiles there.
 
         All tiles of one of the group's heads come before the next head's. So programs that run at the same time read
         the same head, and share its tiles in the L2 cache.
@@ -102,7 +102,7 @@ def launch_pass(
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scratch: tuple[SharedStorage, SharedStorage],
+    scratch: Scratch,
     producer: Callable[[BackwardContext], None],
     consumers: Sequence[Callable[[BackwardContext], None]],
     *,
@@ -135,9 +135,7 @@ def launch_pass(
     )
 
 
-def query_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[SharedStorage, SharedStorage]:
+def query_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
     """Shared memory and barriers of the pass. k, v and tokens have stages, all else is there for each consumer."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq

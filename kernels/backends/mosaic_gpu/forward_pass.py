@@ -1,13 +1,13 @@
-"""The forward kernel, of one block of queries after another: it visits each block's key/value tiles.
+"""The forward kernel: it computes one block of queries after another, and visits each block's key/value tiles.
 
-A program has `num_warpgroups` consumer warpgroups, each of which computes 64 query rows of a block, and a producer that
-copies key/value tiles ahead of them. A persistent program computes one block after another; its producer copies the
-next block's first tiles while the consumers finish the last one. A consumer skips the tiles that only other consumers'
-rows attend to.
+A program has a producer warpgroup and `num_warpgroups` consumer warpgroups. The producer copies the block's key/value
+tiles to shared memory, ahead of the consumers. Each consumer computes 64 query rows of the block; a tile to which only
+other consumers' rows attend it releases at once. A persistent program computes several blocks: its producer copies the
+next block's first tiles while the consumers finish the last block.
 
-Two things overlap with the tensor cores' work. A consumer issues the next tile's QKᵀ before this tile's PV, so that
-its softmax runs under a matmul. And consumers issue one after another (ping-pong), or drift apart by themselves, so
-that one's softmax runs under another's matmuls.
+Softmax runs under matmuls, in two ways. A consumer issues a tile's QKᵀ together with the PV of the tile before it, and
+computes the tile's softmax while PV runs. And while one consumer computes a softmax, another's matmuls run: consumers
+issue theirs in turns (ping-pong), or drift apart by themselves.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
 from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
-from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix, padded_head_dim, padded_matrices
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
 from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
@@ -74,14 +74,12 @@ class _QueryRows(NamedTuple):
     mask: TileMask
 
 
-def forward_scratch(
-    call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper
-) -> tuple[SharedStorage, SharedStorage]:
+def forward_scratch(call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper) -> Scratch:
     """Shared memory and barriers of the kernel. k, v and tokens have stages, all else is there for each consumer."""
     head_dim, value_dim = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
-    # Else a consumer's output takes its query's place. In persistent programs the next block's query arrives while this
-    # block's output leaves.
+    # Without its own memory a consumer's output takes its query's place. In a persistent program the next block's query
+    # may arrive while this block's output leaves.
     has_output_memory = tuning.persistent or value_dim != head_dim
     smem = SharedStorage(
         # Keys and values come first for speed (docs/hopper_kernels.md).
@@ -114,7 +112,7 @@ def run_forward(
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
     block_q = how.block_q if tuning.interpret else WGMMA_ROWS
     head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
-    query, key, value = padded_matrices(inputs, block_q, how.block_kv, *head_dims)
+    query, key, value = pad_matrices(inputs, block_q, how.block_kv, *head_dims)
     sinks = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     tokens = TokenArrays.of(inputs, how.block_q, how.block_kv)
     rows = rows_of_warpgroups(inputs, call, how)
@@ -264,10 +262,10 @@ def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
 def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
-    tiles, first_tile = rows.tiles, functools.partial(_first_tile, context, rows)
-    output = Output(o_acc, context.smem.p, context.warpgroup)
+    tiles, output = rows.tiles, Output(o_acc, context.smem.p, context.warpgroup)
+    first_tile = functools.partial(_first_tile, context, rows)
+    next_tile = functools.partial(_next_tile, context, rows, output)
     q.consumer_wait(context.warpgroup)
-
     k.consumer_wait(k.slot(rows.num_before + tiles.begin))
     context.ping_pong.acquire()
     carry = (*pl.run_scoped(first_tile, accumulator(context.tuning.block_kv)), output.zero())
@@ -281,8 +279,8 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
             jnp.where(round_ == 0, first, then)
             for first, then in ((second, full_end), (partial_end, end), (full_end, end))
         )
-        carry = jax.lax.fori_loop(start, middle, functools.partial(_next_tile, context, rows, output, True), carry)
-        return jax.lax.fori_loop(middle, stop, functools.partial(_next_tile, context, rows, output, False), carry)
+        carry = jax.lax.fori_loop(start, middle, functools.partial(next_tile, is_partial=True), carry)
+        return jax.lax.fori_loop(middle, stop, functools.partial(next_tile, is_partial=False), carry)
 
     p, state, carried = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
     if context.tuning.persistent:
@@ -317,7 +315,7 @@ def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     return p, state
 
 
-def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, is_partial: bool, rank, carry):
+def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, rank, carry, *, is_partial: bool):
     """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
     p, state, carried = carry
     smem, k, v = context.smem, context.barriers.k, context.barriers.v

@@ -5,11 +5,12 @@ The fused form computes dQ, too: the consumers exchange dS through shared memory
 product to a float32 dQ in global memory, in no fixed order. It takes five matmuls a tile. The split form leaves dQ to
 `query_pass`: it takes seven matmuls a tile, and gives the same bits in every run.
 
-delta and lse are further columns of the queries, so that the tensor cores subtract them: from dP, and from S. Here
-queries are a tile's columns, so each thread would load both numbers for every column that it holds, and the bandwidth
-of shared memory bounds the pass (docs/hopper_kernels.md). The keys have constants in these 16 columns, and the
-accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset is a sum of four
-such numbers, each with a weight of its own, which gives float16 the range. The weights are the keys' constants.
+The tensor cores also subtract delta from dP, and lse from S. Queries are a tile's columns here, so each thread would
+have to load both numbers for every column that it holds, and the bandwidth of shared memory bounds the pass
+(docs/hopper_kernels.md). Instead, queries have 16 more columns, which hold delta and lse, and keys have constants in
+these columns; the accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset
+is a sum of four such numbers, each times a weight of its own, which gives float16 the range. The weights are the keys'
+constants.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
@@ -50,7 +51,6 @@ class _Tile(NamedTuple):
 
     slot: Any
     number: Any
-    head: Any
     is_partial: Any
     q: Any
     do: Any
@@ -67,9 +67,7 @@ class _Keys(NamedTuple):
     dv_acc: Any
 
 
-def key_value_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
-) -> tuple[SharedStorage, SharedStorage]:
+def key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool) -> Scratch:
     """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
@@ -262,7 +260,7 @@ def _next_tile(context: BackwardContext, keys: _Keys, step, last):
     barriers.q.consumer_wait(slot)
     number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
     head = smem.steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
-    tile = _Tile(slot, number, head, is_partial, smem.q.at[slot], smem.do.at[slot])
+    tile = _Tile(slot, number, is_partial, smem.q.at[slot], smem.do.at[slot])
     tile_type = accumulator(tuning.block_q)
     p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
 

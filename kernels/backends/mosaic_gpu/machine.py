@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.memory import matrix
+from kernels.backends.mosaic_gpu.memory import Scratch, matrix
 from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
@@ -136,7 +136,7 @@ def launch(
     consumers: Sequence[Callable[[Any], None]],
     operands: tuple[Any, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: tuple[Any, Any],
+    scratch: Scratch,
     scheduler: TileScheduler,
     *,
     tuning: MosaicForwardTuning | MosaicBackwardTuning,

@@ -22,15 +22,15 @@ def padded_head_dim(head_dim: int) -> int:
     return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
 
 
-def padded_matrices(
+def pad_matrices(
     inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
 ) -> tuple[Array, Array, Array]:
     """Query, key and value, padded to whole blocks and to these head dims."""
-    query, key = padded(inputs.query, block_q, head_dim), padded(inputs.key, block_kv, head_dim)
-    return query, key, padded(inputs.value, block_kv, value_dim)
+    query, key = pad_matrix(inputs.query, block_q, head_dim), pad_matrix(inputs.key, block_kv, head_dim)
+    return query, key, pad_matrix(inputs.value, block_kv, value_dim)
 
 
-def padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
+def pad_matrix(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
     """Fills the last block of the length, and the head dim up to `width`, with zeros."""
     length, head_dim = x.shape[1], x.shape[3]
     padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
@@ -61,6 +61,10 @@ class SharedStorage(SimpleNamespace):
             else:
                 size += pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT
         return size
+
+
+Scratch = tuple[SharedStorage, SharedStorage]
+"""What a kernel allocates: its arrays, and its barriers."""
 
 
 def matrix(*shape: int, dtype):
@@ -102,7 +106,7 @@ class Pipeline(NamedTuple):
         pl.when(step >= self.num_stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
 
     def producer_tail(self, num_steps, *in_step: Pipeline) -> None:
-        """Waits until the consumers have read the last stages, here and of rings with as many stages `in_step`.
+        """Waits until the consumers have read the last stages of this ring and of those `in_step` with it.
 
         A waiting thread must see each completion of a barrier.
         """

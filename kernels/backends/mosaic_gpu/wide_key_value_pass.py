@@ -26,7 +26,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     padded_head_dims,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -37,9 +37,7 @@ _NUM_CONSUMERS = 2
 _NUM_P_BUFFERS = 2
 
 
-def wide_key_value_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[SharedStorage, SharedStorage]:
+def wide_key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
     """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
