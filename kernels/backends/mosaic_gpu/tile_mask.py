@@ -1,4 +1,4 @@
-"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel."""
+"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel, and the probabilities under them."""
 
 from __future__ import annotations
 

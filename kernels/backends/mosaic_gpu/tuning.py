@@ -181,7 +181,7 @@ class MosaicGpuTuning:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether a fused backward can run: not in Pallas's interpreter, nor with tiles that only a split one takes."""
+        """Whether the backward may be fused: in Pallas's interpreter, or with some tiles, it can only be split."""
         only_split = self.backward_tiles is not None and self.backward_tiles.one_gradient_per_warpgroup
         return self.backward != "split" and not self.interpret and not only_split
 

@@ -3,8 +3,7 @@
 Above a head dim of 128 one warpgroup's registers don't hold both gradients of 64 keys. Two consumers divide the work by
 products: one computes P and dV, the other dS and dK. P goes from one to the other through shared memory, in float32.
 
-Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS. The first may be a
-tile ahead of the second.
+Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS.
 """
 
 from __future__ import annotations
