@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import Hopper, launch
-from kernels.backends.mosaic_gpu.memory import (
-    WGMMA_ROWS,
-    accumulator,
-    load_vector,
-    matrix,
-    padded_head_dim,
-    spread,
-    vector,
-)
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.softmax import log2_scale
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product, launch
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, padded_head_dim
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -35,9 +26,6 @@ from kernels.plan import Row, Rows
 
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
-
-SmemT = TypeVar("SmemT")
-BarriersT = TypeVar("BarriersT")
 
 
 class BackwardArrays(NamedTuple):
@@ -57,20 +45,49 @@ class BackwardArrays(NamedTuple):
     d_value: Any = None
 
 
-class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
+class BackwardContext(NamedTuple):
     """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
     machine: Hopper
     gmem: BackwardArrays
-    smem: SmemT
-    barriers: BarriersT
+    smem: SharedStorage
+    barriers: SharedStorage
     block: WorkBlock  # the block that stays in shared memory
     first: jax.Array  # index of the block's first query or key
     tiles: Row  # the tiles that the block visits, of one head
     num_steps: jax.Array  # number of tiles of all heads
     warpgroup: jax.Array
+
+    def query_tile(self, step) -> tuple[Any, Any, Any]:
+        """The query tile of a step: its head, its number in that head, and its rank among the block's tiles there.
+
+        All tiles of one of the group's heads come before the next head's. So programs that run at the same time read
+        the same head, and share its tiles in the L2 cache.
+        """
+        member = jax.lax.div(step, self.tiles.num_tiles)
+        rank = step - member * self.tiles.num_tiles
+        return self.block.head * self.call.group_size + member, self.tiles.tile(rank), rank
+
+    def load_keys_and_values(self, first) -> None:
+        """Starts to copy the block's keys and values, from the key of index `first` on."""
+        batch, head, _ = self.block
+        keys = pl.ds(first, self.tuning.block_kv)
+        plgpu.copy_gmem_to_smem(self.gmem.key.at[batch, keys, head], self.smem.k, self.barriers.k)
+        plgpu.copy_gmem_to_smem(self.gmem.value.at[batch, keys, head], self.smem.v, self.barriers.v)
+
+    def wait_for_consumers(self) -> None:
+        """Waits until no consumer reads the block's keys and values any more."""
+        plgpu.barrier_arrive(self.barriers.done)
+        plgpu.barrier_wait(self.barriers.done)
+
+    def store_gradient(self, gradient, smem, ref, first) -> None:
+        """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
+        smem[...] = gradient.astype(self.call.dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(first, gradient.shape[0])
+        plgpu.copy_smem_to_gmem(smem, ref.at[self.block.batch, rows, self.block.head])
 
 
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
@@ -85,16 +102,16 @@ def launch_pass(
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scratch: tuple[SmemT, BarriersT],
-    producer: Callable[[BackwardContext[SmemT, BarriersT]], None],
-    consumers: Sequence[Callable[[BackwardContext[SmemT, BarriersT]], None]],
+    scratch: Scratch,
+    producer: Callable[[BackwardContext], None],
+    consumers: Sequence[Callable[[BackwardContext], None]],
     *,
     transposed: bool,
     shift: int | None = None,
 ) -> list[Any]:
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
-    A block starts `shift` tiles later than the one before it, or where the mask staggers blocks (None) with its first.
+    Each block starts `shift` tiles after the one at which the block before it started; None: with its own first tile.
     """
     operands: tuple[Any, ...] = arrays[:10] if transposed else arrays[:9]
     outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
@@ -118,94 +135,20 @@ def launch_pass(
     )
 
 
-def load_keys_and_values(context: BackwardContext, first) -> None:
-    """Copies the block's keys and values, from the key of index `first` on."""
-    gmem, smem, barriers, block = context.gmem, context.smem, context.barriers, context.block
-    keys = pl.ds(first, context.tuning.block_kv)
-    plgpu.copy_gmem_to_smem(gmem.key.at[block.batch, keys, block.head], smem.k, barriers.k)
-    plgpu.copy_gmem_to_smem(gmem.value.at[block.batch, keys, block.head], smem.v, barriers.v)
-
-
-def query_tile(context: BackwardContext, step) -> tuple[Any, Any, Any]:
-    """The query tile of a step: its head, its number in that head, and its rank among the block's tiles of that head.
-
-    All tiles of one of the group's heads come before the next head's. So programs that run at the same time read the
-    same head, and share its tiles in the L2 cache.
-    """
-    tiles = context.tiles
-    member = jax.lax.div(step, tiles.num_tiles)
-    rank = step - member * tiles.num_tiles
-    return context.block.head * context.call.group_size + member, tiles.tile(rank), rank
-
-
-def store_gradient(context: BackwardContext, gradient, smem, ref, first) -> None:
-    """Starts to write a gradient of a block's queries, keys or values from `first` on, through shared memory."""
-    smem[...] = gradient.astype(context.call.dtype)
-    plgpu.commit_smem()
-    rows = pl.ds(first, gradient.shape[0])
-    plgpu.copy_smem_to_gmem(smem, ref.at[context.block.batch, rows, context.block.head])
-
-
-def wait_for_consumers(context: BackwardContext) -> None:
-    """Waits until no consumer reads the block's keys and values any more."""
-    plgpu.barrier_arrive(context.barriers.done)
-    plgpu.barrier_wait(context.barriers.done)
-
-
-def probabilities(logits, lse, mask: TileMask, is_partial, column_first, slot):
-    """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `TileMask.apply`.
-
-    `lse` is in units of log₂; None if it was subtracted from the logits before.
-    """
-    call, slope = mask.context.call, None
-    if call.logits_soft_cap is not None:
-        logits = jnp.tanh(logits * (call.scale / call.logits_soft_cap))
-        slope = 1 - logits * logits
-    exponent = mask.apply(logits, is_partial, column_first, slot) * log2_scale(call)
-    if lse is not None:
-        exponent = exponent - spread(lse, logits.shape, rows=mask.streamed == "key_value")
-    return jnp.exp2(exponent), slope
-
-
-class DQuerySmem(NamedTuple):
-    """Shared memory: q, do, lse_delta and ds for each consumer, k, v and their tokens for each stage."""
-
-    q: Any
-    do: Any
-    lse_delta: Any
-    k: Any
-    v: Any
-    tokens: Any
-    ds: Any  # what the machine needs to multiply with dS
-
-
-class DQueryBarriers(NamedTuple):
-    """Barriers: the queries' for each consumer, k's and v's for each stage."""
-
-    queries: Any
-    k: Pipeline
-    v: Pipeline
-
-
-DQueryContext = BackwardContext[DQuerySmem, DQueryBarriers]
-
-
-def query_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[DQuerySmem, DQueryBarriers]:
-    """Shared memory and barriers of the pass."""
+def query_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
+    """Shared memory and barriers of the pass. k, v and tokens have stages, all else is there for each consumer."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    smem = DQuerySmem(
+    smem = SharedStorage(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
-        lse_delta=vector(2, num_consumers, WGMMA_ROWS),
+        lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
         tokens=token_memory(call, num_stages, block_kv),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, DQueryBarriers(
+    return smem, SharedStorage(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
         k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
         v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
@@ -220,7 +163,7 @@ def query_pass(
     return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
 
 
-def _load(context: DQueryContext) -> None:
+def _load(context: BackwardContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -238,11 +181,11 @@ def _load(context: DQueryContext) -> None:
         barriers.v.producer_acquire(step, slot)
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
 
-    producer_tail(num_steps, barriers.k)
-    producer_tail(num_steps, barriers.v)
+    barriers.k.producer_tail(num_steps)
+    barriers.v.producer_tail(num_steps)
 
 
-def _differentiate(context: DQueryContext) -> None:
+def _differentiate(context: BackwardContext) -> None:
     """Consumer: dQ of 64 query rows."""
     gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
     first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
@@ -262,13 +205,13 @@ def _differentiate(context: DQueryContext) -> None:
     def accumulate(dq_acc):
         pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
-        store_gradient(context, dq, smem.q.at[warpgroup], gmem.d_query, first)
+        context.store_gradient(dq, smem.q.at[warpgroup], gmem.d_query, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+def _add_tile(context: BackwardContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
     smem, barriers, tiles = context.smem, context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
@@ -282,7 +225,7 @@ def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) 
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         kv_first = tiles.tile(step) * context.tuning.block_kv_dq
-        p, slope = probabilities(s, lse, mask, step < tiles.num_partial, kv_first, slot)
+        p, slope = mask.probabilities(s, lse, step < tiles.num_partial, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         barriers.v.consumer_release(v_slot)
         ds = p * (dp - spread(delta, dp.shape, rows=True))
@@ -296,6 +239,6 @@ def _add_tile(context: DQueryContext, mask: TileMask, lse, delta, dq_acc, step) 
     tile_type = accumulator(context.tuning.block_kv_dq)
     barriers.k.consumer_wait(slot)
     ds = pl.run_scoped(multiply, tile_type)
-    context.machine.multiply(dq_acc, ds, k, smem.ds, context.warpgroup)
+    add_product(dq_acc, ds, k, smem.ds, context.warpgroup)
     plgpu.wgmma_wait(0)
     barriers.k.consumer_release(slot)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.plan import Rows, make_rows

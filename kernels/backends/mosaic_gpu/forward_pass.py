@@ -1,13 +1,13 @@
-"""The forward kernel, of one block of queries after another: it visits each block's key/value tiles.
+"""The forward kernel: it computes one block of queries after another, and visits each block's key/value tiles.
 
-A program has `num_warpgroups` consumer warpgroups, each of which computes 64 query rows of a block, and a producer that
-copies key/value tiles ahead of them. A persistent program computes one block after another; its producer copies the
-next block's first tiles while the consumers finish the last one. A consumer skips the tiles that only other consumers'
-rows attend to.
+A program has a producer warpgroup and `num_warpgroups` consumer warpgroups. The producer copies the block's key/value
+tiles to shared memory, ahead of the consumers. Each consumer computes 64 query rows of the block; a tile to which only
+other consumers' rows attend it releases at once. A persistent program computes several blocks: its producer copies the
+next block's first tiles while the consumers finish the last block.
 
-Two things overlap with the tensor cores' work. A consumer issues the next tile's QKᵀ before this tile's PV, so that
-its softmax runs under a matmul. And consumers issue one after another (ping-pong), or drift apart by themselves, so
-that one's softmax runs under another's matmuls.
+Softmax runs under matmuls, in two ways. A consumer issues a tile's QKᵀ together with the PV of the tile before it, and
+computes the tile's softmax while PV runs. And while one consumer computes a softmax, another's matmuls run: consumers
+issue theirs in turns (ping-pong), or drift apart by themselves.
 
 Source: FlashAttention-3 (arXiv:2407.08608).
 """
@@ -24,21 +24,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
-from kernels.backends.mosaic_gpu.machine import Hopper, launch, machine_of
-from kernels.backends.mosaic_gpu.memory import (
-    ROW_LAYOUT,
-    WGMMA_ROWS,
-    accumulator,
-    matrix,
-    padded_head_dim,
-    padded_matrices,
-    spread,
-    vector,
-)
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
-from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax, log2_scale
+from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, pad_matrices, padded_head_dim
+from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
+from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
+from kernels.backends.mosaic_gpu.tile_scheduler import PingPong, TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.plan import Rows
@@ -58,31 +49,6 @@ class ForwardGmem(NamedTuple):
     lse: Any
 
 
-class ForwardSmem(NamedTuple):
-    """Shared memory, in the order of its addresses: k, v and their tokens for each stage, the rest for each consumer.
-
-    Keys and values come first for speed (docs/hopper_kernels.md).
-    """
-
-    k: Any
-    v: Any
-    q: Any
-    o: Any  # None: a consumer's output takes its query's place.
-    lse: Any
-    tokens: Any
-    p: Any  # what the machine needs to multiply with p
-
-
-class ForwardBarriers(NamedTuple):
-    """Barriers: q's for each consumer, k's and v's for each stage."""
-
-    q: Pipeline
-    k: Pipeline
-    v: Pipeline
-    ping_pong: Any
-    claims: BlockClaims | None
-
-
 class ForwardContext(NamedTuple):
     """What every role knows: the call and how it runs, and one program's memory and barriers."""
 
@@ -91,8 +57,8 @@ class ForwardContext(NamedTuple):
     machine: Hopper
     scheduler: TileScheduler
     gmem: ForwardGmem
-    smem: ForwardSmem
-    barriers: ForwardBarriers
+    smem: SharedStorage
+    barriers: SharedStorage
     ping_pong: PingPong
     program: jax.Array
     warpgroup: jax.Array
@@ -108,24 +74,24 @@ class _QueryRows(NamedTuple):
     mask: TileMask
 
 
-def forward_scratch(
-    call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper
-) -> tuple[ForwardSmem, ForwardBarriers]:
-    """Shared memory and barriers of the kernel."""
+def forward_scratch(call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper) -> Scratch:
+    """Shared memory and barriers of the kernel. k, v and tokens have stages, all else is there for each consumer."""
     head_dim, value_dim = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
-    # The next block's query arrives while this block's output leaves.
+    # Without its own memory a consumer's output takes its query's place. In a persistent program the next block's query
+    # may arrive while this block's output leaves.
     has_output_memory = tuning.persistent or value_dim != head_dim
-    smem = ForwardSmem(
-        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+    smem = SharedStorage(
+        # Keys and values come first for speed (docs/hopper_kernels.md).
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(num_stages, block_kv, value_dim, dtype=call.dtype),
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         o=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype) if has_output_memory else None,
-        lse=vector(num_consumers, WGMMA_ROWS),
+        lse=plgpu.SMEM((num_consumers, WGMMA_ROWS), jnp.float32),
         tokens=token_memory(call, num_stages, block_kv),
         p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, ForwardBarriers(
+    return smem, SharedStorage(
         q=Pipeline(
             plgpu.Barrier(num_barriers=num_consumers),
             plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,
@@ -146,7 +112,7 @@ def run_forward(
     # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
     block_q = how.block_q if tuning.interpret else WGMMA_ROWS
     head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
-    query, key, value = padded_matrices(inputs, block_q, how.block_kv, *head_dims)
+    query, key, value = pad_matrices(inputs, block_q, how.block_kv, *head_dims)
     sinks = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     tokens = TokenArrays.of(inputs, how.block_q, how.block_kv)
     rows = rows_of_warpgroups(inputs, call, how)
@@ -154,7 +120,7 @@ def run_forward(
     num_multiprocessors = machine.num_multiprocessors(call.target) if how.persistent else None
     num_blocks, num_l2_heads = pl.cdiv(q_len, how.block_q), how.num_l2_heads * call.group_size
     scheduler = TileScheduler(batch, num_heads, num_blocks, num_l2_heads, num_multiprocessors=num_multiprocessors)
-    scratch = forward_scratch(call, how, machine)
+    smem, barriers = forward_scratch(call, how, machine)
 
     def make_context(gmem, smem, barriers, program):
         warpgroup = jax.lax.axis_index("warpgroup")
@@ -163,45 +129,39 @@ def run_forward(
             call, how, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
         )
 
-    num_claimed = None if scratch[1].claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
+    num_claimed = None if barriers.claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
     operands = query, key, value, rows, sinks, tokens, num_claimed
     outputs = (
         jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
         jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
     )
     output, lse = launch(
-        make_context, _load, [_attend], operands, outputs, scratch, scheduler, tuning=how, machine=machine
+        make_context, _load, [_attend], operands, outputs, (smem, barriers), scheduler, tuning=how, machine=machine
     )
     return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 
 
-def _for_each_block(context: ForwardContext, body, consumer, claim) -> jax.Array:
-    """Calls `body(block, tiles, num_before)` for each block of the program; returns how many tiles they all had.
+def _for_each_block(context: ForwardContext, body, consumer, next_claim) -> jax.Array:
+    """Calls `body(context, block, tiles, num_before)` for each block of the program; returns how many tiles they have.
 
-    `tiles` holds the sub-range of `consumer`; `claim(claims, number of blocks done before the last one)` is the
-    program's next claim.
+    `tiles` holds the sub-range of `consumer`. `next_claim` is `TileScheduler.for_each_block`'s.
     """
-    rows, claims = context.gmem.rows, context.barriers.claims
 
     def visit(block: WorkBlock, num_before):
-        tiles = read_block_range(rows, block.batch, block.number, consumer, context.tuning.num_warpgroups)
-        body(block, tiles, num_before)
+        num_warpgroups = context.tuning.num_warpgroups
+        tiles = read_block_range(context.gmem.rows, block.batch, block.number, consumer, num_warpgroups)
+        body(context, block, tiles, num_before)
         return num_before + tiles.num_tiles
 
-    next_claim = None if claims is None else functools.partial(claim, claims)
     return context.scheduler.for_each_block(context.program, visit, jnp.int32(0), next_claim)
 
 
 def _load(context: ForwardContext) -> None:
     """Producer: copies the tiles of one block after another into the ring, and in persistent programs the queries."""
-    barriers = context.barriers
-    num_steps = _for_each_block(
-        context,
-        functools.partial(_load_block, context),
-        0,
-        lambda claims, num_done: claims.claim(context.gmem.num_claimed, num_done),
-    )
-    producer_tail(num_steps, barriers.k, barriers.v)
+    barriers, claims = context.barriers, context.barriers.claims
+    next_claim = None if claims is None else functools.partial(claims.claim, context.gmem.num_claimed)
+    num_steps = _for_each_block(context, _load_block, 0, next_claim)
+    barriers.k.producer_tail(num_steps, barriers.v)
     if context.tuning.persistent:
         for w in range(context.tuning.num_warpgroups):
             pl.when(num_steps > 0)(functools.partial(plgpu.barrier_wait, barriers.q.empty.at[w]))
@@ -222,16 +182,17 @@ def _load_block(context: ForwardContext, block: WorkBlock, tiles: BlockRange, nu
         # Before the wait for the values' stage: keys are full only with their tokens.
         gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
         if tuning.persistent:
-            pl.when(rank == 0)(lambda: _load_next_queries(context, block, is_first=step == 0))
+
+            @pl.when(rank == 0)
+            def copy_queries():
+                is_first = step == 0
+                for w in range(tuning.num_warpgroups):
+                    # As soon as the consumer has no use for the last block's.
+                    pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, barriers.q.empty.at[w]))
+                    _load_query(context, block, w)
+
         barriers.v.producer_acquire(step, slot)
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
-
-
-def _load_next_queries(context: ForwardContext, block: WorkBlock, is_first) -> None:
-    """Copies all queries of a block, each as soon as its consumer has no use for the last block's."""
-    for w in range(context.tuning.num_warpgroups):
-        pl.when(jnp.logical_not(is_first))(functools.partial(plgpu.barrier_wait, context.barriers.q.empty.at[w]))
-        _load_query(context, block, w)
 
 
 def _load_query(context: ForwardContext, block: WorkBlock, consumer) -> None:
@@ -242,8 +203,8 @@ def _load_query(context: ForwardContext, block: WorkBlock, consumer) -> None:
 def _attend(context: ForwardContext) -> None:
     """Consumer: computes its 64 rows of one block after another."""
     context.ping_pong.start()
-    body = functools.partial(_attend_block, context)
-    _for_each_block(context, body, context.warpgroup, lambda claims, num_done: claims.receive(num_done))
+    claims = context.barriers.claims
+    _for_each_block(context, _attend_block, context.warpgroup, None if claims is None else claims.receive)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     context.ping_pong.finish()
 
@@ -301,21 +262,13 @@ def _skip_tiles(context: ForwardContext, rows: _QueryRows, begin, end) -> None:
 def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
-    s_type, tiles = accumulator(context.tuning.block_kv), rows.tiles
-    output = context.machine.output(o_acc, context.smem.p, context.warpgroup)
+    tiles, output = rows.tiles, Output(o_acc, context.smem.p, context.warpgroup)
+    first_tile = functools.partial(_first_tile, context, rows)
+    next_tile = functools.partial(_next_tile, context, rows, output)
     q.consumer_wait(context.warpgroup)
-
-    def visit(rank, carry, *, is_partial: bool):
-        slot = k.slot(rows.num_before + rank)
-        last_slot = k.slot(rows.num_before + (rank - 1))
-        k.consumer_wait(slot)
-        context.ping_pong.acquire()
-        next_tile = functools.partial(_next_tile, context, rows, output, rank, slot, last_slot, carry, is_partial)
-        return pl.run_scoped(next_tile, s_type)
-
     k.consumer_wait(k.slot(rows.num_before + tiles.begin))
     context.ping_pong.acquire()
-    carry = (*pl.run_scoped(functools.partial(_first_tile, context, rows), s_type), output.zero())
+    carry = (*pl.run_scoped(first_tile, accumulator(context.tuning.block_kv)), output.zero())
     second = tiles.begin + 1
     partial_end, full_end, end = (jnp.maximum(end, second) for end in tiles.ends)
 
@@ -326,8 +279,8 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
             jnp.where(round_ == 0, first, then)
             for first, then in ((second, full_end), (partial_end, end), (full_end, end))
         )
-        carry = jax.lax.fori_loop(start, middle, functools.partial(visit, is_partial=True), carry)
-        return jax.lax.fori_loop(middle, stop, functools.partial(visit, is_partial=False), carry)
+        carry = jax.lax.fori_loop(start, middle, functools.partial(next_tile, is_partial=True), carry)
+        return jax.lax.fori_loop(middle, stop, functools.partial(next_tile, is_partial=False), carry)
 
     p, state, carried = jax.lax.fori_loop(0, 2, visit_both_kinds, carry)
     if context.tuning.persistent:
@@ -338,10 +291,6 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     result = output.add(carried, product)
     v.consumer_release(slot)
     _epilogue(context, rows, result, state.row_max, context.machine.join_partial_sums(state.row_sum))
-
-
-def _softmax(context: ForwardContext) -> OnlineSoftmax:
-    return OnlineSoftmax(log2_scale(context.call), context.call.dtype, context.machine)
 
 
 def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
@@ -360,35 +309,42 @@ def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     context.ping_pong.release()
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     is_partial = jnp.logical_or(rank < tiles.ends[0], rank >= tiles.ends[1])
-    p, state = _softmax(context).first_tile(_masked(context, rows, s, rank, slot, is_partial))
+    logits = _masked(context, rows, s, rank, slot, is_partial)
+    p, state = OnlineSoftmax(context.call, context.machine).first_tile(logits)
     k.consumer_release(slot)
     return p, state
 
 
-def _next_tile(
-    context: ForwardContext, rows: _QueryRows, output, rank, slot, last_slot, carry, is_partial: bool, s_acc
-):
+def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, rank, carry, *, is_partial: bool):
     """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
     p, state, carried = carry
     smem, k, v = context.smem, context.barriers.k, context.barriers.v
-    plgpu.wgmma(s_acc, smem.q.at[context.warpgroup], smem.k.at[slot].transpose((1, 0)))
-    v.consumer_wait(last_slot)
-    product = output.start_product(p, smem.v.at[last_slot])
-    context.ping_pong.release()
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    # A PARTIAL tile reads its keys' tokens, which share the keys' stage.
-    reads_tokens = is_partial and smem.tokens is not None
-    if not reads_tokens:
-        k.consumer_release(slot)
-    tile = _softmax(context).next_tile(_masked(context, rows, s, rank, slot, is_partial), state)
-    if reads_tokens:
-        k.consumer_release(slot)
-    new_output = output.add(carried, product)
-    v.consumer_release(last_slot)
-    new_output = jax.lax.cond(
-        tile.rescales, lambda o: o * spread(tile.alpha, o.shape, rows=True), lambda o: o, new_output
-    )
-    return tile.p, tile.state, output.store(new_output)
+    slot, last_slot = k.slot(rows.num_before + rank), k.slot(rows.num_before + (rank - 1))
+    k.consumer_wait(slot)
+    context.ping_pong.acquire()
+
+    def multiply(s_acc):
+        plgpu.wgmma(s_acc, smem.q.at[context.warpgroup], smem.k.at[slot].transpose((1, 0)))
+        v.consumer_wait(last_slot)
+        product = output.start_product(p, smem.v.at[last_slot])
+        context.ping_pong.release()
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        # A PARTIAL tile reads its keys' tokens, which share the keys' stage.
+        reads_tokens = is_partial and smem.tokens is not None
+        if not reads_tokens:
+            k.consumer_release(slot)
+        logits = _masked(context, rows, s, rank, slot, is_partial)
+        tile = OnlineSoftmax(context.call, context.machine).next_tile(logits, state)
+        if reads_tokens:
+            k.consumer_release(slot)
+        new_output = output.add(carried, product)
+        v.consumer_release(last_slot)
+        new_output = jax.lax.cond(
+            tile.rescales, lambda o: o * spread(tile.alpha, o.shape, rows=True), lambda o: o, new_output
+        )
+        return tile.p, tile.state, output.store(new_output)
+
+    return pl.run_scoped(multiply, accumulator(context.tuning.block_kv))
 
 
 def _epilogue(context: ForwardContext, rows: _QueryRows, output, row_max, row_sum) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims, query_pass
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.machine import machine_of
-from kernels.backends.mosaic_gpu.memory import padded, padded_matrices
+from kernels.backends.mosaic_gpu.memory import pad_matrices, pad_matrix
 from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
@@ -31,14 +31,14 @@ def run_backward(
 
     def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
         head_dim, value_dim = padded_head_dims(call, how)
-        query, key, value = padded_matrices(inputs, block_q, block_kv, head_dim, value_dim)
+        query, key, value = pad_matrices(inputs, block_q, block_kv, head_dim, value_dim)
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(lse != -jnp.inf, lse * LOG2_E, _HUGE_LSE)
         arrays = BackwardArrays(
             query,
             key,
             value,
-            padded(cotangent.d_output, block_q, value_dim),
+            pad_matrix(cotangent.d_output, block_q, value_dim),
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(delta, row_padding),
             offsets=None,

@@ -5,11 +5,12 @@ The fused form computes dQ, too: the consumers exchange dS through shared memory
 product to a float32 dQ in global memory, in no fixed order. It takes five matmuls a tile. The split form leaves dQ to
 `query_pass`: it takes seven matmuls a tile, and gives the same bits in every run.
 
-delta and lse are further columns of the queries, so that the tensor cores subtract them: from dP, and from S. Here
-queries are a tile's columns, so each thread would load both numbers for every column that it holds, and the bandwidth
-of shared memory bounds the pass (docs/hopper_kernels.md). The keys have constants in these 16 columns, and the
-accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset is a sum of four
-such numbers, each with a weight of its own, which gives float16 the range. The weights are the keys' constants.
+The tensor cores also subtract delta from dP, and lse from S. Queries are a tile's columns here, so each thread would
+have to load both numbers for every column that it holds, and the bandwidth of shared memory bounds the pass
+(docs/hopper_kernels.md). Instead, queries have 16 more columns, which hold delta and lse, and keys have constants in
+these columns; the accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset
+is a sum of four such numbers, each times a weight of its own, which gives float16 the range. The weights are the keys'
+constants.
 """
 
 from __future__ import annotations
@@ -23,20 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import (
-    BackwardArrays,
-    BackwardContext,
-    launch_pass,
-    load_keys_and_values,
-    padded_head_dims,
-    probabilities,
-    query_tile,
-    store_gradient,
-    wait_for_consumers,
-)
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, vector
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -51,40 +42,8 @@ _OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 # Indices of what the producer tells the consumers of a step.
 _TILE, _IS_PARTIAL, _HEAD = range(3)
-# Query tiles from one block's first to the next block's, where the mask gives all blocks the same first one.
+# Where all blocks would start with the same query tile, each starts so many tiles after the one before it.
 _SHIFT = 4
-
-
-class DKeyValueSmem(NamedTuple):
-    """Shared memory: k and v of the block; q, do, their numbers and steps for each stage; ds and dq of a fused pass."""
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    offsets: Any
-    lse: Any  # None: lse is among the offsets.
-    steps: Any
-    tokens: Any
-    ds: Any  # [buffers, keys, queries]; None in the split form.
-    dq: Any
-    operand: Any  # what the machine needs to multiply with P and dS
-    weights: Any  # and with the offsets' weights
-
-
-class DKeyValueBarriers(NamedTuple):
-    """Barriers: k and v are full once; q and do share the stages that q's `empty` frees."""
-
-    k: Any
-    v: Any
-    q: Pipeline
-    do: Pipeline
-    done: Any  # no consumer reads keys any more
-    ds_full: Any  # all consumers have written a step's dS
-    ds_read: Any  # all consumers have read it; None with three buffers
-
-
-DKeyValueContext = BackwardContext[DKeyValueSmem, DKeyValueBarriers]
 
 
 class _Tile(NamedTuple):
@@ -92,7 +51,6 @@ class _Tile(NamedTuple):
 
     slot: Any
     number: Any
-    head: Any
     is_partial: Any
     q: Any
     do: Any
@@ -109,10 +67,8 @@ class _Keys(NamedTuple):
     dv_acc: Any
 
 
-def key_value_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
-) -> tuple[DKeyValueSmem, DKeyValueBarriers]:
-    """Shared memory and barriers of the pass."""
+def key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool) -> Scratch:
+    """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
     block_q, block_kv, lse_is_offset = tuning.block_q, tuning.block_kv, _lse_is_offset(call)
@@ -120,13 +76,13 @@ def key_value_scratch(
     # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
     # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
     num_ds_buffers = 2 if _is_tall(tuning) else 3
-    smem = DKeyValueSmem(
+    smem = SharedStorage(
         k=matrix(block_kv, head_dim, dtype=call.dtype),
         v=matrix(block_kv, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
         offsets=matrix(num_stages, block_q, _NUM_COLUMNS, dtype=call.dtype),
-        lse=None if lse_is_offset else vector(num_stages, block_q),
+        lse=None if lse_is_offset else plgpu.SMEM((num_stages, block_q), jnp.float32),
         steps=plgpu.SMEM((num_stages, 3), jnp.int32),
         tokens=token_memory(call, num_stages, block_q),
         ds=matrix(num_ds_buffers, block_kv, block_q, dtype=call.dtype) if fused else None,
@@ -135,12 +91,14 @@ def key_value_scratch(
         weights=machine.operand_memory(num_consumers, WGMMA_ROWS, _NUM_COLUMNS, dtype=call.dtype),
     )
     num_copies = 3 + (not lse_is_offset) + num_token_arrays(call)
-    return smem, DKeyValueBarriers(
+    return smem, SharedStorage(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
+        # The consumers free q's and do's stage together.
         do=Pipeline(plgpu.Barrier(num_barriers=num_stages)),
         done=plgpu.Barrier(num_arrivals=num_consumers),
+        # All consumers have written a step's dS, and all have read it.
         ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
         ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
     )
@@ -217,17 +175,17 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     return tuning.block_q > WGMMA_ROWS
 
 
-def _load(context: DKeyValueContext) -> None:
+def _load(context: BackwardContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
-    load_keys_and_values(context, block.number * tuning.block_kv)
+    context.load_keys_and_values(block.number * tuning.block_kv)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
         one_head = context.call.group_size == 1
-        head, number, rank = (block.head, tiles.tile(step), step) if one_head else query_tile(context, step)
+        head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
@@ -242,10 +200,10 @@ def _load(context: DKeyValueContext) -> None:
         gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, full)
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
 
-    producer_tail(num_steps, barriers.q)
+    barriers.q.producer_tail(num_steps)
 
 
-def _differentiate(context: DKeyValueContext) -> None:
+def _differentiate(context: BackwardContext) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
     call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
@@ -263,7 +221,7 @@ def _differentiate(context: DKeyValueContext) -> None:
     )
 
 
-def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
+def _accumulate(context: BackwardContext, keys: _Keys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
     tuning, gmem = context.tuning, context.gmem
     smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
@@ -272,7 +230,7 @@ def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
 
     def store_dv():
         dv = plgpu.wgmma_accumulator_load(keys.dv_acc, wait_n=0)
-        store_gradient(context, dv, smem.v.at[keys.place], gmem.d_value, keys.first)
+        context.store_gradient(dv, smem.v.at[keys.place], gmem.d_value, keys.first)
 
     # No other consumer reads this one's values.
     if not _is_tall(tuning):
@@ -286,15 +244,14 @@ def _accumulate(context: DKeyValueContext, keys: _Keys) -> None:
         store_dv()
     dk = plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0)
     # Other consumers' dQ reads this one's keys.
-    wait_for_consumers(context)
-    store_gradient(context, dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
+    context.wait_for_consumers()
+    context.store_gradient(dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
+def _next_tile(context: BackwardContext, keys: _Keys, step, last):
     """Adds a tile's part to dK and dV, and in the fused form the part of `last`, a (number, head), to dQ."""
-    tuning, machine = context.tuning, context.machine
-    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
+    tuning, smem, barriers, warpgroup = context.tuning, context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
     # The barrier makes the compiler compute the addresses of keys and values in each step. Kept across steps, they take
     # one register per 16 columns.
@@ -303,14 +260,14 @@ def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
     barriers.q.consumer_wait(slot)
     number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
     head = smem.steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
-    tile = _Tile(slot, number, head, is_partial, smem.q.at[slot], smem.do.at[slot])
+    tile = _Tile(slot, number, is_partial, smem.q.at[slot], smem.do.at[slot])
     tile_type = accumulator(tuning.block_q)
     p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
 
     def add_products():
         if not _is_tall(tuning):
-            machine.multiply(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
-        machine.multiply(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
+            add_product(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
+        add_product(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
     if smem.ds is None:
         add_products()
@@ -341,14 +298,13 @@ def _next_tile(context: DKeyValueContext, keys: _Keys, step, last):
     return number, head
 
 
-def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
+def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
-    call, tuning, machine = context.call, context.tuning, context.machine
-    smem, barriers, warpgroup = context.smem, context.barriers, context.warpgroup
+    call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
 
     def subtract(index, acc):
         offsets = smem.offsets.at[tile.slot].transpose((1, 0))
-        machine.multiply(acc, keys.offset_weights[index], offsets, smem.weights, warpgroup)
+        add_product(acc, keys.offset_weights[index], offsets, smem.weights, context.warpgroup)
 
     if smem.lse is None:
         subtract(_LSE, s_acc)
@@ -359,16 +315,16 @@ def _p_and_ds(context: DKeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, 
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse is None else load_vector(smem.lse.at[tile.slot], rows=False)
-    p, slope = probabilities(s, lse, keys.mask, tile.is_partial, tile.number * tuning.block_q, tile.slot)
+    p, slope = keys.mask.probabilities(s, lse, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
-        machine.multiply(keys.dv_acc, operand, tile.do, smem.operand, warpgroup)
+        add_product(keys.dv_acc, operand, tile.do, smem.operand, context.warpgroup)
     ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=int(_is_tall(tuning)))
     ds = ds if slope is None else ds * slope
     return operand, ds.astype(call.dtype)
 
 
-def _dq_place(context: DKeyValueContext) -> tuple[Any, Any]:
+def _dq_place(context: BackwardContext) -> tuple[Any, Any]:
     """Rows and columns of a tile of dQ that the consumer computes."""
     num_columns = context.smem.dq.shape[-1]
     by_columns = context.tuning.divides_dq_by_columns
@@ -376,7 +332,7 @@ def _dq_place(context: DKeyValueContext) -> tuple[Any, Any]:
     return rows, pl.ds(context.warpgroup * num_columns if by_columns else 0, num_columns)
 
 
-def _start_dq(context: DKeyValueContext, dq_acc, step) -> None:
+def _start_dq(context: BackwardContext, dq_acc, step) -> None:
     """Issues dQ = dSᵀ K of a step."""
     smem = context.smem
     rows, columns = _dq_place(context)
@@ -386,7 +342,7 @@ def _start_dq(context: DKeyValueContext, dq_acc, step) -> None:
     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
 
-def _add_to_dq(context: DKeyValueContext, dq, tile, predicate=None) -> None:
+def _add_to_dq(context: BackwardContext, dq, tile, predicate=None) -> None:
     """Starts to add the consumer's part of the dQ of a tile, a (number, head), to global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
     dq_smem = context.smem.dq.at[context.warpgroup]
@@ -399,7 +355,7 @@ def _add_to_dq(context: DKeyValueContext, dq, tile, predicate=None) -> None:
     plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
 
 
-def _last_dq(context: DKeyValueContext, tile) -> None:
+def _last_dq(context: BackwardContext, tile) -> None:
     """Adds the last step's part to dQ."""
     plgpu.barrier_wait(context.barriers.ds_full)
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.memory import accumulator, matrix
-from kernels.backends.mosaic_gpu.threads import column_indices, join_partial_sums, partial_sums
+from kernels.backends.mosaic_gpu.memory import Scratch, matrix
+from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.target import Target
@@ -25,49 +25,51 @@ from kernels.target import Target
 _INTERPRETED_MULTIPROCESSORS = 2
 
 
-class HopperOutput(NamedTuple):
-    """An output that grows in an accumulator: a loop over tiles carries nothing of it."""
+def add_product(accumulator, a, b, memory, warpgroup) -> None:
+    """Adds `a @ b` to an accumulator, `a` in registers; `memory` is `operand_memory` of each warpgroup's `a`."""
+    if memory is not None:
+        memory.at[warpgroup][...] = a
+        a = memory.at[warpgroup]
+    plgpu.wgmma(accumulator, a, b)
+
+
+class Output(NamedTuple):
+    """An output that products add to and that softmax rescales.
+
+    On a GPU it grows in an accumulator, and a loop over tiles carries nothing of it. In the interpreter, where
+    accumulators can't be stored to, the loop carries the output.
+    """
 
     accumulator: Any
+    memory: Any  # `operand_memory` of each warpgroup's p; None on a GPU
+    warpgroup: jax.Array
 
-    def zero(self) -> Any:
+    def zero(self) -> jax.Array | None:
         """What a loop carries of the output at its start."""
+        return None if self.memory is None else jnp.zeros(self.accumulator.shape, jnp.float32)
 
-    def start_product(self, p, v) -> Any:
+    def start_product(self, p, v) -> jax.Array | None:
         """Issues `p @ v`, which adds to the output."""
-        plgpu.wgmma(self.accumulator, p, v)
+        if self.memory is None:
+            plgpu.wgmma(self.accumulator, p, v)
+            return None
+
+        def product(part):
+            add_product(part, p, v, self.memory, self.warpgroup)
+            return plgpu.wgmma_accumulator_load(part, wait_n=0)
+
+        return pl.run_scoped(product, accumulator(self.accumulator.shape[1]))
 
     def add(self, carried: Any, product: Any) -> jax.Array:
         """Waits for a product, and returns the output with it."""
-        return plgpu.wgmma_accumulator_load(self.accumulator, wait_n=0)
+        return plgpu.wgmma_accumulator_load(self.accumulator, wait_n=0) if self.memory is None else carried + product
 
-    def store(self, output: jax.Array) -> Any:
+    def store(self, output: jax.Array) -> jax.Array | None:
         """Puts an output back, and returns what a loop carries of it."""
+        if self.memory is not None:
+            return output
         self.accumulator[...] = output
-
-
-class InterpretedOutput(NamedTuple):
-    """The same where accumulators can't be stored to: a loop over tiles carries the output."""
-
-    shape: tuple[int, int]
-    memory: Any
-
-    def zero(self) -> jax.Array:
-        return jnp.zeros(self.shape, jnp.float32)
-
-    def start_product(self, p, v) -> jax.Array:
-        def product(part):
-            self.memory[...] = p
-            plgpu.wgmma(part, self.memory, v)
-            return plgpu.wgmma_accumulator_load(part, wait_n=0)
-
-        return pl.run_scoped(product, accumulator(self.shape[1]))
-
-    def add(self, carried: Any, product: Any) -> jax.Array:
-        return carried + product
-
-    def store(self, output: jax.Array) -> jax.Array:
-        return output
+        return None
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,8 @@ class Hopper:
         return BlockClaims.memory(num_consumers)
 
     def operand_memory(self, *shape: int, dtype) -> Any:
-        """Shared memory for operands that `multiply` takes from registers, or None where it needs none."""
+        """Shared memory for operands that products take from registers, or None where they need none."""
         return None
-
-    def multiply(self, accumulator, a, b, memory, warpgroup) -> None:
-        """Adds `a @ b` to an accumulator, `a` in registers; `memory` is `operand_memory` of each warpgroup's `a`."""
-        plgpu.wgmma(accumulator, a, b)
-
-    def output(self, accumulator, memory, warpgroup) -> HopperOutput | InterpretedOutput:
-        """An output that products add to and that softmax rescales; `memory` is `operand_memory` of each one's p."""
-        return HopperOutput(accumulator)
 
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
@@ -114,13 +108,6 @@ class Interpreter(Hopper):
 
     def operand_memory(self, *shape: int, dtype) -> Any:
         return matrix(*shape, dtype=dtype)
-
-    def multiply(self, accumulator, a, b, memory, warpgroup) -> None:
-        memory.at[warpgroup][...] = a
-        plgpu.wgmma(accumulator, memory.at[warpgroup], b)
-
-    def output(self, accumulator, memory, warpgroup) -> InterpretedOutput:
-        return InterpretedOutput(accumulator.shape, memory.at[warpgroup])
 
     @staticmethod
     def partial_sums(p, limit: float) -> tuple[jax.Array, jax.Array]:
@@ -149,7 +136,7 @@ def launch(
     consumers: Sequence[Callable[[Any], None]],
     operands: tuple[Any, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: tuple[Any, Any],
+    scratch: Scratch,
     scheduler: TileScheduler,
     *,
     tuning: MosaicForwardTuning | MosaicBackwardTuning,

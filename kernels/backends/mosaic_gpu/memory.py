@@ -1,26 +1,70 @@
-"""Shared memory and registers of the kernels, as the tensor cores and the copy engine (TMA) read them."""
+"""Memory of the kernels: operands in global memory, and arrays, barriers and rings of stages in shared memory."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.call import AttentionInputs
 
-WGMMA_ROWS = 64
-"""Rows of a WGMMA tile: a warpgroup's matmul."""
-ROWS_OF_A_THREAD, THREADS_OF_A_ROW, COLUMNS_OF_A_THREAD = 2, 4, 2
-"""Of an accumulator: a thread's registers hold two neighbouring columns each, alternately of two rows. Four threads
-share eight columns of a row."""
 _ALIGNMENT, _BARRIER_BYTES = 1024, 8
-"""Of shared memory: arrays begin at multiples of the first."""
-ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-"""Layout of one number for each row of an accumulator."""
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dim that the kernels work at: 32 or a multiple of 64."""
+    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
+
+
+def pad_matrices(
+    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+) -> tuple[Array, Array, Array]:
+    """Query, key and value, padded to whole blocks and to these head dims."""
+    query, key = pad_matrix(inputs.query, block_q, head_dim), pad_matrix(inputs.key, block_kv, head_dim)
+    return query, key, pad_matrix(inputs.value, block_kv, value_dim)
+
+
+def pad_matrix(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
+    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
+    length, head_dim = x.shape[1], x.shape[3]
+    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
+    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
+
+
+@jax.tree_util.register_pytree_node_class
+class SharedStorage(SimpleNamespace):
+    """A kernel's arrays or barriers in shared memory, by name. They have their addresses in the order given.
+
+    A kernel allocates a tree of them, and gets the same tree of references.
+    """
+
+    def tree_flatten(self):
+        return tuple(vars(self).values()), tuple(vars(self))
+
+    @classmethod
+    def tree_unflatten(cls, names, values):
+        return cls(**dict(zip(names, values, strict=True)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory that Pallas allocates. Arrays begin at multiples of a kilobyte."""
+        size = 0
+        for x in jax.tree.leaves(self):
+            if isinstance(x, plgpu.Barrier):
+                size += _BARRIER_BYTES * math.prod(jax.tree.leaves(x.num_barriers))
+            else:
+                size += pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT
+        return size
+
+
+Scratch = tuple[SharedStorage, SharedStorage]
+"""What a kernel allocates: its arrays, and its barriers."""
 
 
 def matrix(*shape: int, dtype):
@@ -31,58 +75,55 @@ def matrix(*shape: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def vector(*shape: int):
-    """A stack of float32 vectors `[..., rows]`."""
-    return plgpu.SMEM(shape, jnp.float32)
+class Pipeline(NamedTuple):
+    """The barriers of a ring of stages, between a producer that fills stages and the consumers that read them.
 
-
-def padded_head_dim(head_dim: int) -> int:
-    """The head dim that the kernels work at: 32 or a multiple of 64."""
-    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
-
-
-def padded_matrices(
-    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
-) -> tuple[Array, Array, Array]:
-    """Query, key and value, padded to whole blocks and to these head dims."""
-    query, key = padded(inputs.query, block_q, head_dim), padded(inputs.key, block_kv, head_dim)
-    return query, key, padded(inputs.value, block_kv, value_dim)
-
-
-def padded(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
-    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
-    length, head_dim = x.shape[1], x.shape[3]
-    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
-    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
-
-
-def num_bytes(scratch: Any) -> int:
-    """Shared memory that Pallas allocates for a tree of arrays and barriers."""
-    size = 0
-    for x in jax.tree.leaves(scratch):
-        if isinstance(x, plgpu.Barrier):
-            size += _BARRIER_BYTES * math.prod(jax.tree.leaves(x.num_barriers))
-        else:
-            array_bytes = math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
-            size += -(-array_bytes // _ALIGNMENT) * _ALIGNMENT
-    return size
-
-
-def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
-    """A warpgroup's float32 accumulator `[64, num_columns]`.
-
-    Allocate it where everything is there that its first product reads: the assembler leaves out the zeros only if the
-    product follows at once, with no wait in between.
+    Source: CUTLASS's asynchronous pipelines.
     """
-    return plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, num_columns), jnp.float32)
 
+    full: Any  # a stage's copies have arrived
+    empty: Any = None  # every consumer has read a stage; None for stages that are filled once
 
-def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
-    """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
-    layout = ROW_LAYOUT if rows else plgpu.Layout.WGMMA.reduce(0)
-    return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
+    @staticmethod
+    def memory(num_stages: int = 1, *, num_consumers: int, num_copies: int = 1) -> Pipeline:
+        """What a kernel allocates, for stages that `num_copies` copies fill."""
+        return Pipeline(
+            plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
+            plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+        )
 
+    @property
+    def num_stages(self) -> int:
+        """Stages of the ring."""
+        return self.full.shape[0]
 
-def spread(vector, shape, *, rows: bool) -> jax.Array:
-    """A vector as a matrix: one number for each row, or for each column."""
-    return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
+    def slot(self, step):
+        """The stage of a step."""
+        return jax.lax.rem(step, self.num_stages)
+
+    def producer_acquire(self, step, slot) -> None:
+        """Waits until the consumers have read what the stage held before this step."""
+        pl.when(step >= self.num_stages)(lambda: plgpu.barrier_wait(self.empty.at[slot]))
+
+    def producer_tail(self, num_steps, *in_step: Pipeline) -> None:
+        """Waits until the consumers have read the last stages of this ring and of those `in_step` with it.
+
+        A waiting thread must see each completion of a barrier.
+        """
+
+        @pl.loop(jnp.maximum(num_steps - self.num_stages, 0), num_steps)
+        def _(step):
+            for pipeline in (self, *in_step):
+                plgpu.barrier_wait(pipeline.empty.at[pipeline.slot(step)])
+
+    def copy(self, source, memory, slot) -> None:
+        """Starts to copy from global memory to a stage."""
+        plgpu.copy_gmem_to_smem(source, memory.at[slot], self.full.at[slot])
+
+    def consumer_wait(self, slot) -> None:
+        """Waits for a stage's copies."""
+        plgpu.barrier_wait(self.full.at[slot])
+
+    def consumer_release(self, slot) -> None:
+        """Says that this consumer has read a stage."""
+        plgpu.barrier_arrive(self.empty.at[slot])

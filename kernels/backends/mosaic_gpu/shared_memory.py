@@ -6,7 +6,6 @@ from kernels.backends.mosaic_gpu.backward_passes import query_scratch
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import num_bytes
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
@@ -21,12 +20,14 @@ def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[st
     assert forward is not None
     assert backward is not None
     fused = tuning.backward == "fused"
-    sizes = {"forward": num_bytes(forward_scratch(call, forward, machine))}
+    scratch = {"forward": forward_scratch(call, forward, machine)}
     if backward.one_gradient_per_warpgroup:
-        sizes["key_value"] = num_bytes(wide_key_value_scratch(call, backward, machine))
+        scratch["key_value"] = wide_key_value_scratch(call, backward, machine)
     else:
-        sizes["key_value"] = num_bytes(key_value_scratch(call, backward, machine, fused=fused))
-    return sizes if fused else sizes | {"query": num_bytes(query_scratch(call, backward, machine))}
+        scratch["key_value"] = key_value_scratch(call, backward, machine, fused=fused)
+    if not fused:
+        scratch["query"] = query_scratch(call, backward, machine)
+    return {kernel: smem.num_bytes + barriers.num_bytes for kernel, (smem, barriers) in scratch.items()}
 
 
 _SETTINGS = {

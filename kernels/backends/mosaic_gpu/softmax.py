@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import ROW_LAYOUT, WGMMA_ROWS, spread
+from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, spread
 from kernels.call import AttentionCall
 
 # Of a thread's probabilities in a tile. No probability is higher than their sum, and float16 ends at 2¹⁶.
@@ -30,8 +30,6 @@ _HIGHEST_SUM = 2.0**10
 # Less than any logit, but finite. While a row has seen no allowed pair, exp2(−inf − this) = 0, and its first allowed
 # pair has an infinite probability, so that row_max is raised.
 _INITIAL_ROW_MAX = -1e30
-
-
 LOG2_E = math.log2(math.e)
 
 
@@ -57,10 +55,9 @@ class TileSoftmax(NamedTuple):
 
 
 class OnlineSoftmax(NamedTuple):
-    """Softmax of logits that are −inf where a pair may not attend."""
+    """Softmax of logits that are −inf where a pair may not attend. In units of log₂, exp2 takes one multiply-add."""
 
-    to_log2: float  # `log2_scale`; in units of log₂ exp2 takes one multiply-add
-    dtype: jnp.dtype  # of the probabilities
+    call: AttentionCall
     machine: Hopper
 
     def first_tile(self, logits: Float[Array, "rows kv"]) -> tuple[Float[Array, "rows kv"], SoftmaxState]:
@@ -70,21 +67,21 @@ class OnlineSoftmax(NamedTuple):
     def next_tile(self, logits: Float[Array, "rows kv"], state: SoftmaxState) -> TileSoftmax:
         """Probabilities of another tile."""
         p, sums, is_high = self._exp2(logits, state.row_max)
-        same = p.astype(self.dtype), SoftmaxState(state.row_max, state.row_sum + sums), _column(1.0)
+        same = p.astype(self.call.dtype), SoftmaxState(state.row_max, state.row_sum + sums), _column(1.0)
         # A warp branches by itself, so nothing in the branch may wait for another warp.
         p, state, alpha = jax.lax.cond(is_high, lambda: self._raise_row_max(logits, state), lambda: same)
         return TileSoftmax(p, state, alpha, is_high)
 
     def _raise_row_max(self, logits, state: SoftmaxState):
         """Probabilities relative to the higher of the tile's maximum and row_max, the new state, and alpha."""
-        row_max = jnp.maximum(state.row_max, logits.max(axis=1) * self.to_log2)
+        row_max = jnp.maximum(state.row_max, logits.max(axis=1) * log2_scale(self.call))
         alpha = jnp.exp2(state.row_max - row_max)
         p, sums, _ = self._exp2(logits, row_max)
-        return p.astype(self.dtype), SoftmaxState(row_max, state.row_sum * alpha + sums), alpha
+        return p.astype(self.call.dtype), SoftmaxState(row_max, state.row_sum * alpha + sums), alpha
 
     def _exp2(self, logits, row_max):
         """Probabilities in float32, each thread's part of their rows' sums, and whether one of a warp's is high."""
-        p = jnp.exp2(logits * self.to_log2 - spread(row_max, logits.shape, rows=True))
+        p = jnp.exp2(logits * log2_scale(self.call) - spread(row_max, logits.shape, rows=True))
         return p, *self.machine.partial_sums(p, _HIGHEST_SUM)
 
 

@@ -52,8 +52,7 @@ def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
         if widest > _MAX_FUSED_HEAD_DIM:
             setting = "backward_tiles with one_gradient_per_warpgroup"
             return f"needs {setting} above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
-        may_fuse = tuning.backward != "split" and not tuning.interpret
-        if may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
+        if tuning.may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
             return (
                 "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "
                 f"{_MAX_UNDIVIDED_HEAD_DIM}, got {widest}: two warpgroups can't share so few columns of dQ"

@@ -1,4 +1,4 @@
-"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel."""
+"""Mask, documents and padding of PARTIAL tiles, evaluated within a kernel, and the probabilities under them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import load_vector, spread
+from kernels.backends.mosaic_gpu.registers import load_vector, spread
+from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.call import AttentionCall, AttentionInputs
 
 Side = Literal["query", "key_value"]
@@ -93,6 +94,20 @@ class TileMask(NamedTuple):
         if isinstance(is_partial, bool):
             return masked(logits) if is_partial else logits
         return jax.lax.cond(is_partial, masked, lambda logits: logits, logits)
+
+    def probabilities(self, logits, lse, is_partial, column_first, slot) -> tuple[jax.Array, jax.Array | None]:
+        """Probabilities of a tile, and the soft cap's derivative at its logits (None without a cap). See `apply`.
+
+        `lse` is in units of log₂; None if it was subtracted from the logits before.
+        """
+        call, slope = self.context.call, None
+        if call.logits_soft_cap is not None:
+            logits = jnp.tanh(logits * (call.scale / call.logits_soft_cap))
+            slope = 1 - logits * logits
+        exponent = self.apply(logits, is_partial, column_first, slot) * log2_scale(call)
+        if lse is not None:
+            exponent = exponent - spread(lse, logits.shape, rows=self.streamed == "key_value")
+        return jnp.exp2(exponent), slope
 
     def _allowed(self, shape: tuple[int, int], column_first, slot) -> jax.Array:
         """Which pairs of a tile may attend, in the layout of an accumulator."""

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.pipeline import Pipeline
+from kernels.backends.mosaic_gpu.memory import Pipeline
 
 _T = TypeVar("_T")
 # A producer claims one block ahead of its consumers.

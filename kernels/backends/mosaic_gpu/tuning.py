@@ -170,8 +170,7 @@ class MosaicGpuTuning:
             raise ValueError(
                 "backward='fused' can't take backward_tiles with one_gradient_per_warpgroup; use backward='split'"
             )
-        may_fuse = self.backward != "split" and not self.interpret
-        if tiles is not None and may_fuse and not tiles.one_gradient_per_warpgroup:
+        if tiles is not None and self.may_fuse:
             # Its warpgroups share a tile of dQ by 64 rows, or two of them by columns.
             shared = (tiles.num_warpgroups, tiles.block_q)
             if shared not in ((1, 64), (2, 64), (2, 128)):
@@ -179,6 +178,12 @@ class MosaicGpuTuning:
                     "backward_tiles of a fused backward are (num_warpgroups, block_q) = (1, 64), (2, 64) or (2, 128), "
                     f"not {shared}; choose one of these, or backward='split'"
                 )
+
+    @property
+    def may_fuse(self) -> bool:
+        """Whether the backward may be fused: in Pallas's interpreter, or with some tiles, it can only be split."""
+        only_split = self.backward_tiles is not None and self.backward_tiles.one_gradient_per_warpgroup
+        return self.backward != "split" and not self.interpret and not only_split
 
 
 class TunedCall(NamedTuple):
@@ -213,19 +218,14 @@ FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWAR
 
 
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
-    """Fills what a tuning leaves open.
-
-    Pallas's interpreter, which has no atomics, can't run a fused backward, nor can tiles for a split one.
-    """
+    """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    tiles = tuning.backward_tiles
-    only_split = tuning.interpret or (tiles is not None and tiles.one_gradient_per_warpgroup)
-    backward = "split" if only_split else tuning.backward or _likest(FASTEST_BACKWARD, call)
+    backward = (tuning.backward or _likest(FASTEST_BACKWARD, call)) if tuning.may_fuse else "split"
     return dataclasses.replace(
         tuning,
         backward=backward,
         forward_tiles=tuning.forward_tiles or _likest(FORWARD, call),
-        backward_tiles=tiles or _likest(FUSED if backward == "fused" else SPLIT, call),
+        backward_tiles=tuning.backward_tiles or _likest(FUSED if backward == "fused" else SPLIT, call),
     )
 
 

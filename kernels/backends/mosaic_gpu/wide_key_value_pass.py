@@ -3,14 +3,12 @@
 Above a head dim of 128 one warpgroup's registers don't hold both gradients of 64 keys. Two consumers divide the work by
 products: one computes P and dV, the other dS and dK. P goes from one to the other through shared memory, in float32.
 
-Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS. The first may be a
-tile ahead of the second.
+Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +22,11 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     BackwardArrays,
     BackwardContext,
     launch_pass,
-    load_keys_and_values,
     padded_head_dims,
-    probabilities,
-    query_tile,
-    store_gradient,
-    wait_for_consumers,
 )
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import WGMMA_ROWS, accumulator, load_vector, matrix, spread, vector
-from kernels.backends.mosaic_gpu.pipeline import Pipeline, producer_tail
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product
+from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -43,51 +36,22 @@ _NUM_CONSUMERS = 2
 _NUM_P_BUFFERS = 2
 
 
-class WideSmem(NamedTuple):
-    """Shared memory: k and v of the block; q, do, their numbers and tokens for each stage; p for each buffer."""
-
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    lse_delta: Any
-    p: Any
-    tokens: Any
-    operand: Any  # what the machine needs to multiply with P and dS
-
-
-class WideBarriers(NamedTuple):
-    """Barriers: k and v are full once; q, do and p are rings; `done`: no consumer reads keys and values any more."""
-
-    k: Any
-    v: Any
-    q: Pipeline
-    do: Pipeline
-    p: Pipeline
-    done: Any
-
-
-WideContext = BackwardContext[WideSmem, WideBarriers]
-
-
-def wide_key_value_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[WideSmem, WideBarriers]:
-    """Shared memory and barriers of the pass."""
+def wide_key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
+    """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=_NUM_CONSUMERS)
-    smem = WideSmem(
+    smem = SharedStorage(
         k=matrix(WGMMA_ROWS, head_dim, dtype=call.dtype),
         v=matrix(WGMMA_ROWS, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
-        lse_delta=vector(2, num_stages, block_q),
+        lse_delta=plgpu.SMEM((2, num_stages, block_q), jnp.float32),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
         tokens=token_memory(call, num_stages, block_q),
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
-    return smem, WideBarriers(
+    return smem, SharedStorage(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=ring(num_copies=2 + num_token_arrays(call)),
@@ -107,16 +71,16 @@ def wide_key_value_pass(
     return d_key, d_value, None
 
 
-def _load(context: WideContext) -> None:
+def _load(context: BackwardContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
-    load_keys_and_values(context, context.first)
+    context.load_keys_and_values(context.first)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
         slot = barriers.q.slot(step)
-        head, number, _ = query_tile(context, step)
+        head, number, _ = context.query_tile(step)
         queries = pl.ds(number * tuning.block_q, tuning.block_q)
         q_full, do_full = barriers.q.full.at[slot], barriers.do.full.at[slot]
         barriers.q.producer_acquire(step, slot)
@@ -127,11 +91,11 @@ def _load(context: WideContext) -> None:
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
-    producer_tail(num_steps, barriers.q)
-    producer_tail(num_steps, barriers.do)
+    barriers.q.producer_tail(num_steps)
+    barriers.do.producer_tail(num_steps)
 
 
-def _compute_dv(context: WideContext) -> None:
+def _compute_dv(context: BackwardContext) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
     call, tuning, gmem = context.call, context.tuning, context.gmem
     smem, barriers, first = context.smem, context.barriers, context.first
@@ -143,7 +107,7 @@ def _compute_dv(context: WideContext) -> None:
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
         q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
-        p, slope = probabilities(s, lse, mask, is_partial, q_first, slot)
+        p, slope = mask.probabilities(s, lse, is_partial, q_first, slot)
         barriers.q.consumer_release(slot)
         barriers.p.producer_acquire(step, buffer)
         smem.p.at[buffer][...] = p if slope is None else p * slope
@@ -151,17 +115,17 @@ def _compute_dv(context: WideContext) -> None:
         return p.astype(call.dtype)
 
     def accumulate(dv_acc):
-        finish = functools.partial(producer_tail, context.num_steps, barriers.p)
+        finish = functools.partial(barriers.p.producer_tail, context.num_steps)
         _add_products(context, dv_acc, smem.k, smem.q, barriers.q, smem.do, barriers.do, compute_p, finish)
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
-        wait_for_consumers(context)
-        store_gradient(context, dv, smem.v, gmem.d_value, first)
+        context.wait_for_consumers()
+        context.store_gradient(dv, smem.v, gmem.d_value, first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
 
-def _compute_dk(context: WideContext) -> None:
+def _compute_dk(context: BackwardContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
@@ -180,14 +144,16 @@ def _compute_dk(context: WideContext) -> None:
     def accumulate(dk_acc):
         _add_products(context, dk_acc, smem.v, smem.do, barriers.do, smem.q, barriers.q, compute_ds)
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * call.scale
-        wait_for_consumers(context)
-        store_gradient(context, dk, smem.k, gmem.d_key, context.first)
+        context.wait_for_consumers()
+        context.store_gradient(dk, smem.k, gmem.d_key, context.first)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
 
 
-def _add_products(context: WideContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
+def _add_products(
+    context: BackwardContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None
+):
     """Adds `operand @ other` of all tiles to a gradient, with operand = compute_operand(left @ rightᵀ).
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.
@@ -195,16 +161,16 @@ def _add_products(context: WideContext, acc, left, right, right_ring, other, oth
     num_steps, tile_type = context.num_steps, accumulator(context.tuning.block_q)
 
     def multiply(operand, slot):
-        context.machine.multiply(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
+        add_product(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
 
     def first(tile_acc):
-        _, number, rank = query_tile(context, 0)
+        _, number, rank = context.query_tile(0)
         plgpu.wgmma(tile_acc, left, right.at[0].transpose((1, 0)))
         return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, number, rank)
 
     def visit(step, operand):
         slot, last = right_ring.slot(step), right_ring.slot(step - 1)
-        _, number, rank = query_tile(context, step)
+        _, number, rank = context.query_tile(step)
         right_ring.consumer_wait(slot)
 
         def products(tile_acc):

@@ -1,10 +1,12 @@
-"""What depends on which thread holds which elements of an accumulator: its rows' sums, its columns' indices.
+"""Registers: a warpgroup's accumulators and vectors, and what depends on which thread holds which elements of them.
 
-Four threads share a row. Each thread sums up its own elements of it. The parts are joined once, when a row is done.
+Four threads share a row of an accumulator. Each thread sums up its own elements of it. The parts are joined once, when
+a row is done.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -15,30 +17,46 @@ from jaxlib.mlir.dialects import arith, nvvm
 from jaxlib.mlir.dialects import vector as vectors
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.backends.mosaic_gpu.memory import (
-    COLUMNS_OF_A_THREAD,
-    ROW_LAYOUT,
-    ROWS_OF_A_THREAD,
-    THREADS_OF_A_ROW,
-    WGMMA_ROWS,
-    spread,
-)
-
+WGMMA_ROWS = 64
+"""Rows of a WGMMA tile: a warpgroup's matmul."""
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+"""Layout of one number for each row of an accumulator."""
+# A thread's registers hold two neighbouring columns each, alternately of two rows. Four threads share eight columns of
+# a row.
+_ROWS_OF_A_THREAD, _THREADS_OF_A_ROW, _COLUMNS_OF_A_THREAD = 2, 4, 2
+_ROW_SUMS = plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT)
 _ALL_LANES = 0xFFFFFFFF
+
+
+def accumulator(num_columns: int) -> plgpu.WGMMAAccumulatorRef:
+    """A warpgroup's float32 accumulator `[64, num_columns]`.
+
+    Allocate it where everything is there that its first product reads: the assembler leaves out the zeros only if the
+    product follows at once, with no wait in between.
+    """
+    return plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, num_columns), jnp.float32)
+
+
+def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
+    """Loads a vector from shared or else global memory: one number for each row of a matrix, or for each column."""
+    layout = ROW_LAYOUT if rows else plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
+
+
+def spread(vector, shape, *, rows: bool) -> jax.Array:
+    """A vector as a matrix: one number for each row, or for each column."""
+    return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
 
 
 def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[Array, " rows"], Bool[Array, ""]]:
     """Each thread's part of the sums of rows, and whether one of a warp's is above a limit."""
-    result = (
-        plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT),
-        plgpu.ShapeDtypeStruct((), jnp.bool_, ROW_LAYOUT),  # A scalar has no layout.
-    )
+    result = _ROW_SUMS, plgpu.ShapeDtypeStruct((), jnp.bool_, ROW_LAYOUT)  # A scalar has no layout.
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def add_up(_, p: mgpu.FragmentedArray) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-        rows = p.registers.reshape(-1, ROWS_OF_A_THREAD).T
+        rows = p.registers.reshape(-1, _ROWS_OF_A_THREAD).T
         sums = [
-            _sum([vectors.extract(two, [], [i]) for two in row for i in range(COLUMNS_OF_A_THREAD)]) for row in rows
+            _sum([vectors.extract(two, [], [i]) for two in row for i in range(_COLUMNS_OF_A_THREAD)]) for row in rows
         ]
         highest = mgpu.c(limit, ir.F32Type.get())
         is_high = arith.ori(*(arith.cmpf(arith.CmpFPredicate.OGT, part, highest) for part in sums))
@@ -55,9 +73,7 @@ def partial_sums(p: Float[Array, "rows columns"], limit: float) -> tuple[Float[A
 def join_partial_sums(sums: Float[Array, " rows"]) -> Float[Array, " rows"]:
     """The sums of rows, from the parts of the threads that share a row."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((WGMMA_ROWS,), jnp.float32, ROW_LAYOUT)
-    )
+    @plgpu.inline_mgpu(arg_types=(ROW_LAYOUT,), return_type=_ROW_SUMS)
     def join(_, sums: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         registers = list(sums.registers.flat)
         for distance in (1, 2):
@@ -78,19 +94,19 @@ def column_indices(first, shape: tuple[int, int]) -> Int[Array, "rows columns"]:
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape[:1], jnp.int32, row_layout))
     def own_first(_) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
-        place = arith.remui(utils.thread_idx(), mgpu.c(THREADS_OF_A_ROW, i32))
+        place = arith.remui(utils.thread_idx(), mgpu.c(_THREADS_OF_A_ROW, i32))
         return mgpu.FragmentedArray.splat(
-            arith.muli(place, mgpu.c(COLUMNS_OF_A_THREAD, i32)), shape[:1], row_layout.to_mgpu(), is_signed=True
+            arith.muli(place, mgpu.c(_COLUMNS_OF_A_THREAD, i32)), shape[:1], row_layout.to_mgpu(), is_signed=True
         )
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, layout))
     def distances(_) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
-        vector_type = ir.VectorType.get((COLUMNS_OF_A_THREAD,), i32)
+        vector_type = ir.VectorType.get((_COLUMNS_OF_A_THREAD,), i32)
         registers = np.empty(layout.to_mgpu().registers_shape(shape), object)
         for i in range(registers.size):
-            distance = i // ROWS_OF_A_THREAD * COLUMNS_OF_A_THREAD * THREADS_OF_A_ROW
-            numbers = [ir.IntegerAttr.get(i32, distance + n) for n in range(COLUMNS_OF_A_THREAD)]
+            distance = i // _ROWS_OF_A_THREAD * _COLUMNS_OF_A_THREAD * _THREADS_OF_A_ROW
+            numbers = [ir.IntegerAttr.get(i32, distance + n) for n in range(_COLUMNS_OF_A_THREAD)]
             value = ir.DenseElementsAttr.get(numbers, type=vector_type)
             # jaxlib's stub knows constants that are numbers only.
             registers.flat[i] = arith.constant(vector_type, value)  # type: ignore[call-arg,arg-type]
