@@ -98,10 +98,10 @@ def _numbered(xp: Any, sides: Sequence[Any]) -> Sides:
 
 
 def _uncut(integers: Any) -> jax.Array | np.ndarray:
-    """The integers as an array that keeps 64 bits: NumPy's, but JAX's if they are JAX's and traced or fit int32."""
+    """The integers as an array that keeps 64 bits: JAX's if its type fits int32 or it is traced, else NumPy's."""
     if isinstance(integers, jax.Array) and not _is_wide(integers.dtype):
         return integers
-    # Under jit, an operation of JAX's would trace values that are known.
+    # They are read now: under jit, an operation of JAX's would trace values that are known.
     known = _on_host(integers)
     return integers if known is None else known
 

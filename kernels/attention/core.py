@@ -37,8 +37,8 @@ def attend(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse of a call that the backend serves, differentiable."""
     module: ModuleType = backend.load()
-    if backend.differentiates_itself:
-        return module.attention(inputs, call)
+    if backend.differentiable is not None:
+        return getattr(module, backend.differentiable)(inputs, call)
 
     def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
         return attend_by_halves(module.forward, module.backward, module.resolve(tuning, call), inputs, call)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kernels.decode.call import DecodeCall
     from kernels.tuning import Tuning
 
-_logger = logging.getLogger(__name__)
+_log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
 
 
 class CantServe(ValueError):
@@ -174,7 +174,7 @@ def choose_backend(call: AttentionCall | DecodeCall, implementation: str | Tunin
     """The backend of a call and the tuning object given for it. Faster backends passed over are logged once."""
     selection = select_backend(call, implementation)
     for name, reason in selection.passed_over:
-        _log_once(call.task, selection.name, name, reason)
+        _log_once("%s uses %s; %s passed over: %s", call.task, selection.name, name, reason)
     return find_backend(selection.name, call.task), None if isinstance(implementation, str) else implementation
 
 
@@ -204,8 +204,3 @@ def select_backend(call: AttentionCall | DecodeCall, implementation: str | Tunin
                 return Selection(backend.name, tuple(passed_over))
             passed_over.append((backend.name, reason))
     raise AssertionError(f"no backend serves {call}: blockwise serves every call")
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(task: Task, chosen: str, name: str, reason: str) -> None:
-    _logger.info("%s uses %s; %s passed over: %s", task, chosen, name, reason)

@@ -1,6 +1,7 @@
 """Attention of the output of one projection for query, key and value, without cutting it up first.
 
-XLA hands a kernel dense arrays, so a slice would be a copy. The Triton kernels read each operand by its own strides.
+XLA hands a kernel dense arrays, so a slice would be a copy. The `triton` backend's kernels, which alone serve this,
+read each operand by its own strides.
 """
 
 from __future__ import annotations
@@ -63,12 +64,8 @@ def attend_fused_qkv(
         mask,
         query_segment_ids=segment_ids,
         key_value_segment_ids=segment_ids,
-        query_positions=None,
-        key_value_positions=None,
         scale=scale,
         logits_soft_cap=logits_soft_cap,
-        sinks=None,
-        return_lse=False,
         device=device,
     )
     reason = CHECK_VMA_REASON if call.varying_axes else unsupported_reason(call, tuning)

@@ -33,13 +33,13 @@ class Backend:
       name: what `implementation=` calls it.
       module: path within `kernels`. It has `unsupported_reason(call, tuning)`, whose tuning is None or the backend's
         own. For attention it has either `resolve(tuning, call)`, which leaves nothing of a tuning open, and the two
-        halves that `kernels.attention.core` describes, or `attention(inputs, call)`. For decoding it has
+        halves that `kernels.attention.core` describes, or a function that JAX differentiates. For decoding it has
         `attend(inputs, call, tuning)`.
       platforms: where it runs.
       tuning: name of the class of its tuning objects; None if it has none.
       automatic: whether `implementation=None` may choose it.
       may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
-      differentiates_itself: whether it has `attention`, which JAX differentiates.
+      differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has halves.
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
@@ -50,7 +50,7 @@ class Backend:
     tuning: str | None = None
     automatic: bool = True
     may_be_slower: bool = False
-    differentiates_itself: bool = False
+    differentiable: str | None = None
     takes_masks_of_heads: bool = False
     says_what_varies: bool = False
 
@@ -74,20 +74,19 @@ class Backend:
 
 
 _ALL = ("cpu", "gpu", "tpu")
+_UPSTREAM = "backends.splash.upstream"
 
 BACKENDS = (
     Backend("splash", "backends.splash", ("tpu",), "SplashTuning", takes_masks_of_heads=True),
     Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
-    Backend("cudnn", "backends.cudnn", ("gpu",), differentiates_itself=True),
+    Backend("cudnn", "backends.cudnn", ("gpu",), differentiable="attention"),
     Backend("triton", "backends.triton", ("gpu",), "TritonTuning"),
     Backend("blockwise", "backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),
     Backend(
-        "reference", "backends.reference", _ALL, automatic=False, differentiates_itself=True, says_what_varies=True
+        "reference", "backends.reference", _ALL, automatic=False, differentiable="attention", says_what_varies=True
     ),
-    Backend(
-        "splash_upstream_lazy", "backends.splash.upstream_lazy", ("tpu",), automatic=False, differentiates_itself=True
-    ),
-    Backend("splash_dense", "backends.splash.upstream_dense", ("tpu",), automatic=False, differentiates_itself=True),
+    Backend("splash_upstream_lazy", _UPSTREAM, ("tpu",), automatic=False, differentiable="lazy_attention"),
+    Backend("splash_dense", _UPSTREAM, ("tpu",), automatic=False, differentiable="dense_attention"),
 )
 
 DECODE_BACKENDS = (

@@ -108,13 +108,9 @@ class _Tiling:
         """Key/value tile j of a padded key-shaped array."""
         return jax.lax.dynamic_slice_in_dim(x[b], j * self.block_kv, self.block_kv).transpose(1, 0, 2)
 
-    def join_q(self, tiles: Float[Array, "B*R block_q ..."]) -> Float[Array, "B T ..."]:
-        """Joins the tokens of all query tiles."""
-        return tiles.reshape(self.call.batch, -1, *tiles.shape[2:])[:, : self.call.q_len]
-
-    def join_kv(self, tiles: Float[Array, "B*J C ..."]) -> Float[Array, "B S ..."]:
-        """Joins the tokens of all key/value tiles."""
-        return tiles.reshape(self.call.batch, -1, *tiles.shape[2:])[:, : self.call.kv_len]
+    def join(self, tiles: Float[Array, "B*tiles block ..."], length: int) -> Float[Array, "B length ..."]:
+        """Joins the tokens of all query tiles, or of all key/value tiles."""
+        return tiles.reshape(self.call.batch, -1, *tiles.shape[2:])[:, :length]
 
     def rows(self, *, transposed: bool) -> Rows:
         """The key/value tiles that each query tile visits; transposed, the query tiles that visit each of those."""
@@ -198,7 +194,8 @@ def forward(
         output, lse = softmax.finish(None if inputs.sinks is None else tiling.by_row(inputs.sinks), call.dtype)
         return tiling.query_tokens(output), tiling.query_tokens(lse[..., None])[..., 0]
 
-    output, lse = map(tiling.join_q, jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32)))
+    tiles = jax.lax.map(query_tile, jnp.arange(call.batch * tiling.num_q, dtype=jnp.int32))
+    output, lse = (tiling.join(x, call.q_len) for x in tiles)
     return output, lse
 
 
@@ -249,5 +246,5 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: BlockwiseTuni
         vary(jnp.zeros(query.shape, call.softmax_dtype), call.varying_axes),
         jnp.arange(call.batch * tiling.num_kv, dtype=jnp.int32),
     )
-    d_key, d_value = map(tiling.join_kv, d_key_value)
+    d_key, d_value = (tiling.join(x, call.kv_len) for x in d_key_value)
     return d_query[:, : call.q_len].astype(call.dtype), d_key, d_value

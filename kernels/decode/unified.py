@@ -1,6 +1,6 @@
 """A key/value cache whose cells many sequences share, and the table that says whose each cell is.
 
-Dimensions: Z sequences that they can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
+Dimensions: Z sequences that a table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
 B batch of a call (each element one sequence), T new tokens of each, K key/value heads, H and V head dims of key and
 value.
 """
@@ -34,7 +34,7 @@ from kernels.decode.tokens import (
     token_counts,
 )
 
-WORD_BITS = 32
+_WORD_BITS = 32
 _NO_LOWEST = np.iinfo(np.int32).max  # `lowest` of a block without tokens.
 
 
@@ -98,10 +98,12 @@ class UnifiedCache:
 
     @property
     def capacity(self) -> int:
+        """Cells of all sequences together."""
         return self.table.capacity
 
     @property
     def lengths(self) -> Int[Array, " Z"]:
+        """Tokens of each sequence so far: the position of its next one."""
         return self.table.lengths
 
     @property
@@ -120,7 +122,7 @@ class UnifiedCache:
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
     ) -> UnifiedCache:
-        """Appends tokens to sequences. Arguments and errors are those of `SlabCache.write`.
+        """Appends tokens to sequences, as `SlabCache.write` without `from_start` does, under `jax.jit` too.
 
         Tokens that find no room are dropped and counted: ask `check_room` before.
         """
@@ -178,7 +180,7 @@ class UnifiedCache:
         return dataclasses.replace(self, table=self.table.share(source, target, num_tokens))
 
     def check_room(self, num_tokens: int | Sequence[int], *, sequences: Sequence[int] | None = None) -> None:
-        """Checks, on the host, that sequences may grow. Arguments are those of `SlabCache.check_room`.
+        """Checks, on the host, that sequences may grow; `num_tokens` and `sequences` as in `SlabCache.check_room`.
 
         Raises:
           CacheFull: there's no room, with the blocks needed and free, or a sequence not freed yet has lost tokens that
@@ -247,7 +249,7 @@ class CellTable:
                 f"capacity={capacity} is not a multiple of block_size={block_size}; "
                 f"use {-(-capacity // block_size) * block_size}"
             )
-        num_blocks, num_words = capacity // block_size, -(-num_sequences // WORD_BITS)
+        num_blocks, num_words = capacity // block_size, -(-num_sequences // _WORD_BITS)
         return CellTable(
             positions=jnp.full(capacity, -1, jnp.int32),
             owners=jnp.zeros((capacity, num_words), jnp.uint32),
@@ -342,7 +344,9 @@ class CellTable:
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
         """Ends sequences. See `UnifiedCache.free`."""
-        numbers = sequence_numbers(sequences, self.num_sequences)
+        return self._free(sequence_numbers(sequences, self.num_sequences))
+
+    def _free(self, numbers: Int[Array, " n"]) -> CellTable:
         sets = jnp.where((numbers < self.num_sequences)[:, None], self._sets(numbers), 0)
         ended = jnp.bitwise_or.reduce(sets, axis=0)
         owners = self.owners & ~ended
@@ -376,7 +380,7 @@ class CellTable:
                     raise ValueError(f"sequence {source} holds {held} tokens, not num_tokens={count}; share fewer")
                 count = np.minimum(count, MOST_TOKENS).astype(np.int32)
             length = jnp.clip(count, 0, length)
-        table = self.free(takers)
+        table = self._free(takers)
         shared = self._sees(table.owners, givers)[0] & (table.positions < length)
         table = dataclasses.replace(
             table,
@@ -420,7 +424,7 @@ class CellTable:
 
     def _sets(self, sequences: Int[Array, " n"]) -> UInt32[Array, "n W"]:
         """Each sequence as a set of its own."""
-        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        word, bit = sequences // _WORD_BITS, (sequences % _WORD_BITS).astype(jnp.uint32)
         is_its_word = jnp.arange(self.owners.shape[-1]) == word[:, None]
         return jnp.where(is_its_word, jnp.uint32(1) << bit[:, None], jnp.uint32(0))
 
@@ -428,7 +432,7 @@ class CellTable:
         self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], places: Int[Array, "B c"] | None = None
     ) -> Bool[Array, "B c"]:
         """Whether each sequence is in each of the sets, or in those at its places; one past the end is in none."""
-        word, bit = sequences // WORD_BITS, (sequences % WORD_BITS).astype(jnp.uint32)
+        word, bit = sequences // _WORD_BITS, (sequences % _WORD_BITS).astype(jnp.uint32)
         words = sets.T[word] if places is None else sets[places, word[:, None]]
         return ((words >> bit[:, None]) & 1).astype(bool) & (sequences < self.num_sequences)[:, None]
 

@@ -111,7 +111,7 @@ class Mask:
     @property
     def parts(self) -> tuple[Mask, ...]:
         """The masks that this one combines; empty for a mask that stands alone."""
-        return tuple(value for value in vars(self).values() if isinstance(value, Mask))
+        return tuple(value for value in vars(self).values() if isinstance(value, Mask)) if self.operator else ()
 
     def is_deeper_than(self, depth: int) -> bool:
         """Whether a composition has more than `depth` levels of `&`, `|` and `~`."""

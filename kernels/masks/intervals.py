@@ -126,7 +126,7 @@ def _at_most_constant(position: Integers, constant: int) -> Any:
 
 
 def _within_reach(width: int | None) -> int | None:
-    """A band's width: None if no position can exceed it, and one lower bound for all that none can be within."""
+    """A width as a band keeps it: None if no pair of positions is farther apart, one number if none is that near."""
     return None if width is None or width >= LAST_POSITION else max(width, _OUT_OF_REACH)
 
 

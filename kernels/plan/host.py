@@ -24,7 +24,7 @@ from kernels.masks.intervals import LAST_POSITION
 from kernels.plan.rows import Rows
 
 Rectangles = Int[np.ndarray, "n 2 2"]
-"""Rectangles of tiles, int64: of each its rows (start, stop) and its columns (start, stop)."""
+"""Rectangles of tiles, int64: `[i, 0]` are the rows of rectangle i (start, stop), `[i, 1]` its columns."""
 
 
 @dataclass(frozen=True, eq=False)

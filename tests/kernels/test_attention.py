@@ -101,7 +101,7 @@ def test_a_named_backend_on_the_wrong_platform_raises():
 
 def test_every_backend_of_the_tables_has_its_functions():
     for backend in BACKENDS:
-        names = ("attention",) if backend.differentiates_itself else ("resolve", "forward", "backward")
+        names = (backend.differentiable,) if backend.differentiable else ("resolve", "forward", "backward")
         for name in ("unsupported_reason", *names):
             assert callable(getattr(backend.load(), name)), (backend.name, name)
     for backend in DECODE_BACKENDS:

@@ -139,6 +139,24 @@ def test_a_new_mask_is_one_class(rng, tuning):
     assert (mask.lookback, mask.looks_ahead, mask.has_row_intervals) == (100, False, False)
 
 
+@dataclass(frozen=True)
+class EveryOtherRow(Mask):
+    """A mask that somebody adds, and that asks another one: no composition of ours."""
+
+    inner: Mask
+
+    def __call__(self, q_pos, kv_pos):
+        return self.inner(q_pos, kv_pos) & (q_pos % 2 == 0)
+
+
+def test_nothing_is_taken_for_granted_of_a_mask_within_a_new_one():
+    mask = EveryOtherRow(CausalMask() & LocalMask(3, 0))
+    assert mask.parts == ()
+    assert not mask.translation_invariant
+    assert (mask.lookback, mask.looks_ahead, mask.has_row_intervals) == (None, True, False)
+    assert (EveryOtherRow(CausalMask()) | CausalMask()).parts == (EveryOtherRow(CausalMask()), CausalMask())
+
+
 def questions_of_class(tree):
     """Where code asks which class a mask is, or for its closed form."""
     for node in ast.walk(tree):

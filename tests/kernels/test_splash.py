@@ -27,9 +27,9 @@ from kernels import (
 )
 from kernels.attention.core import attend
 from kernels.backends import BACKENDS
-from kernels.backends.splash import passes, tuning, upstream_dense, upstream_lazy
+from kernels.backends.splash import passes, tuning
 from kernels.backends.splash.tile_grid import _visited_steps, next_visited
-from kernels.backends.splash.upstream import lazy_mask, make_kernel
+from kernels.backends.splash.upstream import dense_attention, lazy_attention, lazy_mask, make_kernel, unsupported_reason
 from kernels.call import AttentionCall, AttentionInputs
 
 TPU = Target("tpu", "TPU v5")
@@ -111,15 +111,15 @@ def test_the_lazy_baseline_evaluates_upstreams_masks_in_its_kernel(mask):
     assert kernel.fwd_mask_info.partial_mask_blocks is None
 
 
-@pytest.mark.parametrize("module", [upstream_lazy, upstream_dense], ids=["lazy", "dense"])
+@pytest.mark.parametrize("baseline", [lazy_attention, dense_attention], ids=["lazy", "dense"])
 @pytest.mark.parametrize(
     "mask",
     [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(150, 40)])],
     ids=["window", "prefix", "two_masks"],
 )
-def test_the_baselines_compute_the_same(module, mask, rng):
+def test_the_baselines_compute_the_same(baseline, mask, rng):
     call = call_of(mask, 384, kv_len=256, dtype=jnp.float32)
-    assert module.unsupported_reason(call) is None
+    assert unsupported_reason(call) is None
     query, key, value = (
         jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.float32)
         for length, heads in ((384, 2), (256, 1), (256, 1))
@@ -128,7 +128,7 @@ def test_the_baselines_compute_the_same(module, mask, rng):
     def run(function):
         return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
 
-    actual = run(lambda *x: module.attention(AttentionInputs(*x), call, interpret=True)[0])
+    actual = run(lambda *x: baseline(AttentionInputs(*x), call, interpret=True)[0])
     expected = run(functools.partial(dot_product_attention, mask=mask, implementation="reference"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected)
 
@@ -143,7 +143,7 @@ def test_the_baselines_compute_the_same(module, mask, rng):
     ],
 )
 def test_the_baselines_refuse_what_upstream_cannot(changes, message):
-    assert message in upstream_lazy.unsupported_reason(call_of(CausalMask(), 2048)._replace(**changes))
+    assert message in unsupported_reason(call_of(CausalMask(), 2048)._replace(**changes))
 
 
 def test_next_visited_names_the_following_step_and_then_the_first(rng):

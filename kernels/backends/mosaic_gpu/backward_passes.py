@@ -6,8 +6,9 @@ Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product, launch
-from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, padded_head_dim
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
@@ -45,15 +46,19 @@ class BackwardArrays(NamedTuple):
     d_value: Any = None
 
 
-class BackwardContext(NamedTuple):
+SmemT = TypeVar("SmemT", bound=Any)
+BarriersT = TypeVar("BarriersT", bound=Any)
+
+
+class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
     """What every role of a pass knows: the call and how it runs, and one program's block, memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
     machine: Hopper
     gmem: BackwardArrays
-    smem: SharedStorage
-    barriers: SharedStorage
+    smem: SmemT
+    barriers: BarriersT
     block: WorkBlock  # the block that stays in shared memory
     first: jax.Array  # index of the block's first query or key
     tiles: Row  # the tiles that the block visits, of one head
@@ -71,7 +76,7 @@ class BackwardContext(NamedTuple):
         return self.block.head * self.call.group_size + member, self.tiles.tile(rank), rank
 
     def load_keys_and_values(self, first) -> None:
-        """Starts to copy the block's keys and values, from the key of index `first` on."""
+        """Starts to copy the block's keys and values, from the key of index `first` on; they have a barrier each."""
         batch, head, _ = self.block
         keys = pl.ds(first, self.tuning.block_kv)
         plgpu.copy_gmem_to_smem(self.gmem.key.at[batch, keys, head], self.smem.k, self.barriers.k)
@@ -102,7 +107,7 @@ def launch_pass(
     call: AttentionCall,
     tuning: MosaicBackwardTuning,
     machine: Hopper,
-    scratch: Scratch,
+    scratch: tuple[Any, Any],
     producer: Callable[[BackwardContext], None],
     consumers: Sequence[Callable[[BackwardContext], None]],
     *,
@@ -135,11 +140,27 @@ def launch_pass(
     )
 
 
-def query_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
-    """Shared memory and barriers of the pass. k, v and tokens have stages, all else is there for each consumer."""
+QuerySmem = namedtuple("QuerySmem", "q do lse_delta k v tokens ds")
+
+
+class QueryBarriers(NamedTuple):
+    """Barriers: of a consumer's queries and what belongs to them, and for each stage of k and v."""
+
+    queries: Any
+    k: Pipeline
+    v: Pipeline
+
+
+QueryContext = BackwardContext[QuerySmem, QueryBarriers]
+
+
+def query_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[QuerySmem, QueryBarriers]:
+    """Shared memory and barriers: rings of stages for k, v and tokens; of the rest each consumer has its own."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    smem = SharedStorage(
+    smem = QuerySmem(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
         lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
@@ -148,7 +169,7 @@ def query_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Ho
         tokens=token_memory(call, num_stages, block_kv),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, SharedStorage(
+    return smem, QueryBarriers(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
         k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
         v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
@@ -163,7 +184,7 @@ def query_pass(
     return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
 
 
-def _load(context: BackwardContext) -> None:
+def _load(context: QueryContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -185,7 +206,7 @@ def _load(context: BackwardContext) -> None:
     barriers.v.producer_tail(num_steps)
 
 
-def _differentiate(context: BackwardContext) -> None:
+def _differentiate(context: QueryContext) -> None:
     """Consumer: dQ of 64 query rows."""
     gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
     first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
@@ -211,7 +232,7 @@ def _differentiate(context: BackwardContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _add_tile(context: BackwardContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+def _add_tile(context: QueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
     smem, barriers, tiles = context.smem, context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)

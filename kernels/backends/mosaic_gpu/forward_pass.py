@@ -1,9 +1,9 @@
 """The forward kernel: it computes one block of queries after another, and visits each block's key/value tiles.
 
 A program has a producer warpgroup and `num_warpgroups` consumer warpgroups. The producer copies the block's key/value
-tiles to shared memory, ahead of the consumers. Each consumer computes 64 query rows of the block; a tile to which only
-other consumers' rows attend it releases at once. A persistent program computes several blocks: its producer copies the
-next block's first tiles while the consumers finish the last block.
+tiles to shared memory, ahead of the consumers. Each consumer computes 64 query rows of the block. It releases at once
+the tiles to which only other consumers' rows attend. A persistent program computes several blocks: its producer copies
+the next block's first tiles while the consumers finish the last block.
 
 Softmax runs under matmuls, in two ways. A consumer issues a tile's QKᵀ together with the PV of the tile before it, and
 computes the tile's softmax while PV runs. And while one consumer computes a softmax, another's matmuls run: consumers
@@ -15,6 +15,7 @@ Source: FlashAttention-3 (arXiv:2407.08608).
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +26,11 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
 from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
-from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix, pad_matrices, padded_head_dim
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
 from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
-from kernels.backends.mosaic_gpu.tile_scheduler import PingPong, TileScheduler, WorkBlock
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.plan import Rows
@@ -49,6 +50,20 @@ class ForwardGmem(NamedTuple):
     lse: Any
 
 
+# In the order of addresses: keys and values come first for speed (docs/hopper_kernels.md).
+ForwardSmem = namedtuple("ForwardSmem", "k v q o lse tokens p")
+
+
+class ForwardBarriers(NamedTuple):
+    """Barriers: q's for each consumer, k's and v's for each stage."""
+
+    q: Pipeline
+    k: Pipeline
+    v: Pipeline
+    ping_pong: Any
+    claims: BlockClaims | None
+
+
 class ForwardContext(NamedTuple):
     """What every role knows: the call and how it runs, and one program's memory and barriers."""
 
@@ -57,8 +72,8 @@ class ForwardContext(NamedTuple):
     machine: Hopper
     scheduler: TileScheduler
     gmem: ForwardGmem
-    smem: SharedStorage
-    barriers: SharedStorage
+    smem: ForwardSmem
+    barriers: ForwardBarriers
     ping_pong: PingPong
     program: jax.Array
     warpgroup: jax.Array
@@ -74,15 +89,16 @@ class _QueryRows(NamedTuple):
     mask: TileMask
 
 
-def forward_scratch(call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper) -> Scratch:
-    """Shared memory and barriers of the kernel. k, v and tokens have stages, all else is there for each consumer."""
+def forward_scratch(
+    call: AttentionCall, tuning: MosaicForwardTuning, machine: Hopper
+) -> tuple[ForwardSmem, ForwardBarriers]:
+    """Shared memory and barriers: rings of stages for k, v and tokens; of the rest each consumer has its own."""
     head_dim, value_dim = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv, tuning.num_stages
     # Without its own memory a consumer's output takes its query's place. In a persistent program the next block's query
     # may arrive while this block's output leaves.
     has_output_memory = tuning.persistent or value_dim != head_dim
-    smem = SharedStorage(
-        # Keys and values come first for speed (docs/hopper_kernels.md).
+    smem = ForwardSmem(
         k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
         v=matrix(num_stages, block_kv, value_dim, dtype=call.dtype),
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
@@ -91,7 +107,7 @@ def forward_scratch(call: AttentionCall, tuning: MosaicForwardTuning, machine: H
         tokens=token_memory(call, num_stages, block_kv),
         p=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, SharedStorage(
+    return smem, ForwardBarriers(
         q=Pipeline(
             plgpu.Barrier(num_barriers=num_consumers),
             plgpu.Barrier(num_barriers=num_consumers) if tuning.persistent else None,

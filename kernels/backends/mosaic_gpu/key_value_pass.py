@@ -16,6 +16,7 @@ constants.
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
@@ -44,6 +45,24 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 _TILE, _IS_PARTIAL, _HEAD = range(3)
 # Where all blocks would start with the same query tile, each starts so many tiles after the one before it.
 _SHIFT = 4
+
+
+KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse steps tokens ds dq operand weights")
+
+
+class KeyValueBarriers(NamedTuple):
+    """Barriers: k and v are full once; q and do share the stages that q's `empty` frees."""
+
+    k: Any
+    v: Any
+    q: Pipeline
+    do: Pipeline
+    done: Any
+    ds_full: Any  # all consumers have written a step's dS
+    ds_read: Any  # all consumers have read it; None with three buffers
+
+
+KeyValueContext = BackwardContext[KeyValueSmem, KeyValueBarriers]
 
 
 class _Tile(NamedTuple):
@@ -67,8 +86,10 @@ class _Keys(NamedTuple):
     dv_acc: Any
 
 
-def key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool) -> Scratch:
-    """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
+def key_value_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
+) -> tuple[KeyValueSmem, KeyValueBarriers]:
+    """Shared memory and barriers: k and v of the block, rings of stages for q, do and what belongs to them."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
     block_q, block_kv, lse_is_offset = tuning.block_q, tuning.block_kv, _lse_is_offset(call)
@@ -76,7 +97,7 @@ def key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine
     # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
     # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
     num_ds_buffers = 2 if _is_tall(tuning) else 3
-    smem = SharedStorage(
+    smem = KeyValueSmem(
         k=matrix(block_kv, head_dim, dtype=call.dtype),
         v=matrix(block_kv, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
@@ -87,18 +108,17 @@ def key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine
         tokens=token_memory(call, num_stages, block_q),
         ds=matrix(num_ds_buffers, block_kv, block_q, dtype=call.dtype) if fused else None,
         dq=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=jnp.float32) if fused else None,
+        # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
         weights=machine.operand_memory(num_consumers, WGMMA_ROWS, _NUM_COLUMNS, dtype=call.dtype),
     )
     num_copies = 3 + (not lse_is_offset) + num_token_arrays(call)
-    return smem, SharedStorage(
+    return smem, KeyValueBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
-        # The consumers free q's and do's stage together.
         do=Pipeline(plgpu.Barrier(num_barriers=num_stages)),
         done=plgpu.Barrier(num_arrivals=num_consumers),
-        # All consumers have written a step's dS, and all have read it.
         ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
         ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
     )
@@ -175,7 +195,7 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     return tuning.block_q > WGMMA_ROWS
 
 
-def _load(context: BackwardContext) -> None:
+def _load(context: KeyValueContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
@@ -203,7 +223,7 @@ def _load(context: BackwardContext) -> None:
     barriers.q.producer_tail(num_steps)
 
 
-def _differentiate(context: BackwardContext) -> None:
+def _differentiate(context: KeyValueContext) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
     call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
@@ -221,7 +241,7 @@ def _differentiate(context: BackwardContext) -> None:
     )
 
 
-def _accumulate(context: BackwardContext, keys: _Keys) -> None:
+def _accumulate(context: KeyValueContext, keys: _Keys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
     tuning, gmem = context.tuning, context.gmem
     smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
@@ -249,7 +269,7 @@ def _accumulate(context: BackwardContext, keys: _Keys) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _next_tile(context: BackwardContext, keys: _Keys, step, last):
+def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     """Adds a tile's part to dK and dV, and in the fused form the part of `last`, a (number, head), to dQ."""
     tuning, smem, barriers, warpgroup = context.tuning, context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
@@ -298,7 +318,7 @@ def _next_tile(context: BackwardContext, keys: _Keys, step, last):
     return number, head
 
 
-def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
+def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, dp_acc):
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
     call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
 
@@ -324,7 +344,7 @@ def _p_and_ds(context: BackwardContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     return operand, ds.astype(call.dtype)
 
 
-def _dq_place(context: BackwardContext) -> tuple[Any, Any]:
+def _dq_place(context: KeyValueContext) -> tuple[Any, Any]:
     """Rows and columns of a tile of dQ that the consumer computes."""
     num_columns = context.smem.dq.shape[-1]
     by_columns = context.tuning.divides_dq_by_columns
@@ -332,7 +352,7 @@ def _dq_place(context: BackwardContext) -> tuple[Any, Any]:
     return rows, pl.ds(context.warpgroup * num_columns if by_columns else 0, num_columns)
 
 
-def _start_dq(context: BackwardContext, dq_acc, step) -> None:
+def _start_dq(context: KeyValueContext, dq_acc, step) -> None:
     """Issues dQ = dSᵀ K of a step."""
     smem = context.smem
     rows, columns = _dq_place(context)
@@ -342,7 +362,7 @@ def _start_dq(context: BackwardContext, dq_acc, step) -> None:
     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
 
-def _add_to_dq(context: BackwardContext, dq, tile, predicate=None) -> None:
+def _add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
     """Starts to add the consumer's part of the dQ of a tile, a (number, head), to global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
     dq_smem = context.smem.dq.at[context.warpgroup]
@@ -355,7 +375,7 @@ def _add_to_dq(context: BackwardContext, dq, tile, predicate=None) -> None:
     plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
 
 
-def _last_dq(context: BackwardContext, tile) -> None:
+def _last_dq(context: KeyValueContext, tile) -> None:
     """Adds the last step's part to dQ."""
     plgpu.barrier_wait(context.barriers.ds_full)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.memory import Scratch, matrix
+from kernels.backends.mosaic_gpu.memory import matrix
 from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
@@ -136,7 +136,7 @@ def launch(
     consumers: Sequence[Callable[[Any], None]],
     operands: tuple[Any, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: Scratch,
+    scratch: tuple[Any, Any],
     scheduler: TileScheduler,
     *,
     tuning: MosaicForwardTuning | MosaicBackwardTuning,
@@ -145,6 +145,7 @@ def launch(
     """Runs one role in each warpgroup of each program, and returns the outputs.
 
     Args:
+      scratch: arrays and barriers in shared memory, a named tuple of each; the roles get references to them.
       make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
       producer: the last warpgroup's role. It gives most of its registers to the others.
       consumers: one role for all other warpgroups, or one for each.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -37,34 +36,15 @@ def pad_matrix(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Arra
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
-@jax.tree_util.register_pytree_node_class
-class SharedStorage(SimpleNamespace):
-    """A kernel's arrays or barriers in shared memory, by name. They have their addresses in the order given.
-
-    A kernel allocates a tree of them, and gets the same tree of references.
-    """
-
-    def tree_flatten(self):
-        return tuple(vars(self).values()), tuple(vars(self))
-
-    @classmethod
-    def tree_unflatten(cls, names, values):
-        return cls(**dict(zip(names, values, strict=True)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Shared memory that Pallas allocates. Arrays begin at multiples of a kilobyte."""
-        size = 0
-        for x in jax.tree.leaves(self):
-            if isinstance(x, plgpu.Barrier):
-                size += _BARRIER_BYTES * math.prod(jax.tree.leaves(x.num_barriers))
-            else:
-                size += pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT
-        return size
-
-
-Scratch = tuple[SharedStorage, SharedStorage]
-"""What a kernel allocates: its arrays, and its barriers."""
+def num_bytes(scratch: Any) -> int:
+    """Shared memory that Pallas allocates for a tree of arrays and barriers. Arrays begin at whole kilobytes."""
+    size = 0
+    for x in jax.tree.leaves(scratch):
+        if isinstance(x, plgpu.Barrier):
+            size += _BARRIER_BYTES * math.prod(jax.tree.leaves(x.num_barriers))
+        else:
+            size += pl.cdiv(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize, _ALIGNMENT) * _ALIGNMENT
+    return size
 
 
 def matrix(*shape: int, dtype):

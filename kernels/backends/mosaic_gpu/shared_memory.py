@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kernels.backends.mosaic_gpu.backward_passes import query_scratch
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.memory import num_bytes
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
@@ -20,14 +23,14 @@ def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[st
     assert forward is not None
     assert backward is not None
     fused = tuning.backward == "fused"
-    scratch = {"forward": forward_scratch(call, forward, machine)}
+    scratch: dict[str, tuple[Any, Any]] = {"forward": forward_scratch(call, forward, machine)}
     if backward.one_gradient_per_warpgroup:
         scratch["key_value"] = wide_key_value_scratch(call, backward, machine)
     else:
         scratch["key_value"] = key_value_scratch(call, backward, machine, fused=fused)
     if not fused:
         scratch["query"] = query_scratch(call, backward, machine)
-    return {kernel: smem.num_bytes + barriers.num_bytes for kernel, (smem, barriers) in scratch.items()}
+    return {kernel: num_bytes(each) for kernel, each in scratch.items()}
 
 
 _SETTINGS = {

@@ -55,7 +55,7 @@ class TileSoftmax(NamedTuple):
 
 
 class OnlineSoftmax(NamedTuple):
-    """Softmax of logits that are −inf where a pair may not attend. In units of log₂, exp2 takes one multiply-add."""
+    """Softmax of logits that are −inf where a pair may not attend."""
 
     call: AttentionCall
     machine: Hopper
@@ -81,6 +81,7 @@ class OnlineSoftmax(NamedTuple):
 
     def _exp2(self, logits, row_max):
         """Probabilities in float32, each thread's part of their rows' sums, and whether one of a warp's is high."""
+        # In units of log₂ its argument is one multiply-add.
         p = jnp.exp2(logits * log2_scale(self.call) - spread(row_max, logits.shape, rows=True))
         return p, *self.machine.partial_sums(p, _HIGHEST_SUM)
 

@@ -181,7 +181,7 @@ class MosaicGpuTuning:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether the backward may be fused: in Pallas's interpreter, or with some tiles, it can only be split."""
+        """Whether the backward may be fused: not in Pallas's interpreter, which has no atomics, nor with some tiles."""
         only_split = self.backward_tiles is not None and self.backward_tiles.one_gradient_per_warpgroup
         return self.backward != "split" and not self.interpret and not only_split
 

@@ -9,6 +9,8 @@ Each consumer adds the last tile's product to its gradient while it computes thi
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     padded_head_dims,
 )
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, Scratch, SharedStorage, matrix
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
@@ -36,12 +38,31 @@ _NUM_CONSUMERS = 2
 _NUM_P_BUFFERS = 2
 
 
-def wide_key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> Scratch:
-    """Shared memory and barriers of the pass. k and v are of its block; q, do and what belongs to them have stages."""
+WideSmem = namedtuple("WideSmem", "k v q do lse_delta p tokens operand")
+
+
+class WideBarriers(NamedTuple):
+    """Barriers: k and v are full once; P goes from one consumer to the other."""
+
+    k: Any
+    v: Any
+    q: Pipeline
+    do: Pipeline
+    p: Pipeline
+    done: Any
+
+
+WideContext = BackwardContext[WideSmem, WideBarriers]
+
+
+def wide_key_value_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[WideSmem, WideBarriers]:
+    """Shared memory and barriers: k and v of the block, rings of stages for q, do and what belongs to them."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=_NUM_CONSUMERS)
-    smem = SharedStorage(
+    smem = WideSmem(
         k=matrix(WGMMA_ROWS, head_dim, dtype=call.dtype),
         v=matrix(WGMMA_ROWS, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
@@ -49,9 +70,10 @@ def wide_key_value_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, ma
         lse_delta=plgpu.SMEM((2, num_stages, block_q), jnp.float32),
         p=matrix(_NUM_P_BUFFERS, WGMMA_ROWS, block_q, dtype=jnp.float32),
         tokens=token_memory(call, num_stages, block_q),
+        # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
-    return smem, SharedStorage(
+    return smem, WideBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=ring(num_copies=2 + num_token_arrays(call)),
@@ -71,7 +93,7 @@ def wide_key_value_pass(
     return d_key, d_value, None
 
 
-def _load(context: BackwardContext) -> None:
+def _load(context: WideContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -95,7 +117,7 @@ def _load(context: BackwardContext) -> None:
     barriers.do.producer_tail(num_steps)
 
 
-def _compute_dv(context: BackwardContext) -> None:
+def _compute_dv(context: WideContext) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
     call, tuning, gmem = context.call, context.tuning, context.gmem
     smem, barriers, first = context.smem, context.barriers, context.first
@@ -125,7 +147,7 @@ def _compute_dv(context: BackwardContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
 
-def _compute_dk(context: BackwardContext) -> None:
+def _compute_dk(context: WideContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
@@ -151,9 +173,7 @@ def _compute_dk(context: BackwardContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
 
 
-def _add_products(
-    context: BackwardContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None
-):
+def _add_products(context: WideContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
     """Adds `operand @ other` of all tiles to a gradient, with operand = compute_operand(left @ rightᵀ).
 
     A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.

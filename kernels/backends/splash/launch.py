@@ -46,7 +46,7 @@ class Pass:
     transposed: bool
     shrunk: bool
 
-    def num_tiles(self, call: AttentionCall) -> tuple[int, int]:
+    def grid_shape(self, call: AttentionCall) -> tuple[int, int]:
         """Rows of the grid, and tiles of the other side."""
         num_q, num_kv = -(-call.q_len // self.block_q), -(-call.kv_len // self.block_kv)
         return (num_kv, num_q) if self.transposed else (num_q, num_kv)

@@ -62,7 +62,7 @@ def d_query_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
 
 
 class Tokens(NamedTuple):
-    """What is known of each token on the device only; None where it wasn't given."""
+    """The last fields of `AttentionInputs`: what is known on the device only, or None."""
 
     query_segment_ids: Int[Array, "*B T"] | None = None
     key_value_segment_ids: Int[Array, "*B S"] | None = None
@@ -122,10 +122,24 @@ def _predicate(call: AttentionCall, walk: Pass):
         return None
     masks = list(call.mask.distinct_heads(call.num_heads))
 
+    def of_head(number, values):
+        result, *others = values
+        for i, other in enumerate(others, 1):
+            result = jnp.where(number == i, other, result)
+        return result
+
     def allowed(number, q_pos, kv_pos, kv_place):
-        # Mosaic selects no booleans.
-        each = ((number == i) & mask(q_pos, kv_pos) for i, mask in enumerate(masks))
-        result = functools.reduce(jnp.logical_or, each) if len(masks) > 1 else masks[0](q_pos, kv_pos)
+        if len(masks) == 1:
+            result = masks[0](q_pos, kv_pos)
+        elif call.mask.has_row_intervals:
+            # Chosen once for each query, and not for each pair.
+            once = q_pos[:1] if walk.transposed else q_pos[:, :1]
+            first, last = (of_head(number, ends) for ends in zip(*(m.row_interval(once) for m in masks), strict=True))
+            result = (first <= kv_pos) & (kv_pos <= last)
+        else:
+            # Mosaic can't select between booleans.
+            each = ((number == i) & mask(q_pos, kv_pos) for i, mask in enumerate(masks))
+            result = functools.reduce(jnp.logical_or, each)
         return result & (kv_place < call.kv_len) if sticks_out else result
 
     return allowed
@@ -169,7 +183,7 @@ def forward(
 
     query, key, value = _kernel_operands(inputs, call, walk)
     with _full_precision(call):
-        output, lse = _over_batch(attend_one, call, _tokens(inputs), query, key, value)
+        output, lse = _over_batch(attend_one, call, Tokens(*inputs[4:]), query, key, value)
     output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
@@ -232,7 +246,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
         rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
         operands = _kernel_operands(inputs, call, walk)
         with _full_precision(call):
-            return _over_batch(one, call, _tokens(inputs), *operands, *rows)
+            return _over_batch(one, call, Tokens(*inputs[4:]), *operands, *rows)
 
     walk = d_key_value_pass(call, tuning)
     fused = tuning.backward == "fused"
@@ -268,12 +282,6 @@ def _kernel_operands(inputs: AttentionInputs, call: AttentionCall, walk: Pass) -
         _padded(x.swapaxes(1, 2), block, 2) for x, block in zip((query, inputs.key, inputs.value), blocks, strict=True)
     )
     return query, key, value
-
-
-def _tokens(inputs: AttentionInputs) -> Tokens:
-    return Tokens(
-        inputs.query_segment_ids, inputs.key_value_segment_ids, inputs.query_positions, inputs.key_value_positions
-    )
 
 
 def _segment_ids(tokens: Tokens, walk: Pass) -> upstream.SegmentIds | None:

@@ -6,6 +6,8 @@ filled up with steps that do nothing. While a step runs, the next one's tile is 
 that does nothing names the next tile to be visited.
 
 Upstream makes the same grid by evaluating the mask on every tile (`splash_attention_mask_info.py`).
+
+Dimensions: M distinct masks, R rows of the grid, J steps of a row.
 """
 
 from __future__ import annotations
@@ -61,21 +63,21 @@ def plan_grid(call: AttentionCall, walk: Pass) -> TileGrid:
         return np.stack([np.pad(x, [(0, 0), pad]) for x, pad in zip(tables, pads, strict=True)])
 
     tiles, kinds = map(stack, zip(*each, strict=True))
-    return TileGrid(tiles, kinds, walk.num_tiles(call)[1])
+    return TileGrid(tiles, kinds, walk.grid_shape(call)[1])
 
 
 def _steps(mask: Mask, call: AttentionCall, walk: Pass) -> tuple[Int[np.ndarray, "R J"], Int[np.ndarray, "R J"]]:
     """Tile and kind of each step under one mask."""
     if call.has_positions:
         # Where each token stands is known on the device only: it may be any tile.
-        kinds = np.full(walk.num_tiles(call), TileKind.PARTIAL, np.int8)
+        kinds = np.full(walk.grid_shape(call), TileKind.PARTIAL, np.int8)
         return _every_tile(kinds), kinds
     plan = make_block_plan(mask, call.q_len, call.kv_len, walk.block_q, walk.block_kv)
     return _visited_steps(plan, walk.transposed, walk.shrunk)
 
 
 @functools.lru_cache(maxsize=64)
-def _visited_steps(plan: BlockPlan, transposed: bool, shrunk: bool):
+def _visited_steps(plan: BlockPlan, transposed: bool, shrunk: bool) -> tuple[np.ndarray, np.ndarray]:
     kinds = (plan.transpose() if transposed else plan).kinds()
     if not shrunk:
         return _every_tile(kinds), kinds

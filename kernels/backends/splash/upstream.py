@@ -10,6 +10,7 @@ Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,3 +109,7 @@ class _Sliced(upstream_masks.Mask):
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self.lengths, strict=True))
         return self.mask.evaluate(q_pos[:, None], kv_pos[None])
+
+
+lazy_attention = functools.partial(attend, lazy_mask)
+dense_attention = functools.partial(attend, dense_mask)
