@@ -1,0 +1,165 @@
+"""Dealing tokens out to ranks: every token once, equal counts, costs that a count by hand confirms, and level ranks."""
+
+import numpy as np
+import pytest
+
+from kernels import (
+    CausalMask,
+    ChunkedCausalMask,
+    FullMask,
+    LocalMask,
+    MaskFn,
+    MultiHeadMask,
+    NumpyMask,
+    PrefixMask,
+)
+from kernels.context import check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
+
+LENGTH = 131_072
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def packed_row(length: int, draw_length) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and positions of documents of drawn lengths, the last one cut off."""
+    ids, positions = np.zeros((2, length), np.int32)
+    begin, document = 0, 0
+    while begin < length:
+        size, document = min(max(1, int(draw_length())), length - begin), document + 1
+        ids[begin : begin + size] = document
+        positions[begin : begin + size] = np.arange(size)
+        begin += size
+    return ids, positions
+
+
+def lengths_of_documents(rng: np.random.Generator):
+    """A way of drawing document lengths: log-normal around some length, heavy-tailed, or all alike."""
+    typical = rng.choice([300, 1000, 4000, 30_000])
+    return [
+        lambda: rng.lognormal(np.log(typical), 1),
+        lambda: rng.pareto(0.8) * 300 + 1,
+        lambda: typical,
+    ][rng.integers(3)]
+
+
+def cost_by_hand(mask, length: int, chunk_size: int, ids, positions) -> list[int]:
+    """Pairs in the tiles with an allowed pair, row of tiles by row of tiles, on the whole matrix."""
+    allowed = np.zeros((length, length), bool)
+    for q in range(length):
+        for kv in range(length):
+            allowed[q, kv] = ids[q] == ids[kv] and bool(mask(int(positions[q]), int(positions[kv])))
+    side = min(128, chunk_size)
+    costs = []
+    for chunk in range(0, length, chunk_size):
+        pairs = 0
+        for start in range(chunk, chunk + chunk_size, side):
+            rows = allowed[start : min(start + side, chunk + chunk_size)]
+            met = [kv // side for kv in np.flatnonzero(rows.any(0))]
+            pairs += len(rows) * side * (max(met) - min(met) + 1 if met else 0)
+        costs.append(pairs)
+    return costs
+
+
+@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
+def test_every_token_is_dealt_once_and_rises_within_a_rank(deal, rng):
+    num_ranks, chunk_size = int(rng.integers(1, 7)), int(rng.integers(1, 40))
+    length = 2 * num_ranks * chunk_size * int(rng.integers(1, 9))
+    ids, positions = packed_row(length, lambda: rng.integers(1, length + 1))
+    places = deal_tokens(
+        deal,
+        length,
+        num_ranks,
+        masks={CausalMask(): 1.0},
+        chunk_size=chunk_size,
+        segment_ids=ids,
+        positions=positions,
+    )
+    assert places.dtype == np.int32
+    assert sorted(places.tolist()) == list(range(length))
+    assert (np.diff(places.reshape(num_ranks, -1), axis=1) > 0).all()
+    if deal == "by_cost":
+        chunks = places.reshape(-1, chunk_size)
+        assert (chunks[:, 0] % chunk_size == 0).all()
+        assert (np.diff(chunks, axis=1) == 1).all()
+
+
+def test_zigzag_pairs_the_ends_of_a_row():
+    assert deal_tokens("zigzag", 12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+
+
+def test_costs_are_those_counted_by_hand_on_the_whole_matrix(rng):
+    chunk_size = int(rng.choice([24, 64, 96, 160]))
+    length = chunk_size * int(rng.integers(2, 480 // chunk_size + 1))
+    ids, positions = packed_row(length, lambda: rng.integers(1, length))
+    masks = [
+        CausalMask(),
+        FullMask(),
+        CausalMask() & LocalMask(int(rng.integers(0, 200)), 0),
+        ChunkedCausalMask(int(rng.integers(1, 200))),
+        CausalMask() | PrefixMask(int(rng.integers(0, length))),
+        LocalMask(int(rng.integers(0, 60)), int(rng.integers(0, 60))),
+    ]
+    mask, weight = masks[rng.integers(len(masks))], float(rng.uniform(0.5, 3))
+    expected = cost_by_hand(mask, length, chunk_size, ids, positions)
+    found = chunk_costs({mask: weight}, length, chunk_size, segment_ids=ids, positions=positions)
+    np.testing.assert_allclose(found, weight * np.array(expected), rtol=1e-12)
+
+
+def test_costs_of_one_document_without_intervals_are_counted_too(rng):
+    length, gap = 512, int(rng.integers(2, 5))
+    mask = MaskFn(lambda q, kv: (kv <= q) & ((q // 128 - kv // 128) % gap == 0))
+    expected = [sum((tile - other) % gap == 0 for other in range(tile + 1)) * 128 * 128 for tile in range(4)]
+    assert chunk_costs({mask: 1.0}, length, 128).tolist() == expected
+    array = NumpyMask(np.tril(np.ones((length, length), bool)))
+    np.testing.assert_array_equal(
+        chunk_costs({array: 2.0}, length, 128), 2 * chunk_costs({CausalMask(): 1}, length, 128)
+    )
+
+
+def test_masks_of_several_heads_weigh_as_their_heads_do():
+    near, far = CausalMask() & LocalMask(255, 0), CausalMask()
+    found = chunk_costs({MultiHeadMask([near, far, far, far]): 4.0}, 4096, 512)
+    np.testing.assert_allclose(found, chunk_costs({near: 1.0, far: 3.0}, 4096, 512))
+
+
+@pytest.mark.parametrize(("num_ranks", "most"), [(2, 1.03), (4, 1.03), (8, 1.03), (16, 1.10)])
+def test_random_packed_rows_are_dealt_out_level(num_ranks, most, rng):
+    masks = {CausalMask(): float(rng.integers(1, 8)), CausalMask() & LocalMask(1023, 0): float(rng.integers(1, 24))}
+    for _ in range(12):
+        ids, positions = packed_row(LENGTH, lengths_of_documents(rng))
+        places = deal_tokens("by_cost", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
+        # Counted in tiles of another size than the deal's own.
+        costs = chunk_costs(masks, LENGTH, 64, segment_ids=ids, positions=positions)
+        assert imbalance(costs[places[::64] // 64].reshape(num_ranks, -1)) <= most
+    # One whole document in order is far from level.
+    whole = chunk_costs({CausalMask(): 1.0}, LENGTH, 64)
+    assert imbalance(whole.reshape(num_ranks, -1)) > most
+
+
+def test_the_simplest_level_deal_is_chosen():
+    causal, window = CausalMask(), CausalMask() & LocalMask(4095, 0)
+    assert choose_deal({causal: 12.0}, LENGTH, 8, has_documents=False) == "zigzag"
+    assert choose_deal({causal: 12.0}, LENGTH, 8, has_documents=True) == "by_cost"
+    assert choose_deal({window: 12.0}, LENGTH, 8, has_documents=False) == "in_order"
+    assert choose_deal({window: 12.0}, LENGTH, 8, has_documents=True) == "in_order"
+    assert choose_deal({window: 20.0, causal: 4.0}, LENGTH, 8, has_documents=True) == "by_cost"
+    assert choose_deal({FullMask(): 12.0}, LENGTH, 8, has_documents=False) == "in_order"
+    assert choose_deal({causal | PrefixMask(30_000): 1.0}, LENGTH, 8, has_documents=False) == "by_cost"
+
+
+def test_a_length_that_cannot_be_cut_is_refused_with_the_next_that_can():
+    with pytest.raises(ValueError, match=r"1000 tokens is not a multiple of 3 ranks.*use 1002 tokens"):
+        check_deal("in_order", 1000, 3)
+    with pytest.raises(ValueError, match=r"not a multiple of twice 3 ranks.*use 1002 tokens"):
+        check_deal("zigzag", 999, 3)
+    with pytest.raises(ValueError, match=r"2 ranks × chunk_size=512.*use 2048 tokens"):
+        deal_tokens("by_cost", 1536, 2, masks={CausalMask(): 1.0}, chunk_size=512)
+    with pytest.raises(ValueError, match="deal='random' is not one of in_order, zigzag, by_cost"):
+        deal_tokens("random", 1024, 2)
+    with pytest.raises(ValueError, match="needs the masks whose costs it levels"):
+        deal_tokens("by_cost", 1024, 2)
+    assert default_chunk_size(3 * 2**20, 3) == 512
+    assert default_chunk_size(48, 3) == 16
