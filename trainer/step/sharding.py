@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from trainer.config import MeshConfig
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.step.device_layout import lay_out
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
@@ -67,8 +68,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         )
     axis_types = (AxisType.Auto,) * len(AXES)
     try:
-        return jax.make_mesh([sizes[axis] for axis in AXES], AXES, axis_types, devices=available[:needed])
-    except (AssertionError, NotImplementedError, ValueError) as error:  # JAX lays meshes out on a TPU's wiring
+        return Mesh(lay_out(available[:needed], [sizes[axis] for axis in AXES]), AXES, axis_types=axis_types)
+    except (AssertionError, NotImplementedError, ValueError) as error:  # as JAX refuses what a TPU's wiring can't hold
         raise UserMistake(
             f"the mesh {product} needs {needed} devices, and {needed} × {available[0].device_kind} don't form a block "
             "that it can be laid out on; set the sizes under mesh so that their product is a power of two"
