@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ class ActivationSharding:
         splits_sequence = self.mesh.shape[self.sequence_axis] > 1
         key_positions_count_from_zero = positions is None
         if positions is None and splits_sequence:
-            positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+            positions = jnp.broadcast_to(self.places(query.shape[1]), query.shape[:2])
 
         # Before `shard_map`, which would cut 64 bits to 32 without a word.
         if segment_ids is not None:
@@ -135,21 +136,51 @@ class ActivationSharding:
 
         tokens = PartitionSpec(self.batch_axes, self.sequence_axis)
         heads = PartitionSpec(self.batch_axes, self.sequence_axis, self.head_axis, None)
-        sharded = jax.shard_map(
+        sharded = self._on_each_device(
             attend,
-            mesh=self.mesh,
             in_specs=(heads, heads, heads, tokens, tokens, PartitionSpec(self.head_axis)),
             out_specs=heads,
-            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
-            check_vma=False,
         )
         return sharded(query, key, value, segment_ids, positions, sinks)
 
+    def places(self, length: int) -> Int[Array, "1 T"]:
+        """Where in the sequence `length` tokens stand: all of its tokens, or this device's part of them.
+
+        Args:
+          length: T, of the arrays that the caller has.
+        """
+        places = jnp.arange(length, dtype=jnp.int32)[None]
+        if self.sequence_axis in _manual_axes():
+            places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
+        return places
+
+    def _on_each_device(self, function: Callable[..., Array], *, in_specs: Any, out_specs: Any) -> Callable[..., Array]:
+        """`jax.shard_map` over the axes that no caller has mapped over already."""
+        manual = _manual_axes()
+        axes = frozenset(self.mesh.axis_names) - manual
+        if not axes:
+            return function
+        in_specs, out_specs = jax.tree.map(lambda spec: _without(spec, manual), (in_specs, out_specs))
+        return jax.shard_map(
+            function,
+            mesh=None if manual else self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axes,
+            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
+            check_vma=False,
+        )
+
     def _constrain(self, array: Array, *spec: tuple[str, ...] | str | None) -> Array:
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
+        manual = _manual_axes()
+        if manual.issuperset(self.mesh.axis_names):
+            return array
+        spec = _without(PartitionSpec(*spec), manual)
+        return jax.lax.with_sharding_constraint(array, spec if manual else NamedSharding(self.mesh, spec))
 
     def _check_divides(self, query: Array, key: Array, mask: Mask) -> None:
-        sizes = self.mesh.shape
+        manual = _manual_axes()  # which have divided the arrays already
+        sizes = {axis: 1 if axis in manual else size for axis, size in self.mesh.shape.items()}
         num_batch_shards = 1
         for axis in self.batch_axes:
             num_batch_shards *= sizes[axis]
@@ -169,3 +200,18 @@ class ActivationSharding:
                 f"{self.head_axis}={sizes[self.head_axis]} one program serves different heads; "
                 f"set {self.head_axis} to 1 or use one mask for all heads"
             )
+
+
+def _manual_axes() -> frozenset[str]:
+    """The mesh axes that a `jax.shard_map` around this call maps over: arrays here are one device's part along them."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _without(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """The spec of what is left of an array that is split over some axes already."""
+
+    def keep(entry: tuple[str, ...] | str | None) -> tuple[str, ...] | None:
+        named = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return tuple(axis for axis in named if axis not in axes) or None
+
+    return PartitionSpec(*map(keep, spec))
