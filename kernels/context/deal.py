@@ -35,7 +35,7 @@ _TILE = 128
 _MAX_SWAPS = 64
 # The swaps end when no rank has more than this much above the mean.
 _LEVEL = 1.002
-# The imbalance up to which neighbouring chunks stay together. It is within what real kernels' costs differ from these.
+# The imbalance up to which neighbouring chunks stay together: less than a kernel's other tiles make of it.
 _LEVEL_TOGETHER = 1.005
 # The imbalance up to which a deal that is known ahead of time is taken rather than one for each row.
 _LEVEL_ENOUGH = 1.02
