@@ -85,8 +85,10 @@ class Heads:
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
     ) -> Gradients:
         """Gradients of what `bring` returned."""
-        of_rows = self._to_heads(jnp.stack([cotangent.lse, cotangent.delta], axis=-1))
-        cotangent = Cotangent(self._to_heads(cotangent.d_output), of_rows[..., 0], of_rows[..., 1])
+        # One message for both: each is small.
+        of_rows = self._exchange(jnp.concatenate([cotangent.lse, cotangent.delta]))
+        lse, delta = map(self.order.sort, jnp.split(of_rows, 2))
+        cotangent = Cotangent(self._to_heads(cotangent.d_output), lse, delta)
         return halves.backward(self._of_kernel(inputs), local_call, halves.tuning, cotangent)
 
     def _of_kernel(self, inputs: AttentionInputs) -> AttentionInputs:
@@ -97,7 +99,10 @@ class Heads:
         return inputs._replace(sinks=sinks, places=None)
 
     def _to_heads(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
-        return self.order.sort(lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True))
+        return self.order.sort(self._exchange(x))
+
+    def _exchange(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
+        return lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True)
 
     def _to_tokens(self, x: Shaped[Array, "B T n ..."]) -> Shaped[Array, "B t N ..."]:
         return lax.all_to_all(self.order.unsort(x), self.split.axis, split_axis=1, concat_axis=2, tiled=True)
