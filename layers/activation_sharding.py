@@ -5,14 +5,13 @@ Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 from kernels import Mask
 from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, manual_axes, spec_without
@@ -70,18 +69,6 @@ class ActivationSharding:
                 f"deal={self.deal!r} puts tokens into another order, and neither positions nor places tell where they "
                 "stand; pass places"
             )
-
-    def in_halves(self, function: Callable[..., Array], *arrays: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-        """Applies a function of single tokens to two halves of the tokens, one after the other, if that saves time.
-
-        Where heads and hidden features are split, the function's matmuls end in sums over `head_axis`: the sums of one
-        half are under way while the other half is computed.
-        """
-        splits_tokens = self.sequence_axis not in manual_axes() and self.mesh.shape[self.sequence_axis] > 1
-        if self.mesh.shape[self.head_axis] == 1 or splits_tokens or arrays[0].shape[1] % 2:
-            return function(*arrays)
-        halves = zip(*(jnp.split(x, 2, axis=1) for x in arrays), strict=True)
-        return jnp.concatenate([function(*half) for half in halves], axis=1)
 
     def constrain_hidden(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """The residual stream: split over batch and tokens, whole in its features."""

@@ -134,24 +134,6 @@ class Attention(nnx.Module):
         rotation: Rotation | None = None,
         places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
-        """Attends within each document, and projects what comes out.
-
-        Args:
-          inputs, segment_ids, positions, rotation, places: as for `attend`.
-
-        Returns:
-          The attention's contribution to the residual stream, in the compute dtype.
-        """
-        return self.project(self.attend(inputs, segment_ids, positions, rotation, places))
-
-    def attend(
-        self,
-        inputs: Float[Array, "B T W"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        rotation: Rotation | None = None,
-        places: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T N H"]:
         """Attends within each document.
 
         Args:
@@ -162,7 +144,7 @@ class Attention(nnx.Module):
           places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
 
         Returns:
-          What each head has attended to, in the compute dtype.
+          The attention's contribution to the residual stream, in the compute dtype.
         """
         if self.activation_sharding is not None:
             self.activation_sharding.check_places(positions, places)
@@ -172,10 +154,7 @@ class Attention(nnx.Module):
         # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
         # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
-        return self._attend(query, key, value, segment_ids, mask_positions, places)
-
-    def project(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
-        """The attention's contribution to the residual stream, of what `attend` returns."""
+        attended = self._attend(query, key, value, segment_ids, mask_positions, places)
         return checkpoint_name(self.output(attended), "projection")
 
     def prefill(

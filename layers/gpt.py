@@ -101,16 +101,8 @@ class Block(nnx.Module):
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
         with jax.named_scope("attention"):
-            attended = self.attention.attend(self.attention_norm(hidden), segment_ids, positions, rotation, places)
-
-        def after_attention(hidden: Array, attended: Array) -> Array:
-            with jax.named_scope("attention"):
-                hidden = hidden + self.attention.project(attended)
-            return self._add_mlp(hidden)
-
-        if self.activation_sharding is None:
-            return after_attention(hidden, attended)
-        return self.activation_sharding.in_halves(after_attention, hidden, attended)
+            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation, places)
+        return self._add_mlp(hidden)
 
     def prefill(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
