@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -21,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import Halves, attend, attend_by_distinct_mask, attend_by_halves
 from kernels.attention.dispatch import choose_backend
-from kernels.backends import Backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients, checked_positions, make_call
 from kernels.context.costs import Exchange
 from kernels.context.deal import Deal, check_deal
@@ -174,10 +172,6 @@ class _OnMesh(NamedTuple):
     local_call: AttentionCall
     halves: Halves
 
-    def bring(self, inputs: AttentionInputs) -> AttentionInputs:
-        """What this device's kernel gets, where that is brought before the custom gradient begins."""
-        return self.part(inputs).bring(inputs)
-
     def part(self, inputs: AttentionInputs) -> Any:
         """This device's part of the exchange."""
         assert self.exchange is not None
@@ -287,52 +281,12 @@ def _attend_one(
             return attend(backend, inputs, local, tuning)[0]
 
         return layout.map(attend_on_device, (inputs,), layout.heads), None
-    if name == "heads":
-        return _attend_by_heads(layout, inputs, call, backend, tuning)
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
+    if name == "heads":
+        inputs = layout.map(
+            lambda inputs: on_mesh.part(inputs).bring(inputs), (inputs,), layout.specs(inputs, by_heads=True)
+        )
     return attend_by_halves(_forward, _backward, on_mesh, inputs, call)
-
-
-def _attend_by_heads(
-    layout: MeshLayout, inputs: AttentionInputs, call: AttentionCall, backend: Backend, tuning: Tuning | None
-) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """Output and lse, each rank working on whole rows of some heads.
-
-    Each rank's heads are dealt with in two groups, where they divide, so that the all-to-alls of one group are under
-    way while the kernel works on the other.
-    """
-    split, of_device = layout.split(call.q_len), layout.call_of_a_device(call)
-    whole = kernel_call("heads", of_device, split)
-    num_groups = 2 if whole.num_kv_heads % 2 == 0 else 1
-    num_ranks = call.num_heads // whole.num_heads  # of all that the caller's arrays hold heads of
-
-    def take(x: Array, axis: int, group: int) -> Array:
-        by_rank = x.reshape(*x.shape[:axis], num_ranks, num_groups, -1, *x.shape[axis + 1 :])
-        taken = by_rank[(slice(None),) * (axis + 1) + (group,)]
-        return taken.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-
-    def of_group(call: AttentionCall) -> AttentionCall:
-        return call._replace(num_heads=call.num_heads // num_groups, num_kv_heads=call.num_kv_heads // num_groups)
-
-    parts = []
-    for group in range(num_groups):
-        part = inputs
-        if num_groups > 1:
-            query, key, value = (take(x, 2, group) for x in inputs[:3])
-            sinks = None if inputs.sinks is None else take(inputs.sinks, 0, group)
-            part = inputs._replace(query=query, key=key, value=value, sinks=sinks)
-        local = of_group(whole)
-        halves = Halves.of(backend, tuning, local)
-        on_mesh = _OnMesh(layout, split, "heads", of_group(of_device), local, halves)
-        brought = layout.map(on_mesh.bring, (part,), layout.specs(part, by_heads=True))
-        parts.append(attend_by_halves(_forward, _backward, on_mesh, brought, of_group(call)))
-
-    def join(*of_groups: Array) -> Array:
-        batch, length, _, *rest = of_groups[0].shape
-        cut = [x.reshape(batch, length, num_ranks, 1, -1, *rest) for x in of_groups]
-        return jnp.concatenate(cut, axis=3).reshape(batch, length, -1, *rest)
-
-    return tuple(map(join, *parts))
 
 
 def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> tuple[Array, Array]:
