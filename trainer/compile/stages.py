@@ -48,6 +48,9 @@ class MemoryReport:
     The size that is stated for them there can exceed the whole chip in a program that libtpu accepts (libtpu 0.0.42
     and 0.0.48).
     """
+    host: int = 0
+    """Bytes of the host's pinned memory that the program takes for each device: offloaded arguments, outputs and
+    temporaries. On CPUs, whose memory is the host's, they are counted above."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,9 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
     if _platform(compiled) == "tpu":
         temporaries = max(stats.peak_memory_in_bytes - (arguments + outputs - aliased), 0)
     peak = arguments + outputs - aliased + temporaries + code
-    return MemoryReport(arguments, outputs, aliased, temporaries, code, peak)
+    of_host = {name: getattr(stats, f"host_{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    host = of_host["argument"] + of_host["output"] - of_host["alias"] + of_host["temp"]
+    return MemoryReport(arguments, outputs, aliased, temporaries, code, peak, host)
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:
