@@ -83,6 +83,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "optimizer.epsilon": "training",
     "optimizer.weight_decay": "training",
     "optimizer.clip_norm": "training",
+    "optimizer.offload_moments": "free",
     "loss.chunk_size": "free",
     "loss.z_loss": "training",
     "mesh.data": "free",

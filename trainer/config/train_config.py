@@ -94,6 +94,8 @@ class OptimizerConfig:
     """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
+    offload_moments: bool = False
+    """Keep the moments in the host's pinned memory, and have them on the devices only for the update."""
 
     def __post_init__(self):
         for name in ("learning_rate", "epsilon", "clip_norm"):

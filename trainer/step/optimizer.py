@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from trainer.config import OptimizerConfig
+from trainer.step.host_offload import stream_moments
 from trainer.step.sharding import path_name
 
 # Chosen by a parameter's name, not its rank: a norm's scale, stacked over layers, is a matrix too.
@@ -95,9 +96,10 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     Raises:
       ValueError: as `make_schedule`.
     """
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32),
+        stream_moments(adam) if config.offload_moments else adam,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(make_schedule(config, num_steps)),
     )
