@@ -107,7 +107,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
       UserMistake: something is to be offloaded to the host, whose memory the devices don't reach.
     """
     require_host_memory(config, mesh.devices.flat[0])
-    optimizer = make_optimizer(config.optimizer, config.num_steps)
+    optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
 
     def make_model() -> GPT:
