@@ -130,6 +130,12 @@ the form save(NAME, …) & offload(NAME, …); did you mean full?
     return Remat(**places)
 
 
+def offloads(text: str) -> bool:
+    """Whether a policy, in `parse_remat`'s form, offloads anything to the host."""
+    policy = parse_remat(text)
+    return policy is not None and bool(policy.offload)
+
+
 def _nearest(name: str, known: Sequence[str] | dict[Any, Any]) -> str:
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""

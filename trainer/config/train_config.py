@@ -74,9 +74,6 @@ class DataConfig:
 class OptimizerConfig:
     """AdamW or Muon, with warm-up and a cosine or warm-up–stable–decay schedule."""
 
-    kind: Literal["adamw", "muon"] = "adamw"
-    """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
-    momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
     learning_rate: float = 6e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -93,12 +90,15 @@ class OptimizerConfig:
     """Decay of the second moment."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
-    momentum: float = 0.95
-    """muon only: decay of the block matrices' momentum, which is Nesterov's."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
+    momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
+    momentum: float = 0.95
+    """muon only: decay of the block matrices' momentum, which is Nesterov's."""
     offload_moments: bool = False
     """Keep the moments in the host's pinned memory, and have them on the devices only for the update."""
 

@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from layers import GPT, ActivationSharding
 from trainer.config import TrainConfig
-from trainer.step.host_offload import is_on_host, moments_on_host, require_host_memory
+from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
-from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
+from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool
 
-from layers.remat import HOST_MEMORY, parse_remat
+from layers.remat import HOST_MEMORY, offloads
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
 
@@ -31,9 +30,8 @@ def require_host_memory(config: TrainConfig, device: jax.Device) -> None:
     Raises:
       UserMistake: it can't.
     """
-    remat = parse_remat(config.model.remat)
     offloading = {
-        f"--model.remat {config.model.remat}": remat is not None and remat.offload,
+        f"--model.remat {config.model.remat}": offloads(config.model.remat),
         "--optimizer.offload-moments True": config.optimizer.offload_moments,
     }
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -43,11 +41,6 @@ def require_host_memory(config: TrainConfig, device: jax.Device) -> None:
             f"{' and '.join(used)} offloads to the host, but {device.device_kind} ({device.platform}) reaches no "
             f"{HOST_MEMORY} memory, only {', '.join(kinds)}; leave it out, or recompute more (--model.remat full)"
         )
-
-
-def is_on_host(sharding: NamedSharding) -> bool:
-    """Whether arrays of a sharding lie in the host's memory."""
-    return sharding.memory_kind == HOST_MEMORY
 
 
 def moments_on_host(opt_state: Any, shardings: Any) -> Any:

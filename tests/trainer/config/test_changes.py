@@ -72,7 +72,9 @@ CHANGED = dataclasses.replace(
         num_prefetch_batches=2,
         allow_changed=True,
     ),
-    optimizer=OptimizerConfig(1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0),
+    optimizer=OptimizerConfig(
+        1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, momentum=0.9, offload_moments=True
+    ),
     loss=LossConfig(chunk_size=32, z_loss=0.0),
     evaluation=EvaluationConfig(7, 3),
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
@@ -92,7 +94,7 @@ def test_every_field_has_an_aspect():
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
     refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
-    refused = ("model", "tokenizer", "seed")
+    refused = ("model", "optimizer", "tokenizer", "seed")
     expected = {
         name for name, aspect in ASPECT_OF_FIELD.items() if aspect not in refused and not name.startswith("mesh.")
     }
