@@ -133,7 +133,7 @@ def test_remat_changes_no_gradient(rng, packed):
     inputs = (packed.tokens, packed.segment_ids, packed.positions)
     loss, gradients = loss_and_gradients(with_config(model, remat="none"), *inputs)
     assert all(jnp.abs(gradient).max() > 0 for gradient in parameters(gradients).values())
-    unrolled = dict(remat="save(attention_lse) & offload(layer_input, projection)", scan_layers=False)
+    unrolled = {"remat": "save(attention_lse) & offload(layer_input, projection)", "scan_layers": False}
     policies = ("full", "save_attention", "save_matmuls", "offload_attention")
     for changes in (*({"remat": remat} for remat in policies), unrolled):
         remat_loss, remat_gradients = loss_and_gradients(with_config(model, **changes), *inputs)

@@ -15,7 +15,9 @@ from trainer.config.file import config_from_json, config_to_json, flag_types
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
-Aspect = Literal["free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "optimizer", "tokenizer", "seed"]
+Aspect = Literal[
+    "free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "optimizer", "tokenizer", "seed"
+]
 
 # Which aspect of a run each field of TrainConfig touches. A test checks that no field is missing.
 #   free        changes no parameter and no loss, except by the order of floating-point sums

@@ -71,6 +71,8 @@ def stream_moments(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
     def update(updates: Any, state: Any, params: Any = None, *, finite: Bool[Array, ""], **_: Any) -> tuple[Any, Any]:
         del params  # Adam's and Muon's moments follow from gradients alone
+        leaves: list[Array]
+        treedef: Any  # JAX's stubs leave the class out
         leaves, treedef = jax.tree.flatten(updates)
         fields = state._asdict()
         is_moment = {name: jax.tree.structure(field) == treedef for name, field in fields.items()}
@@ -88,12 +90,13 @@ def stream_moments(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
             def update_part(index: Array, carry: tuple[Array, dict[str, Array]]) -> tuple[Array, dict[str, Array]]:
                 leaf, on_host = carry
-                parts = {name: jax.device_put(get(array, index), jax.memory.Space.Device) for name, array in on_host.items()}
+                parts = {
+                    name: jax.device_put(get(array, index), jax.memory.Space.Device) for name, array in on_host.items()
+                }
                 updated, new = inner.update(get(leaf, index), type(state)(**counters, **parts))
                 back = {name: jax.device_put(getattr(new, name), jax.memory.Space.Host) for name in on_host}
-                return put(leaf, updated, index), {
-                    name: put(array, back[name], index) for name, array in on_host.items()
-                }
+                on_host = {name: put(array, back[name], index) for name, array in on_host.items()}
+                return put(leaf, updated, index), on_host
 
             # A number of trips that the data decides: no trip if not finite, and XLA can't unroll a single one.
             num_trips = jnp.where(finite, leaf.shape[0] if is_stack else 1, 0)

@@ -29,7 +29,7 @@ _BLOCK_MATRIX = re.compile(r"(?:^|\.)blocks\.\d+\..*\.kernel$")
 
 
 def muon_or_adam(params: Any) -> Any:
-    """Which rule updates each parameter: "muon" the matrices of blocks, "adam" embedding, head, norms, biases and sinks.
+    """Which rule updates each parameter: "muon" the matrices of blocks, "adam" all else.
 
     Returns:
       The tree with a word in each leaf's place.

@@ -31,6 +31,7 @@ MESHES = {
     "data_fsdp_tensor": (MeshConfig(data=2, fsdp=2, tensor=2), 2),
     "fsdp_tensor_context": (MeshConfig(fsdp=2, tensor=2, context=2), 1),
 }
+ADAMW = OptimizerConfig(num_warmup_steps=1)
 MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)
 # Three layers don't divide into these meshes. On the first, `data` has no layers left to do; on the second, it has.
 MUON_MESHES = {
@@ -56,7 +57,7 @@ def make_batch(rng):
     }
 
 
-def train(mesh_config, gradient_accumulation, batches, optimizer=OptimizerConfig(num_warmup_steps=1), **of_model):
+def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_model):
     config = TrainConfig(
         name="sharded",
         model=dataclasses.replace(MODEL, **of_model),

@@ -22,12 +22,14 @@ CONFIG = TrainConfig(
     model=GPTConfig(vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32),
     num_steps=10,
     sequence_length=32,
-    optimizer=OptimizerConfig(num_warmup_steps=1),
+    optimizer=OptimizerConfig(kind="muon", num_warmup_steps=1),  # whose state has Adam's moments, too
 )
 OFFLOADED = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, offload_moments=True))
 
 
-@pytest.mark.parametrize("make_inner", [lambda: optax.scale_by_adam(0.9, 0.95), lambda: optax.trace(0.9, nesterov=True)])
+@pytest.mark.parametrize(
+    "make_inner", [lambda: optax.scale_by_adam(0.9, 0.95), lambda: optax.trace(0.9, nesterov=True)]
+)
 def test_streamed_updates_are_those_of_the_whole(rng, make_inner):
     inner, streamed = make_inner(), stream_moments(make_inner())
     shapes = {"kernel": (3, 4, 5), "embedding": (6, 4), "scale": (4,)}
@@ -78,7 +80,7 @@ def test_a_device_without_the_hosts_memory_is_refused():
     require_host_memory(CONFIG, device)
     with pytest.raises(
         UserMistake,
-        match=r"--optimizer.offload-moments True offloads to the host, but TPU v3 \(tpu\) reaches no pinned_host memory",
+        match=r"--optimizer.offload-moments True offloads to the host, but TPU v3 \(tpu\) reaches no pinned_host",
     ):
         require_host_memory(OFFLOADED, device)
     model = dataclasses.replace(CONFIG.model, remat="offload_inputs")

@@ -83,6 +83,10 @@ def test_muon_updates_the_matrices_of_blocks_and_adam_all_else():
     kernels = [f"attention.{name}" for name in ("query", "key", "value", "output")]
     kernels += [f"mlp.{name}" for name in ("up", "gate", "down")]
     assert {name for name, rule in rules.items() if rule == "muon"} == {f"blocks.0.{name}.kernel" for name in kernels}
+    shapes = jax.eval_shape(make_optimizer(OptimizerConfig(kind="muon", num_warmup_steps=1), 10).init, params)
+    state = [path_name(path) for path, leaf in jax.tree_util.tree_flatten_with_path(shapes)[0] if leaf.shape]
+    assert all(sum(name.endswith(f".{rule}") for rule in rules) == 1 for name in state), "partition rules go by the end"
+    assert len(state) == sum({"muon": 1, "adam": 2}[rule] for rule in rules.values())
     assert {"embedding.embedding", "head.kernel", "blocks.0.attention.sinks", "final_norm.scale"} <= {
         name for name, rule in rules.items() if rule == "adam"
     }
