@@ -62,9 +62,14 @@ class ActivationSharding:
                 f"pass axis_types=(AxisType.Auto,) * {len(self.mesh.axis_names)} to jax.make_mesh"
             )
 
+    @property
+    def exchanges_keys(self) -> bool:
+        """Whether a sequence's tokens lie on several devices."""
+        return self.mesh.shape[self.sequence_axis] > 1
+
     def check_places(self, positions: Array | None, places: Array | None) -> None:
         """Raises ValueError if tokens are dealt out in another order and nothing tells their positions."""
-        if self.deal != "in_order" and self.mesh.shape[self.sequence_axis] > 1 and positions is None and places is None:
+        if self.deal != "in_order" and self.exchanges_keys and positions is None and places is None:
             raise ValueError(
                 f"deal={self.deal!r} puts tokens into another order, and neither positions nor places tell where they "
                 "stand; pass places"

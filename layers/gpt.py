@@ -13,24 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
-from layers.config import GPTConfig, RematPolicy
+from layers.config import GPTConfig
 from layers.initializers import small_init
 from layers.mlp import MLP
 from layers.norm import RMSNorm
+from layers.remat import parse_remat
 from layers.rotary import Rotation
-
-# Where ranks exchange keys, no policy does that twice in the forward direction.
-_EXCHANGED = ("exchanged_output", "exchanged_lse")
-_SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "full": _EXCHANGED,
-    "save_attention": (*_EXCHANGED, "attention_output", "attention_lse"),
-    "save_matmuls": (*_EXCHANGED, "attention_output", "attention_lse", "projection"),
-}
 
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
 GatherLayer = Callable[[nnx.State], nnx.State]
@@ -100,6 +94,7 @@ class Block(nnx.Module):
         places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation, places)
         return self._add_mlp(hidden)
@@ -316,8 +311,8 @@ class GPT(nnx.Module):
         num_repeats, num_left_over = divmod(self.config.num_layers, len(graphdefs))
         # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
         # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
-        apply_in_scan = _rematerialized(apply_block, self.config.remat, prevent_cse=num_repeats == 1)
-        apply_after_scan = _rematerialized(apply_block, self.config.remat, prevent_cse=True)
+        apply_in_scan = self._rematerialized(apply_block, prevent_cse=num_repeats == 1)
+        apply_after_scan = self._rematerialized(apply_block, prevent_cse=True)
 
         def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, None]:
             for graphdef, state in zip(graphdefs, layer_states, strict=True):
@@ -333,10 +328,18 @@ class GPT(nnx.Module):
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
     ) -> Float[Array, "B T W"]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
-        apply = jax.jit(_rematerialized(apply_block, self.config.remat, prevent_cse=True), static_argnums=(0,))
+        apply = jax.jit(self._rematerialized(apply_block, prevent_cse=True), static_argnums=(0,))
         for graphdef, state in self._split_layers(stacks):
             hidden = apply(graphdef, state, hidden)
         return hidden
+
+    def _rematerialized(self, apply_block: ApplyBlock, *, prevent_cse: bool) -> ApplyBlock:
+        policy = parse_remat(self.config.remat)
+        if policy is None:
+            return apply_block
+        if self.activation_sharding is not None and self.activation_sharding.exchanges_keys:
+            policy = policy.keeping_attention()
+        return policy.apply(apply_block, prevent_cse=prevent_cse)
 
     def _split_layers(self, stacks: Stacks) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
         """The blocks in the order of the layers, unstacked."""
@@ -411,13 +414,6 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
         repeat, pattern_index = divmod(layer, pattern_length)
         blocks[layer] = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat][None], params["blocks"][pattern_index])
     return _with_matrices_in(jnp.dtype(config.compute_dtype), params | {"blocks": blocks})
-
-
-def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse: bool) -> ApplyBlock:
-    if remat == "none":
-        return apply_block
-    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[remat])
-    return jax.checkpoint(apply_block, policy=policy, prevent_cse=prevent_cse, static_argnums=(0,))
 
 
 def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:

@@ -26,10 +26,11 @@ from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
 from trainer.config import TrainConfig
 from trainer.step.attention_plan import plan_deal
+from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
-from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
+from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {
@@ -111,8 +112,10 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
+      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach.
     """
-    optimizer = make_optimizer(config.optimizer, config.num_steps)
+    require_host_memory(config, mesh.devices.flat[0])
+    optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
 
     deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
@@ -185,10 +188,15 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, finite=finite)
             updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-            # A select fuses into the update. A branch would keep both states alive.
-            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            # A select fuses into the update. A branch would keep both states alive. Moments on the host are kept there.
+            kept = jax.tree.map(
+                lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(finite, new, old),
+                updated,
+                state,
+                shardings,
+            )
             learning_rate = schedule(state.step)
         return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
 
@@ -203,6 +211,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     graphdef = nnx.split(nnx.eval_shape(make_model), nnx.Param)[0]
     shapes = jax.eval_shape(init_state)
     shardings = parameter_shardings(shapes, mesh)
+    if config.optimizer.offload_moments:
+        shardings = shardings._replace(opt_state=moments_on_host(shapes.opt_state, shardings.opt_state))
     abstract_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
