@@ -14,7 +14,7 @@ from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.hosts.agreement import require_same, require_shared
 from trainer.hosts.connect import connect
 from trainer.hosts.launch import Launch
-from trainer.hosts.membership import Membership
+from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.peers import Peers
 from trainer.process.exit_status import FAILED, MISTAKE
 from trainer.process.versions import installed_versions
@@ -38,13 +38,11 @@ def train_together(
 
     Returns:
       The exit status, as of `train`.
-
-    Raises:
-      UserMistake, TrainingFailed: the processes don't meet.
     """
-    peers = connect(launch)
-    membership = Membership(peers)
+    membership = ALONE
     try:
+        peers = connect(launch)
+        membership = Membership(peers)
         with membership:
             require_same(peers, "config", field_values(command.train))
             require_same(peers, "versions", installed_versions(_VERSIONS))
@@ -52,7 +50,7 @@ def train_together(
             return train(command.train, workdir, command=line, started=started, ending=ending, membership=membership)
     except BaseException as error:
         if not membership.is_told:
-            _tell(error, "" if peers.is_first else f"{peers.name(peers.index)}: ", line)
+            _tell(error, membership.peers, line)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(MISTAKE if isinstance(error, UserMistake) else FAILED)
@@ -65,7 +63,8 @@ def _claim(command: TrainCommand, peers: Peers) -> Workdir:
     return workdir
 
 
-def _tell(error: BaseException, who: str, line: Sequence[str]) -> None:
+def _tell(error: BaseException, peers: Peers, line: Sequence[str]) -> None:
+    who = "" if peers.is_first else f"{peers.name(peers.index)}: "
     if isinstance(error, UserMistake | TrainingFailed):
         print(f"error: {who}{name_flags(str(error), line)}", file=sys.stderr)
     else:

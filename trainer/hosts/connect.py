@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import socket
+import threading
+from collections.abc import Callable
 
 import jax
 
@@ -15,6 +18,7 @@ CONNECT_WITHIN_S = 300
 """Seconds that machines may take to start after each other."""
 # Later than the watch (SILENT_AFTER_S), which ends a run with a word in its record, and within half a minute.
 _HEARTBEAT_TIMEOUT_S = 25
+_ABORT_AFTER_S = 60
 
 
 def connect(launch: Launch, timeout_s: int = CONNECT_WITHIN_S) -> Peers:
@@ -33,33 +37,47 @@ def connect(launch: Launch, timeout_s: int = CONNECT_WITHIN_S) -> Peers:
     # JAX's own handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
-    given = launch.coordinator is not None
-    try:
-        jax.distributed.initialize(
-            launch.coordinator,
-            launch.count,
-            launch.index,
-            cluster_detection_method="deactivate" if given else None,
-            initialization_timeout=timeout_s,
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_S,
-        )
-    except ValueError as error:
-        raise UserMistake(
-            f"--distributed on: JAX finds no launcher that it knows ({error}); give this process's place instead: "
-            "--distributed HOST:PORT,PROCESSES,INDEX"
-        ) from error
-    except RuntimeError as error:
-        where = launch.coordinator or "the launcher's first node"
-        place = "" if launch.index is None else f"process {launch.index} of {launch.count}: "
-        raise TrainingFailed(
-            f"{place}the processes haven't all met at {where} within {timeout_s} s: {_reason(error)}; see that every "
-            "process is started, with the same address and number, and that the first one's port is free and open"
-        ) from error
+    arguments = {
+        "coordinator_address": launch.coordinator,
+        "num_processes": launch.count,
+        "process_id": launch.index,
+        "cluster_detection_method": None if launch.coordinator is None else "deactivate",
+        "initialization_timeout": timeout_s + _ABORT_AFTER_S,
+        "heartbeat_timeout_seconds": _HEARTBEAT_TIMEOUT_S,
+    }
+    _within(timeout_s, functools.partial(jax.distributed.initialize, **arguments), launch)
     state = distributed.global_state
     peers = Peers(state.process_id, state.num_processes, state.client)
     peers.hosts = peers.exchange("hosts", socket.gethostname(), patience_s=timeout_s)
     return peers
 
 
-def _reason(error: RuntimeError) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _within(timeout_s: float, initialize: Callable[[], None], launch: Launch) -> None:
+    """Initialises in another thread: when time is over, JAX aborts the process from C++, and this comes first."""
+    where = launch.coordinator or "the launcher's first node"
+    outcome: list[Exception | None] = []
+
+    def run() -> None:
+        try:
+            initialize()
+            outcome.append(None)
+        except Exception as error:  # told by the thread that can
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="connect", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    reason = "time is over"
+    if outcome:
+        if outcome[0] is None:
+            return
+        if isinstance(outcome[0], ValueError):
+            raise UserMistake(
+                f"--distributed: JAX finds no launcher that it knows ({outcome[0]}); give this process's place "
+                "instead: --distributed HOST:PORT,PROCESSES,INDEX"
+            ) from outcome[0]
+        reason = str(outcome[0]).strip().split("\n", 1)[0]
+    raise TrainingFailed(
+        f"the processes haven't all met at {where} within {timeout_s} s: {reason}; see that each is started, with the "
+        "same address and number of processes and an index of its own, and that the first one's port is free and open"
+    )

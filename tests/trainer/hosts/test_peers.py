@@ -69,9 +69,10 @@ def in_each(peers, act):
 
 def test_everybody_gets_everybodys_word_in_order(three):
     for topic in ("first", "second"):
-        assert in_each(three, lambda each, topic=topic: each.exchange(topic, f"{topic} of {each.index}")) == [
-            [f"{topic} of {index}" for index in range(3)]
-        ] * 3
+        assert (
+            in_each(three, lambda each, topic=topic: each.exchange(topic, f"{topic} of {each.index}"))
+            == [[f"{topic} of {index}" for index in range(3)]] * 3
+        )
 
 
 def test_what_was_exchanged_is_forgotten(three, table):
