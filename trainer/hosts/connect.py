@@ -16,8 +16,8 @@ from trainer.hosts.peers import Peers
 
 CONNECT_WITHIN_S = 300
 """Seconds that machines may take to start after each other."""
-# Later than the watch (SILENT_AFTER_S), which ends a run with a word in its record, and within half a minute.
-_HEARTBEAT_TIMEOUT_S = 25
+# Later than the watch (SILENT_AFTER_S), which ends a run with a word in its record, but within half a minute.
+_HEARTBEAT_TIMEOUT_S = 28
 _ABORT_AFTER_S = 60
 
 

@@ -72,7 +72,7 @@ class Membership:
         if not told.startswith(self.peers.name(index)):
             told = f"{self.peers.name(index)}: {told}"
         ended = Farewell(farewell.status, told)
-        words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended)]
+        words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, index)]
         if self.peers.is_first:
             words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
         leave(farewell.status, *words)

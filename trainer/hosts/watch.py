@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from trainer.hosts.peers import Peers
 from trainer.process.exit_status import PEER_LOST
 
-SILENT_AFTER_S = 15.0
+SILENT_AFTER_S = 12.0
 """Seconds without a sign of life, after which a process counts as gone."""
 _LOOK_EVERY_S = 0.5
 _FAREWELL_S = 5.0
@@ -67,14 +67,20 @@ class PeerWatch:
         """Tells all processes, this one too, that this one was told to stop."""
         self._peers.post(f"news/stop/{self._peers.index}", signal, overwrites=True)
 
-    def announce_end(self, farewell: Farewell | None) -> None:
-        """Tells the others that this process ends; None: as the run does. Process 0 waits until they have heard it."""
+    def announce_end(self, farewell: Farewell | None, gone: int | None = None) -> None:
+        """Tells the others that this process ends. Process 0, without whom they hear nothing, gives them time to hear.
+
+        Args:
+          farewell: why; None: the run is over.
+          gone: a process that hears nothing any more.
+        """
         peers, said = self._peers, "" if farewell is None else json.dumps(asdict(farewell))
         with contextlib.suppress(RuntimeError):  # process 0 is gone already
             peers.post(f"news/end/{peers.index}", said, overwrites=True)
             if peers.is_first and farewell is not None:
                 deadline = time.monotonic() + _FAREWELL_S
-                while len(peers.posted("news/end")) < peers.count and time.monotonic() < deadline:
+                everybody = set(range(peers.count))
+                while everybody - {gone, *peers.posted("news/end")} and time.monotonic() < deadline:
                     time.sleep(_LOOK_EVERY_S / 5)
 
     def farewell_of(self, index: int, seconds: float) -> Farewell | None:

@@ -11,7 +11,6 @@ import pytest
 
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.__main__ import main as compile_main
-from trainer.config.file import flag_types
 from trainer.errors import UserMistake
 from trainer.hosts.launch import Launch, describe_launcher, find_launch
 from trainer.process.exit_status import PEER_LOST, PREEMPTED, STALLED
@@ -72,12 +71,16 @@ def test_commands_for_one_process_refuse_several(main, monkeypatch, capsys):
     assert describe_launcher(SLURM) == "SLURM, 2 tasks"
 
 
-def test_the_slurm_file_is_shell_and_its_flags_exist():
+def test_the_slurm_file_is_shell_and_its_flags_exist(monkeypatch):
     file = LAUNCH / "slurm.sbatch"
     subprocess.run(["bash", "-n", file], check=True)
     text = re.sub(r"^\s*#.*$", "", file.read_text(), flags=re.MULTILINE)
-    check_flags(re.findall(r"--[a-z_.-]+", text.partition("-m trainer")[2].partition('"$@"')[0]))
-    check_flags(re.findall(r"--[a-z_.-]+", text.partition("MESH=(")[2].partition(")")[0]))
+    mesh = text.partition("MESH=(")[2].partition(")")[0]
+    command = text.partition("-m trainer")[2].partition('"$@"')[0].replace('"${MESH[@]}"', mesh).replace("\\\n", " ")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # the page refuses CPUs
+    read = parse_command_line(["--config", "experiments/gpt_1b_32k.py", *shlex.split(command)])
+    assert read.train.mesh.fsdp * read.train.mesh.context == 16
+    assert read.distributed == "auto"
     assert f"{PEER_LOST} | {STALLED} | {PREEMPTED}) scontrol requeue" in text
 
 
@@ -99,12 +102,6 @@ def test_the_kubernetes_file_starts_two_processes_with_flags_that_exist(monkeypa
     assert words[:5] == ["exec", "python", "-u", "-m", "trainer"]
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")  # the page refuses CPUs
     read = parse_command_line(words[5:])
-    assert read.train.mesh.data * read.train.mesh.fsdp == 16
+    assert read.train.mesh.fsdp * read.train.mesh.context == 16
     name, port = job["metadata"]["name"], container["ports"][0]["containerPort"]
     assert find_launch(read.distributed, {}) == Launch(f"{name}-0.{pod['subdomain']}:{port}", 2, 1)
-
-
-def check_flags(flags):
-    known = {"distributed", "config", "workdir", *flag_types()}
-    assert flags
-    assert not {flag[2:].replace("-", "_") for flag in flags} - known

@@ -17,7 +17,16 @@ from tests.host_cpus import environment_of_cpus
 # Of float32, so that losses on different meshes differ by its rounding alone.
 ARGUMENTS = (
     *("--num-steps", 40, "--sequence-length", 64, "--batch-size", 8, "--log-every-num-steps", 1),
-    *("--model.num-layers", 1, "--model.compute-dtype", "float32", "--checkpoint.every-num-steps", 4),
+    *(
+        "--model.num-layers",
+        1,
+        "--model.num-kv-heads",
+        2,
+        "--model.compute-dtype",
+        "float32",
+        "--checkpoint.every-num-steps",
+        4,
+    ),
     *("--evaluation.every-num-steps", 20, "--evaluation.num-sequences", 8),
 )
 LOST_WITHIN_S = 30
@@ -99,7 +108,10 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     assert "saving checkpoint" in output
     assert "process 1" in output.partition("saving checkpoint")[2].partition("\n")[0]
     assert "SIGTERM to process 1" in output
-    assert (without_gloo(other_output), without_gloo(other_errors)) == ("", "")
+    own = without_gloo(other_output)  # no more than warnings
+    assert own.startswith("process 1: warning: saving checkpoint")
+    assert len(own.splitlines()) == 1
+    assert without_gloo(other_errors) == ""
     record, steps, _ = read_run(workdir)
     assert record["status"] == "preempted"
     assert record["devices"]["processes"] == 2
