@@ -30,6 +30,9 @@ ARGUMENTS = (
     *("--evaluation.every-num-steps", 20, "--evaluation.num-sequences", 8),
 )
 LOST_WITHIN_S = 30
+# XLA's CPU client has as many threads as devices or cores, and a collective between processes blocks one. Where two
+# collectives of a program run at a time on one device, none is left for another device's part, and all wait for ever.
+MORE_THREADS = {"NPROC": "16"}
 
 
 def free_port() -> int:
@@ -48,7 +51,7 @@ def start_two(trainer_command):
         for index in range(2):
             own = [argument[index] if isinstance(argument, tuple) else argument for argument in arguments]
             place = ("--distributed", f"127.0.0.1:{port},2,{index}")
-            started.append(trainer_command.start(*ARGUMENTS, *place, *own, **environment_of_cpus(4)))
+            started.append(trainer_command.start(*ARGUMENTS, *place, *own, **environment_of_cpus(4), **MORE_THREADS))
         return started[-2:]
 
     yield start

@@ -25,6 +25,7 @@ from trainer.config import SamplesConfig
 from trainer.config.file import load_config
 from trainer.data import BatchShare
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.hosts.peers import Peers
 from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
@@ -298,7 +299,7 @@ def make_loop(config, tmp_path, watched_console):
         workdir = claim_workdir(tmp_path / "run", config)
         account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
         record = RunRecord(workdir.record, [], time.time(), account, watched_console)
-        this = SimpleNamespace(console=watched_console, record=record, account=account, stop=stop)
+        this = SimpleNamespace(console=watched_console, record=record, account=account, stop=stop, peers=Peers())
         loop = TrainingLoop(setup, workdir, this)
         metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
         loop.programs = SimpleNamespace(train_step=lambda state, _: (state, metrics))
