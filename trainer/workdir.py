@@ -51,6 +51,10 @@ class Workdir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def stacks(self, process: int) -> Path:
+        """Where a process of the run leaves every thread's stack when it hangs."""
+        return self.path / f"stacks-{process}.txt"
+
     def write_config(self, config: TrainConfig) -> None:
         """Keeps the config that the run goes on with.
 

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from trainer.checkpoints.folder import (
@@ -79,11 +80,18 @@ class Checkpoints:
         verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
         it.
       on_note: called with a line about what isn't the run's own, and about what can't be removed.
+      saving: made and entered when a save begins, and left when it ends, in another thread.
     """
 
-    def __init__(self, folder: Path, num_kept: int, on_note: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        folder: Path,
+        num_kept: int,
+        on_note: Callable[[str], None] = lambda line: None,
+        saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self._folder = folder.absolute()
-        self._num_kept = num_kept
+        self._num_kept, self._watched = num_kept, saving
         self._orbax = ocp.StandardCheckpointer()
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
@@ -150,6 +158,8 @@ class Checkpoints:
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
         self._remove_abandoned()
         unfinished = self._folder / f"{step}.tmp"
+        watched = contextlib.ExitStack()
+        watched.enter_context(self._watched())
         try:
             if os.path.lexists(unfinished):
                 set_aside(unfinished, "foreign")
@@ -158,9 +168,11 @@ class Checkpoints:
             write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
             self._orbax.save(unfinished / "state", state)
         except Exception as error:
+            watched.close()
             self._abandon(unfinished)
             raise self._failed_save(step, error) from error
-        self._saving = threading.Thread(target=self._finish, args=(step, unfinished), name=f"checkpoint-{step}")
+        arguments = (step, unfinished, watched)
+        self._saving = threading.Thread(target=self._finish, args=arguments, name=f"checkpoint-{step}")
         self._saving.start()
 
     def wait(self) -> None:
@@ -190,16 +202,31 @@ class Checkpoints:
 
     def _restore(self, path: Path, abstract_state: Any) -> Any:
         try:
-            return self._orbax.restore(path / "state", abstract_state)
+            return self._restore_fields(path / "state", abstract_state)
         except Exception as error:
             if reason_of(error) is not None:
                 raise
             raise cannot_restore(path, error) from error
 
+    def _restore_fields(self, path: Path, abstract_state: Any) -> Any:
+        """Reads a state. A field that has a default has it where an older version didn't save the field."""
+        defaults = getattr(abstract_state, "_field_defaults", {})
+        held = self._orbax.metadata(path).item_metadata.tree
+        absent = {name: default for name, default in defaults.items() if name not in held}
+        if not absent:
+            return self._orbax.restore(path, abstract_state)
+        fields = abstract_state._asdict()
+        shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, fields.pop(name)) for name in absent}
+        return type(abstract_state)(**self._orbax.restore(path, fields), **jax.device_put(absent, shardings))
+
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
-    def _finish(self, step: int, unfinished: Path) -> None:
+    def _finish(self, step: int, unfinished: Path, watched: contextlib.ExitStack) -> None:
+        with watched:
+            self._publish(step, unfinished)
+
+    def _publish(self, step: int, unfinished: Path) -> None:
         try:
             self._orbax.wait_until_finished()
             listed = "".join(f"{digest}  {name}\n" for name, digest in digests(unfinished).items())

@@ -8,15 +8,20 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import jax
 
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.metrics import last_logged_step
+from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import drain_event_loops
-from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.process.exit_status import PREEMPTED, STALLED
+from trainer.process.last_words import leave, print_stacks, write_stacks
+from trainer.process.signals import StopRequest
 from trainer.run.setup import Setup
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
@@ -47,7 +52,7 @@ class Attempt:
             self.console.warning(note)
         started_at = time.time() - account.total()
         self.record = RunRecord(
-            workdir.record, command, started_at, account, self.console, last_logged_step(workdir.metrics)
+            workdir.record, command, started_at, account, self.console, last_logged(workdir.metrics)
         )
         self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c)
         self.under_way: Callable[[], str] | None = None
@@ -63,6 +68,19 @@ class Attempt:
         """Records that the attempt has failed."""
         self.over.set()
         self.record.update(status="failed", message=message)
+
+    def stalled(self, message: str) -> NoReturn:
+        """Ends a process that hangs, with `STALLED`: its record and its stacks say where. Any thread may call it."""
+        stacks = self._workdir.stacks(jax.process_index())
+        message = (
+            f"{message}; the threads' stacks are in {stacks}; run the same command again to go on from the last save"
+        )
+        leave(
+            STALLED,
+            lambda: write_stacks(stacks),
+            lambda: self.fail(message),
+            lambda: print_stacks(f"error: {message}"),
+        )
 
     def _on_stop_signal(self, name: str) -> None:
         if self.over.is_set() or self.record["status"] != "running":

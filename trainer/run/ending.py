@@ -6,11 +6,9 @@ from pathlib import Path
 
 from trainer.observers.observer import Ending, Observers
 from trainer.observers.record import measured_memory
-from trainer.process.signals import PREEMPTED
+from trainer.process.exit_status import COMPLETED, PREEMPTED
 from trainer.run.evaluator import Evaluator
 from trainer.run.setup import Setup
-
-COMPLETED = 0
 
 
 def tell_ending(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
 from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.signals import INTERRUPTED
+from trainer.process.exit_status import INTERRUPTED
 
 
 def main(arguments: Sequence[str]) -> int:

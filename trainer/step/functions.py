@@ -24,6 +24,7 @@ from trainer.config import TrainConfig
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
+from trainer.step.skipping import Skipping, judge, schedule_at
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {
@@ -39,11 +40,13 @@ class TrainState(NamedTuple):
     """Everything that an update reads and writes."""
 
     step: Int[Array, ""]
-    """Updates made so far."""
+    """Steps made so far, those whose update was skipped among them."""
     params: Any
     """Nested dict of float32 arrays, by the names of the model's attributes."""
     opt_state: Any
     """The optimizer's, its moments sharded like the parameters."""
+    skipping: Skipping = Skipping()
+    """What is remembered of updates that were skipped."""
 
 
 class StepMetrics(NamedTuple):
@@ -60,7 +63,11 @@ class StepMetrics(NamedTuple):
     num_targets: Int[Array, ""]
     """Tokens that the loss is averaged over."""
     finite: Bool[Array, ""]
-    """False: loss or gradient overflowed, and the state was left as it was."""
+    """False: loss or gradient overflowed."""
+    num_skipped: Int[Array, ""]
+    """Updates skipped up to this one, in the whole run."""
+    num_skipped_in_a_row: Int[Array, ""]
+    """0: this update was accepted."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     def init_state() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        skipping = jax.tree.map(jnp.asarray, Skipping())
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
 
     def cross_entropy(params, batch: Batch) -> CrossEntropy:
         model = nnx.merge(graphdef, params)
@@ -156,12 +164,17 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
+            accepted, skipping = judge(state.skipping, finite, grad_norm, config.optimizer.skip_grad_norm_above)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+            updated = (optax.apply_updates(state.params, updates), opt_state)
             # A select fuses into the update. A branch would keep both states alive.
-            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            kept = jax.tree.map(
+                lambda new, old: jnp.where(accepted, new, old), updated, (state.params, state.opt_state)
+            )
+            params, opt_state = kept[0], schedule_at(kept[1], state.step + 1)
             learning_rate = schedule(state.step)
-        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
+        metrics = StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
+        return TrainState(state.step + 1, params, opt_state, skipping), metrics
 
     def eval_step(params, batch: Batch) -> tuple[Array, Array]:
         sums = cross_entropy(params, batch)
