@@ -1,4 +1,4 @@
-"""`python -m trainer --config FILE [--workdir DIR] [--section.field value ...]`.
+"""`python -m trainer --config FILE [--workdir DIR] [--distributed …] [--section.field value ...]`.
 
 Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 69 another
 process of the run is gone; 70 the watchdog ended a run that hung; 75 stopped by SIGTERM, Ctrl-C or a closed terminal
@@ -40,13 +40,18 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
+            from trainer.hosts.launch import find_launch
             from trainer.workdir import claim_workdir
 
             command = parse_command_line(arguments)
+            line = ["python", "-m", "trainer", *arguments]
+            if (launch := find_launch(command.distributed, os.environ)) is not None:
+                from trainer.together import train_together
+
+                return train_together(command, launch, line=line, started=started, ending=ending)
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.train import train  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-            line = ["python", "-m", "trainer", *arguments]
             return train(command.train, workdir, command=line, started=started, ending=ending)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)

@@ -13,6 +13,7 @@ calls `train`. The code calls into these folders, each named for what it does:
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 
@@ -26,10 +27,13 @@ from trainer.compile.stages import use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.hosts.agreement import require_same
+from trainer.hosts.membership import ALONE, Membership
+from trainer.hosts.peers import Peers
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Start
+from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
 from trainer.run.attempt import Attempt, attempt
@@ -46,7 +50,7 @@ from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
-from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.sharding import make_mesh, put_batch
 from trainer.workdir import Workdir
 
 
@@ -57,6 +61,7 @@ def train(
     command: Sequence[str],
     started: float,
     ending: threading.Event | None = None,
+    membership: Membership = ALONE,
 ) -> int:
     """Trains, from the workdir's newest checkpoint if there is one.
 
@@ -66,6 +71,7 @@ def train(
       command: the command line, for the record.
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
+      membership: of this process among those that train together.
 
     Returns:
       The exit status: 0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -76,8 +82,8 @@ def train(
         skipped, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
         called `sys.exit`.
     """
-    with attempt(config, workdir, command=command, started=started, ending=ending) as this:
-        setup = prepare(config, this.console.note)
+    with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
+        setup = prepare(config, this.console.note, this.peers)
         this.opened(setup)
         loop = TrainingLoop(setup, workdir, this)
         try:
@@ -89,19 +95,27 @@ def train(
             loop.close()
 
 
-def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
+def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None) -> Setup:
     """Opens the data, makes the mesh and builds the step functions, in the order that finds mistakes soonest.
 
-    Nothing is compiled yet. `on_progress` is called with a line about work that takes long.
+    Nothing is compiled yet. `on_progress` is called with a line about work that takes long. All `peers` must be at it.
 
     Raises:
-      UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, or the
-        attention backend can't serve a mask or a sample.
+      UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, the
+        attention backend can't serve a mask or a sample, or processes differ in their data.
       TrainingFailed: the devices can't be started.
     """
-    if config.wandb.project is not None:
+    peers = peers or Peers()
+    if peers.count > 1 and config.samples.prompts:
+        raise UserMistake(
+            f"samples.prompts={config.samples.prompts} aren't continued by several processes together yet; leave them "
+            "out (--samples.prompts with nothing behind it), and continue texts from a checkpoint, with "
+            "python -m trainer.sample"
+        )
+    if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
+    require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
@@ -109,8 +123,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
-    batches, validation_batches = make_batches(config, corpus, on_progress)
-    validation_batches = jax.device_put(validation_batches, batch_sharding(mesh))
+    batches, of_validation = make_batches(config, corpus, on_progress)
+    validation_batches = [put_batch(batch, mesh) for batch in of_validation]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
     return Setup(config, corpus, functions, attention, batches, validation_batches, samples, flops, peak)
@@ -128,12 +142,16 @@ class TrainingLoop:
     def __init__(self, setup: Setup, workdir: Workdir, this: Attempt):
         self.setup, self.config, self.workdir = setup, setup.config, workdir
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
+        self.peers = this.peers
         self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
-        self.observers = make_observers(setup.config, workdir, this.console, this.record, self.history, self.times)
+        listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
+        self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
         self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
         num_kept, saving = setup.config.checkpoint.num_kept, self.watchdog.saving
-        self.checkpoints = Checkpoints(workdir.checkpoints, num_kept, this.console.note, saving)
+        self.checkpoints = Checkpoints(
+            workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
+        )
         self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
@@ -156,8 +174,9 @@ class TrainingLoop:
                     self.state = jax.block_until_ready(self.programs.init_state())
         self.history.add_first(self.programs.reports)
         self.record.put(resumed_from=resumed.origin, config_changes=changes_to_json(self.config_history.changes))
-        logged = LoggedEntries(self.workdir.metrics, self.progress.step, self.console)
-        self.evaluator.evaluations |= logged.evaluations
+        logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)
+        evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
+        self.evaluator.evaluations |= {entry["step"]: entry for entry in evaluations}
         self.observers.started(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
     def train(self) -> int:

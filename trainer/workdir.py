@@ -64,6 +64,13 @@ class Workdir:
         write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
 
 
+class FollowedWorkdir(Workdir):
+    """The workdir of a run whose process 0 has claimed it. This process writes only its share of checkpoints."""
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Does nothing: process 0 writes it."""
+
+
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     """Locks the folder for this process, and writes the config into it unless it holds checkpoints.
 

@@ -202,10 +202,11 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         )
 
 
+def field_values(config: TrainConfig) -> dict[str, Any]:
+    """Each field of a config, as `section.field` → its JSON value."""
+    return {name: config_to_json(functools.reduce(getattr, name.split("."), config)) for name in flag_types()}
+
+
 def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:
-    values = ((name, _get(before, name), _get(after, name)) for name in flag_types())
-    return [ConfigChange(step, name, old, new) for name, old, new in values if old != new]
-
-
-def _get(config: TrainConfig, name: str) -> Any:
-    return config_to_json(functools.reduce(getattr, name.split("."), config))
+    new = field_values(after)
+    return [ConfigChange(step, name, old, new[name]) for name, old in field_values(before).items() if old != new[name]]

@@ -57,7 +57,7 @@ class RunRecord:
     If the record can't be written, the console is warned and a later `update` writes it.
 
     Args:
-      path: of `record.json`.
+      path: of `record.json`; None: another process writes the run's, and this one is kept in memory.
       command: the command line.
       started: wall-clock time of the start, in seconds since the epoch.
       account: of this attempt's time.
@@ -67,7 +67,7 @@ class RunRecord:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         command: Sequence[str],
         started: float,
         account: TimeAccount,
@@ -79,8 +79,8 @@ class RunRecord:
         self.useful_step_s: float | None = None
         """What `goodput` is measured by; None: unknown before the first step of this attempt."""
         self._lock = threading.Lock()  # a stop signal is recorded by another thread
-        self._writes = LogWrites(path, console)
-        previous = _read_previous(path, console)
+        self._writes = None if path is None else LogWrites(path, console)
+        previous = {} if path is None else _read_previous(path, console)
         attempts = list(previous.get("attempts", []))
         if previous:
             attempt = {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}
@@ -119,8 +119,9 @@ class RunRecord:
             self._fields["time"] = self._account.to_json()
             if self.useful_step_s is not None:
                 self._fields["goodput"] = goodput([*self._fields["attempts"], self._fields], self.useful_step_s)
-            content = json.dumps(self._fields, indent=2) + "\n"
-            self._writes.attempt(lambda: write_atomically(self._path, content))
+            if self._path is not None and self._writes is not None:
+                path, content = self._path, json.dumps(self._fields, indent=2) + "\n"
+                self._writes.attempt(lambda: write_atomically(path, content))
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]

@@ -14,7 +14,7 @@ from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention
 from trainer.step.flops import DevicePeak, FlopCounter
 from trainer.step.functions import Batch, StepFunctions
-from trainer.step.sharding import batch_sharding, bytes_per_device
+from trainer.step.sharding import bytes_per_device, put_batch
 from trainer.terminal.units import format_bytes, format_count
 
 
@@ -44,7 +44,7 @@ class Setup:
 
     def put(self, batch: Any) -> Batch:
         """A batch of NumPy arrays, on the devices."""
-        return jax.device_put(batch, batch_sharding(self.functions.mesh))
+        return put_batch(batch, self.functions.mesh)
 
     def to_json(self) -> dict[str, Any]:
         """The description in the run record."""
