@@ -68,7 +68,7 @@ class Attempt:
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
         self._config, self._workdir, self._membership = config, workdir, membership
-        self._stacks = workdir.stacks(self.peers.index)
+        self._writing_stacks = threading.Lock()
 
     def opened(self, setup: Setup) -> None:
         """Records and prints what is about to run."""
@@ -82,10 +82,11 @@ class Attempt:
 
     def stalled(self, message: str) -> NoReturn:
         """Ends a process that hangs, with `STALLED`: its record and its stacks say where. Any thread may call it."""
-        message = f"{message}; the threads' stacks are in {self._stacks}; run the same command again to go on"
+        stacks = self._workdir.stacks(0 if self.peers.count == 1 else "*")
+        message = f"{message}; the threads' stacks are in {stacks}; run the same command again to go on"
         leave(
             STALLED,
-            lambda: write_stacks(self._stacks),
+            self._write_stacks,
             lambda: self.fail(message),
             lambda: print_stacks(f"error: {message}"),
             lambda: self._membership.announce_end(Farewell(STALLED, message)),
@@ -115,7 +116,11 @@ class Attempt:
             status = "preempted" if farewell.status in (PREEMPTED, INTERRUPTED) else "failed"
             self.record.update(status=status, message=farewell.message)
         if farewell.status == STALLED:  # the cause may be here, and the other have waited for it
-            write_stacks(self._stacks)
+            self._write_stacks()
+
+    def _write_stacks(self) -> None:
+        with self._writing_stacks:  # this watchdog and another process may call at the same time
+            write_stacks(self._workdir.stacks(self.peers.index))
 
 
 @contextlib.contextmanager

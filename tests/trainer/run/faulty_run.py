@@ -2,7 +2,9 @@
 
 FAULT is one of
 
+    none
     hang-step     the device never finishes the second log window
+    hang-data:7   the data never hold the batch of the attempt's seventh step
     hang-save     the second save never ends
     nan:3,4,9     the batches of these steps of the attempt make the loss and the gradient NaN
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import trainer.checkpoints.training_state
@@ -32,31 +35,35 @@ def hang_at_call(function: Any, number: int) -> Any:
     return called
 
 
-class PoisonedBatches:
-    """Batches of which some hold a token that isn't in the vocabulary: JAX reads it as NaN from the embedding."""
+class FaultyBatches:
+    """A run's batches, of which those of some of the attempt's steps have gone through a function."""
 
-    def __init__(self, batches: Any, steps: set[int]):
-        self._batches, self._steps, self._step = batches, steps, 0
+    def __init__(self, batches: Any, steps: set[int], spoil: Callable[[Any], Any]):
+        self._batches, self._steps, self._spoil, self._step = batches, steps, spoil, 0
 
     def __next__(self) -> Any:
         self._step += 1
         batch = next(self._batches)
-        if self._step in self._steps:
-            batch = batch | {"tokens": batch["tokens"] + 1_000_000}
-        return batch
+        return self._spoil(batch) if self._step in self._steps else batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
 
-def poison(steps: set[int]) -> None:
+def spoil_batches(steps: str, spoil: Callable[[Any], Any]) -> None:
+    """Has each run in this process meet spoilt batches at some steps, told as in the command line."""
     make_batches = trainer.train.make_batches
 
     def make(*arguments: Any) -> Any:
         batches, validation_batches = make_batches(*arguments)
-        return PoisonedBatches(batches, steps), validation_batches
+        return FaultyBatches(batches, {int(step) for step in steps.split(",")}, spoil), validation_batches
 
     trainer.train.make_batches = make
+
+
+def poison(batch: Any) -> Any:
+    """Puts tokens into a batch that aren't in the vocabulary: JAX reads NaN for them from the embedding."""
+    return batch | {"tokens": batch["tokens"] + 1_000_000}
 
 
 if __name__ == "__main__":
@@ -68,8 +75,12 @@ if __name__ == "__main__":
         case "hang-save", _, _:
             checkpoints = trainer.checkpoints.training_state
             checkpoints.digests = hang_at_call(checkpoints.digests, 2)
+        case "hang-data", _, steps:
+            spoil_batches(steps, lambda _: threading.Event().wait())
         case "nan", _, steps:
-            poison({int(step) for step in steps.split(",")})
+            spoil_batches(steps, poison)
+        case "none", _, _:
+            pass
         case _:
             raise SystemExit(f"no such fault: {fault}")
     sys.exit(main(arguments))

@@ -26,6 +26,7 @@ from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.hosts.peers import Peers
 from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
@@ -303,7 +304,9 @@ def make_loop(config, tmp_path, watched_console):
         workdir = claim_workdir(tmp_path / "run", config)
         account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
         record = RunRecord(workdir.record, [], time.time(), account, watched_console)
-        this = SimpleNamespace(console=watched_console, record=record, account=account, stop=stop, stalled=pytest.fail)
+        this = SimpleNamespace(
+            console=watched_console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
+        )
         loop = TrainingLoop(setup, workdir, this)
         metrics = make_metrics()
         loop.programs = SimpleNamespace(
