@@ -13,8 +13,9 @@ from trainer.hosts.peers import Peers
 
 CONNECT_WITHIN_S = 300
 """Seconds that machines may take to start after each other."""
-# Later than the watch (SILENT_AFTER_S), which ends a run with a word in its record, and within half a minute.
-_HEARTBEAT_TIMEOUT_S = 25
+# JAX beats every half of it, and so misses a process half to all of it after its death: later than the watch
+# (SILENT_AFTER_S), which ends a run within half a minute and with a word in its record.
+_HEARTBEAT_TIMEOUT_S = 60
 
 
 def connect(launch: Launch, timeout_s: int = CONNECT_WITHIN_S) -> Peers:

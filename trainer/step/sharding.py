@@ -155,19 +155,6 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES, "context"))
 
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
-    """Arrays [batch, sequence], whole on the host, over the mesh: each process puts what its own devices hold.
-
-    Args:
-      batch: tree of NumPy arrays; where several processes train together, the same in each.
-      mesh: from `make_mesh`.
-    """
-    sharding = batch_sharding(mesh)
-    if jax.process_count() == 1:
-        return jax.device_put(batch, sharding)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), batch)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that is whole on every device."""
     return NamedSharding(mesh, P())

@@ -11,6 +11,7 @@ FAULT is one of
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def spoil_batches(steps: str, spoil: Callable[[Any], Any]) -> None:
 
 def poison(batch: Any) -> Any:
     """Puts tokens into a batch that aren't in the vocabulary: JAX reads NaN for them from the embedding."""
-    return batch | {"tokens": batch["tokens"] + 1_000_000}
+    return dataclasses.replace(batch, arrays=batch.arrays | {"tokens": batch.arrays["tokens"] + 1_000_000})
 
 
 if __name__ == "__main__":
