@@ -118,7 +118,7 @@ def test_limits_that_make_no_sense_are_refused(fields, message):
 
 
 @pytest.mark.parametrize(
-    ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_publish")]
+    ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_finish_inside")]
 )
 def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, tmp_path, read_run, fault, name, place):
     limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
