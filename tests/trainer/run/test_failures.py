@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -391,6 +394,59 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
     assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
 
 
+@pytest.fixture
+def make_read_only(monkeypatch):
+    """Has a folder behave as on a disk that was mounted read-only, whoever runs the tests."""
+
+    def make(folder: Path) -> None:
+        def refusing(function, is_writing=lambda arguments: True):
+            def called(*arguments, **options):
+                paths = [Path(item) for item in arguments if isinstance(item, str | os.PathLike)]
+                if is_writing(arguments) and any(path.is_relative_to(folder) for path in paths):
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(paths[0]))
+                return function(*arguments, **options)
+
+            return called
+
+        for name in ("mkdir", "replace", "rename", "unlink", "rmdir"):
+            monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+        monkeypatch.setattr(os, "open", refusing(os.open, lambda arguments: arguments[1] & (os.O_WRONLY | os.O_RDWR)))
+        monkeypatch.setattr(io, "open", refusing(io.open, lambda arguments: set("wax+") & set(arguments[1])))
+
+    return make
+
+
+def test_a_read_only_workdir_is_the_users_mistake(config, tmp_path, make_read_only):
+    make_read_only(tmp_path)
+    with pytest.raises(UserMistake) as refused:
+        claim_workdir(tmp_path / "run", config)
+    told = f"workdir {tmp_path / 'run'} can't be written: Read-only file system; choose another with --workdir"
+    assert str(refused.value) == told
+
+
+def test_a_workdir_that_becomes_read_only_fails_the_run_once_its_last_save_has_failed(
+    make_loop, watched_console, make_read_only, monkeypatch
+):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    end_well(loop)
+    loop.run_window()
+    loop.saver.save_at_last(loop.snapshot)
+    make_read_only(loop.workdir.path)
+    newest = loop.workdir.checkpoints / "1"
+    with pytest.raises(TrainingFailed) as failed:
+        loop.train()
+    loop.close()
+    assert str(failed.value).startswith(
+        f"saving checkpoint {newest.with_name('60')} failed: OSError: [Errno 30] Read-on"
+    )
+    assert f"the newest good checkpoint is {newest}; " in str(failed.value)
+    assert find_damage(newest) is None
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert sum(line.startswith(f"{loop.workdir.metrics} can't be written: Read-only") for line in warnings) == 1
+    assert sum("saving checkpoint" in line for line in warnings) == 6, "20, 40, 60, and all but the last of the tries after"
+
+
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
 def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
     loop = make_loop()
@@ -529,3 +585,32 @@ def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, w
     loop.close()
     close()
     assert ("warning", "saving checkpoint 20 failed") in watched_console.told
+
+
+def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go_on(
+    trainer_command, tmp_path, read_run, read_tensorboard
+):
+    """Steps 12 and 13 are skipped. Of 41 to 48, the eighth ends the run, which was saved at 40."""
+    bad = ",".join(map(str, (12, 13, *range(41, 49))))
+    stopped = trainer_command.run("--workdir", tmp_path, module=f"tests.trainer.run.faulty_run nan:{bad}")
+    assert stopped.status == 1
+    assert stopped.errors.startswith(
+        "error: step 48: loss nan, gradient norm nan: not finite, like the 7 updates before, so the run stops; "
+        f"the last good checkpoint is {tmp_path}/checkpoints/40. A lower optimizer.learning_rate"
+    )
+    assert "warning: step 12: loss nan, gradient norm nan: not finite, so this update is skipped" in stopped.output
+    record, steps, _ = read_run(tmp_path)
+    assert (record["status"], record["num_skipped_updates"]) == ("failed", 10)
+    assert record["message"] in stopped.errors
+    assert [row["step"] for row in steps if row["loss"] is None] == [12, 13, *range(41, 49)]
+
+    resumed = trainer_command.run("--workdir", tmp_path)
+    assert resumed.status == 0, resumed.errors
+    assert "resumed at step 40/60" in resumed.output
+    record, steps, _ = read_run(tmp_path)
+    assert (record["status"], record["num_skipped_updates"]) == ("completed", 2)
+    assert [row["num_skipped"] for row in steps] == [0] * 11 + [1] + [2] * 48
+    assert all(row["loss"] < 6 for row in steps if row["step"] > 13)
+    assert read_tensorboard(tmp_path / "tensorboard")["train/num_skipped"] == {
+        row["step"]: row["num_skipped"] for row in steps
+    }
