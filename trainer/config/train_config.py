@@ -72,7 +72,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a cosine or warm-up–stable–decay schedule."""
+    """AdamW or Muon, with warm-up and a cosine or warm-up–stable–decay schedule."""
 
     learning_rate: float = 6e-4
     """Peak learning rate."""
@@ -98,6 +98,13 @@ class OptimizerConfig:
     """Skip an update whose gradient norm is more than this many times the mean of recent ones. None: never."""
     max_skipped_in_a_row: int = 8
     """Updates skipped in a row, as not finite or by `skip_grad_norm_above`, at which the run stops; 1: at the first."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
+    momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
+    momentum: float = 0.95
+    """muon only: decay of the block matrices' momentum, which is Nesterov's."""
+    offload_moments: bool = False
+    """Keep the moments in the host's pinned memory, and have them on the devices only for the update."""
 
     def __post_init__(self):
         for name in ("learning_rate", "epsilon", "clip_norm"):
@@ -106,7 +113,7 @@ class OptimizerConfig:
         for name in ("decay_fraction", "final_learning_rate_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie between 0 and 1")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1 - 2**-24:  # nearer to 1 is 1 in float32
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name in ("weight_decay", "num_warmup_steps"):

@@ -69,5 +69,6 @@ def describe_reports(reports: Sequence[CompileReport]) -> list[str]:
             f"memory of a step, per device: {format_bytes(memory.peak)} at the peak: "
             f"state and batch {format_bytes(memory.arguments)}, temporaries {format_bytes(memory.temporaries)}, "
             f"program {format_bytes(memory.code)}"
+            + (f"; {format_bytes(memory.host)} in the host's memory" if memory.host else "")
         )
     return lines

@@ -444,7 +444,9 @@ def test_a_workdir_that_becomes_read_only_fails_the_run_once_its_last_save_has_f
     assert find_damage(newest) is None
     warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert sum(line.startswith(f"{loop.workdir.metrics} can't be written: Read-only") for line in warnings) == 1
-    assert sum("saving checkpoint" in line for line in warnings) == 6, "20, 40, 60, and all but the last of the tries after"
+    assert sum("saving checkpoint" in line for line in warnings) == 6, (
+        "20, 40, 60, and all but the last of the tries after"
+    )
 
 
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
