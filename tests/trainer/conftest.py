@@ -94,7 +94,10 @@ class TrainerCommand:
     @staticmethod
     def finish(process: subprocess.Popen[str], begun: float = math.nan) -> Finished:
         """What a started command came to; `begun` is the `time.perf_counter()` that its seconds count from."""
-        output, errors = process.communicate(timeout=240)
+        try:
+            output, errors = process.communicate(timeout=240)
+        finally:
+            process.kill()  # one that takes too long must not outlive its test
         return Finished(process.returncode, output, errors, time.perf_counter() - begun)
 
 
