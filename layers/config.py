@@ -13,10 +13,10 @@ from typing import Literal, get_args, get_type_hints
 from kernels import CausalMask, Mask, Tuning
 from kernels.backends import Task, find_backend
 from kernels.static_numbers import checked_soft_cap
+from layers.remat import parse_remat
 
 DTypeName = Literal["float32", "bfloat16"]
 MLPKind = Literal["gelu", "swiglu"]
-RematPolicy = Literal["none", "full", "save_attention", "save_matmuls"]
 RopeScalingKind = Literal["none", "linear", "ntk", "llama3"]
 
 _INT32_MAX = 2**31 - 1
@@ -100,9 +100,11 @@ class GPTConfig:
     also says how it runs; None: the fastest that serves the call."""
     decode_implementation: str | Tuning | None = None
     """The same for the tokens that are written one after another: dense, triton, blockwise or None."""
-    remat: RematPolicy = "full"
-    """What the backward pass recomputes. none: nothing; full: each block from its input; save_attention: all
-    but the attention kernel; save_matmuls: only what is elementwise."""
+    remat: str = "full"
+    """What the backward pass recomputes. none: nothing; save_matmuls: only what is elementwise; save_attention: all but
+    the attention kernel; full: each block from its input; offload_attention: as save_attention, but what is kept, the
+    blocks' inputs too, waits in the host's memory; offload_inputs: as full, with the inputs there. Or by names, such as
+    "save(attention_output, attention_lse) & offload(layer_input)"; see layers/remat.py."""
     scan_layers: bool = True
     """One loop over the layers, so that compile time doesn't grow with depth. False: every layer compiled by itself,
     which spares the copies of activations into the loop's stacks and out of them."""
@@ -119,7 +121,7 @@ class GPTConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         check_numbers(self, "model.")
         check_choice("model.mlp", self.mlp, MLPKind)
-        check_choice("model.remat", self.remat, RematPolicy)
+        check_remat(self.remat)
         check_choice("model.compute_dtype", self.compute_dtype, DTypeName)
         check_choice("model.param_dtype", self.param_dtype, DTypeName)
         check_implementation(self.implementation, "attention", "model.implementation")
@@ -175,6 +177,14 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
         return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
+
+
+def check_remat(remat: str) -> None:
+    """Raises ValueError if this is no remat policy."""
+    try:
+        parse_remat(remat)
+    except ValueError as error:
+        raise ValueError(f"model.remat={remat!r}: {error}") from None
 
 
 def check_implementation(implementation: str | Tuning | None, task: Task, argument: str) -> None:

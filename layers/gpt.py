@@ -13,22 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
-from layers.config import GPTConfig, RematPolicy
+from layers.config import GPTConfig
 from layers.initializers import small_init
 from layers.mlp import MLP
 from layers.norm import RMSNorm
+from layers.remat import parse_remat
 from layers.rotary import Rotation
-
-_SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "full": (),
-    "save_attention": ("attention_output", "attention_lse"),
-    "save_matmuls": ("attention_output", "attention_lse", "projection"),
-}
 
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
 
@@ -95,6 +91,7 @@ class Block(nnx.Module):
         rotation: Rotation | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation)
         return self._add_mlp(hidden)
@@ -394,11 +391,9 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
     return _with_matrices_in(jnp.dtype(config.compute_dtype), params | {"blocks": blocks})
 
 
-def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse: bool) -> ApplyBlock:
-    if remat == "none":
-        return apply_block
-    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[remat])
-    return jax.checkpoint(apply_block, policy=policy, prevent_cse=prevent_cse, static_argnums=(0,))
+def _rematerialized(apply_block: ApplyBlock, remat: str, *, prevent_cse: bool) -> ApplyBlock:
+    policy = parse_remat(remat)
+    return apply_block if policy is None else policy.apply(apply_block, prevent_cse=prevent_cse)
 
 
 def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:

@@ -44,7 +44,9 @@ from trainer.run.progress import Progress
 from trainer.run.resume import restore
 from trainer.run.saver import Saver, Snapshot
 from trainer.run.setup import Setup
-from trainer.run.window import RunningWindow, not_finite
+from trainer.run.skipped_updates import too_many_skipped
+from trainer.run.watchdog import Watchdog
+from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, device_peak
@@ -78,8 +80,8 @@ def train(
 
     Raises:
       UserMistake: data, mesh or model can't be used as the config says.
-      TrainingFailed: the devices can't start, a device or this machine is out of memory, a loss or gradient was not
-        finite, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
+      TrainingFailed: the devices can't start, a device or this machine is out of memory, too many updates in a row were
+        skipped, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
         called `sys.exit`.
     """
     with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
@@ -149,12 +151,16 @@ class TrainingLoop:
         listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
-        num_kept = setup.config.checkpoint.num_kept
-        self.checkpoints = Checkpoints(workdir.checkpoints, num_kept, this.console.note, peers=self.peers)
+        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
+        num_kept, saving = setup.config.checkpoint.num_kept, self.watchdog.saving
+        self.checkpoints = Checkpoints(
+            workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
+        )
         self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
         self.data_failure: TrainingFailed | None = None
+        self.is_amid_skipped = False
         self.state: TrainState
         self.programs: CompiledSteps
 
@@ -180,13 +186,17 @@ class TrainingLoop:
     def train(self) -> int:
         """Steps to the end, or to a stop signal; returns the exit status."""
         progress, num_steps = self.progress, self.config.num_steps
-        with self.history.watch((self.programs.train_step, self.programs.eval_step), lambda: progress.step):
+        own = (self.programs.train_step, self.programs.eval_step)
+        with (
+            self.history.watch(own, lambda: progress.step),
+            self.watchdog.watching(lambda: self.programs.is_compiling),
+        ):
             self.evaluator.evaluate_if_due(progress.step, self.programs.eval_step, self.state)
             while progress.step < num_steps and not self.stop.requested and self.data_failure is None:
                 self.run_window()
                 self.evaluator.evaluate_if_due(progress.step, self.programs.eval_step, self.state)
                 if progress.step % self.config.checkpoint.every_num_steps == 0:
-                    self.saver.save(self.snapshot)
+                    self.save_if_good()
                 for warning in self.history.take_warnings():
                     self.console.warning(warning)
             self.saver.save_at_last(self.snapshot)
@@ -215,9 +225,17 @@ class TrainingLoop:
         if window.num_steps > 0:
             done = window.result(self.times, self.history)
             self.observers.window(done)
-            if done.overflow is not None:
+            self.is_amid_skipped = done.is_amid_skipped
+            if done.failure is not None:
                 self.saver.finish(tries_again=False)
-                raise not_finite(done.overflow, self.checkpoints.newest)
+                raise too_many_skipped(done.failure, self.checkpoints.newest)
+
+    def save_if_good(self) -> None:
+        """Saves, unless the last update was skipped: such checkpoints could push out the last good one."""
+        if self.is_amid_skipped:
+            self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
+        else:
+            self.saver.save(self.snapshot)
 
     def snapshot(self) -> Snapshot:
         """What a checkpoint of this very step holds."""

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
@@ -50,6 +51,10 @@ class Workdir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def stacks(self, process: int | Literal["*"]) -> Path:
+        """Where a process of the run leaves every thread's stack when it hangs; "*": where all of them do."""
+        return self.path / f"stacks-{process}.txt"
 
     def write_config(self, config: TrainConfig) -> None:
         """Keeps the config that the run goes on with.

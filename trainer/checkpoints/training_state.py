@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from trainer.checkpoints.folder import (
@@ -86,6 +87,7 @@ class Checkpoints:
         it.
       on_note: called with a line about what isn't the run's own, and about what can't be removed.
       peers: the processes that save and restore together; each must make the same calls. None: this one alone.
+      saving: made and entered when a save begins, and left when it ends, in another thread.
     """
 
     def __init__(
@@ -95,9 +97,10 @@ class Checkpoints:
         on_note: Callable[[str], None] = lambda line: None,
         *,
         peers: Peers | None = None,
+        saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self._folder = folder.absolute()
-        self._num_kept = num_kept
+        self._num_kept, self._watched = num_kept, saving
         self._peers = peers or Peers()
         self._num_saves, self._share = 0, SharedSave(self._peers, 0)
         self._orbax = self._make_orbax()
@@ -174,14 +177,18 @@ class Checkpoints:
         before, self._num_saves = self._share, self._num_saves + 1
         self._share = SharedSave(self._peers, self._num_saves)
         metadata = Metadata(step, data_state, config_history)
+        watched = contextlib.ExitStack()
+        watched.enter_context(self._watched())
         try:
             self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
             before.forget()
             self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state))
         except Exception as error:
+            watched.close()
             self._abandon(unfinished)
             raise self._failed_save(step, error) from error
-        self._saving = threading.Thread(target=self._finish, args=(step, unfinished), name=f"checkpoint-{step}")
+        arguments = (watched, step, unfinished)
+        self._saving = threading.Thread(target=self._finish_inside, args=arguments, name=f"checkpoint-{step}")
         self._saving.start()
 
     def wait(self) -> None:
@@ -211,11 +218,22 @@ class Checkpoints:
 
     def _restore(self, path: Path, abstract_state: Any) -> Any:
         try:
-            return self._orbax.restore(path / "state", abstract_state)
+            return self._restore_fields(path / "state", abstract_state)
         except Exception as error:
             if reason_of(error) is not None:
                 raise
             raise cannot_restore(path, error) from error
+
+    def _restore_fields(self, path: Path, abstract_state: Any) -> Any:
+        """Reads a state. A field that has a default has it where an older version didn't save the field."""
+        defaults = getattr(abstract_state, "_field_defaults", {})
+        held = self._orbax.metadata(path).item_metadata.tree
+        absent = {name: default for name, default in defaults.items() if name not in held}
+        if not absent:
+            return self._orbax.restore(path, abstract_state)
+        fields = abstract_state._asdict()
+        shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, fields.pop(name)) for name in absent}
+        return type(abstract_state)(**self._orbax.restore(path, fields), **jax.device_put(absent, shardings))
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -245,6 +263,10 @@ class Checkpoints:
             set_aside(unfinished, "foreign")
         unfinished.mkdir()
         write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
+
+    def _finish_inside(self, watched: contextlib.ExitStack, step: int, unfinished: Path) -> None:
+        with watched:
+            self._finish(step, unfinished)
 
     def _finish(self, step: int, unfinished: Path) -> None:
         try:

@@ -33,6 +33,8 @@ class StateMemory:
     optimizer_state: int
     """The optimizer's moments and the counters."""
     batch: int
+    optimizer_state_on_host: int = 0
+    """The moments that wait in the host's memory, for each device."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,9 @@ def state_memory(functions: StepFunctions) -> StateMemory:
     state = functions.abstract_state
     return StateMemory(
         parameters=bytes_per_device(state.params),
-        optimizer_state=bytes_per_device((state.step, state.opt_state)),
+        optimizer_state=bytes_per_device((state.step, state.opt_state, state.skipping)),
         batch=bytes_per_device(functions.abstract_batch),
+        optimizer_state_on_host=bytes_per_device(state.opt_state, on_host=True),
     )
 
 

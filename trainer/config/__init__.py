@@ -12,6 +12,7 @@ from trainer.config.train_config import (
     TokenChoice,
     TrainConfig,
     WandbConfig,
+    WatchdogConfig,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "TokenChoice",
     "TrainConfig",
     "WandbConfig",
+    "WatchdogConfig",
 ]

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -16,8 +17,9 @@ from trainer.hosts.peers import Peers
 
 CONNECT_WITHIN_S = 300
 """Seconds that machines may take to start after each other."""
-# Later than the watch (SILENT_AFTER_S), which ends a run with a word in its record, but within half a minute.
-_HEARTBEAT_TIMEOUT_S = 28
+# JAX beats every half of it, and so misses a process half to all of it after its death: later than the watch
+# (SILENT_AFTER_S), which ends a run within half a minute and with a word in its record.
+_HEARTBEAT_TIMEOUT_S = 60
 _ABORT_AFTER_S = 60
 
 
@@ -37,7 +39,7 @@ def connect(launch: Launch, timeout_s: int = CONNECT_WITHIN_S) -> Peers:
     # JAX's own handler of SIGTERM would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
-    arguments = {
+    arguments: dict[str, Any] = {
         "coordinator_address": launch.coordinator,
         "num_processes": launch.count,
         "process_id": launch.index,

@@ -11,7 +11,7 @@ from typing import Self
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.peers import Peers
 from trainer.hosts.watch import SILENT_AFTER_S, Farewell, PeerWatch
-from trainer.process.exit_status import FAILED, MISTAKE
+from trainer.process.exit_status import FAILED, MISTAKE, PEER_LOST
 from trainer.process.last_words import leave
 
 _OF_FIRST_S = 3.0  # a mistake that all share is known to all at about the same time
@@ -72,7 +72,8 @@ class Membership:
         if not told.startswith(self.peers.name(index)):
             told = f"{self.peers.name(index)}: {told}"
         ended = Farewell(farewell.status, told)
-        words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, index)]
+        is_gone = farewell.status == PEER_LOST
+        words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, num_gone=int(is_gone))]
         if self.peers.is_first:
             words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
         leave(farewell.status, *words)

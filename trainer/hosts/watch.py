@@ -67,20 +67,19 @@ class PeerWatch:
         """Tells all processes, this one too, that this one was told to stop."""
         self._peers.post(f"news/stop/{self._peers.index}", signal, overwrites=True)
 
-    def announce_end(self, farewell: Farewell | None, gone: int | None = None) -> None:
-        """Tells the others that this process ends. Process 0, without whom they hear nothing, gives them time to hear.
+    def announce_end(self, farewell: Farewell | None, num_gone: int = 0) -> None:
+        """Tells the others that this process ends. Process 0 waits until they have heard it.
 
         Args:
-          farewell: why; None: the run is over.
-          gone: a process that hears nothing any more.
+          farewell: why; None: as the run does.
+          num_gone: processes that hear nothing any more.
         """
         peers, said = self._peers, "" if farewell is None else json.dumps(asdict(farewell))
         with contextlib.suppress(RuntimeError):  # process 0 is gone already
             peers.post(f"news/end/{peers.index}", said, overwrites=True)
             if peers.is_first and farewell is not None:
                 deadline = time.monotonic() + _FAREWELL_S
-                everybody = set(range(peers.count))
-                while everybody - {gone, *peers.posted("news/end")} and time.monotonic() < deadline:
+                while len(peers.posted("news/end")) < peers.count - num_gone and time.monotonic() < deadline:
                     time.sleep(_LOOK_EVERY_S / 5)
 
     def farewell_of(self, index: int, seconds: float) -> Farewell | None:

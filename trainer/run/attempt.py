@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
@@ -15,11 +16,12 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.stop import SharedStopRequest
 from trainer.hosts.watch import Farewell
-from trainer.observers.metrics import last_logged_step
+from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import drain_event_loops
-from trainer.process.exit_status import INTERRUPTED, PREEMPTED
+from trainer.process.exit_status import INTERRUPTED, PREEMPTED, STALLED
+from trainer.process.last_words import leave, print_stacks, write_stacks
 from trainer.run.setup import Setup
 from trainer.terminal.console import Console, QuietConsole
 from trainer.workdir import Workdir
@@ -59,13 +61,14 @@ class Attempt:
             started_at,
             account,
             self.console,
-            last_logged_step(workdir.metrics) if is_first else 0,
+            last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
         self.stop = SharedStopRequest(self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch)
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
         self._config, self._workdir, self._membership = config, workdir, membership
+        self._writing_stacks = threading.Lock()
 
     def opened(self, setup: Setup) -> None:
         """Records and prints what is about to run."""
@@ -76,6 +79,18 @@ class Attempt:
         """Records that the attempt has failed."""
         self.over.set()
         self.record.update(status="failed", message=message)
+
+    def stalled(self, message: str) -> NoReturn:
+        """Ends a process that hangs, with `STALLED`: its record and its stacks say where. Any thread may call it."""
+        stacks = self._workdir.stacks(0 if self.peers.count == 1 else "*")
+        message = f"{message}; the threads' stacks are in {stacks}; run the same command again to go on"
+        leave(
+            STALLED,
+            self._write_stacks,
+            lambda: self.fail(message),
+            lambda: print_stacks(f"error: {message}"),
+            lambda: self._membership.announce_end(Farewell(STALLED, message)),
+        )
 
     def _on_stop_signal(self, name: str) -> None:
         if self.over.is_set() or self.record["status"] != "running":
@@ -100,6 +115,12 @@ class Attempt:
         if self.record["status"] == "running":
             status = "preempted" if farewell.status in (PREEMPTED, INTERRUPTED) else "failed"
             self.record.update(status=status, message=farewell.message)
+        if farewell.status == STALLED:  # the cause may be here, and the other have waited for it
+            self._write_stacks()
+
+    def _write_stacks(self) -> None:
+        with self._writing_stacks:  # this watchdog and another process may call at the same time
+            write_stacks(self._workdir.stacks(self.peers.index))
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ class Setup:
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
         gradient_bytes = bytes_per_device(self.functions.abstract_state.params)
+        host_bytes = bytes_per_device(self.functions.abstract_state, on_host=True)
         data = self.corpus.summary()
         return {
             "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
@@ -79,5 +80,6 @@ class Setup:
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
             + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
             "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "
-            "per device, before activations",
+            "per device, before activations"
+            + (f"; {format_bytes(host_bytes)} of state per device in the host's memory" if host_bytes else ""),
         }

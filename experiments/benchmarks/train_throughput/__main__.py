@@ -22,7 +22,6 @@ from rich.console import Console
 
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
-from layers.config import RematPolicy
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
 from trainer.process.broken_pipe import reader_may_leave
@@ -36,7 +35,7 @@ class ThroughputArguments:
     """Names from WORKLOADS in workloads.py."""
     implementation: str | None = None
     """Attention backend; None: the fastest that serves the call."""
-    remat: RematPolicy | None = None
+    remat: str | None = None
     """What the backward pass recomputes; None: as the workload says."""
     scan_layers: bool | None = None
     """One loop over the layers; None: as the experiment says."""

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments import gpt_1b_32k, gpt_32k
-from layers.config import RematPolicy
 from trainer.config import TrainConfig
 
 
@@ -24,7 +23,7 @@ class Workload:
     """Median length of packed documents, kept apart; None: a sequence is one document."""
     num_batches: int = 1
     """Batches that the steps cycle through. A window should take each equally often."""
-    remat: RematPolicy | None = None
+    remat: str | None = None
     """None: the experiment's own."""
     num_windows: int = 5
     """Timed windows, of which the median counts."""

@@ -151,6 +151,25 @@ def test_any_field_can_be_compared(config, tmp_path, capsys):
 
 
 @needs_libtpu
+def test_what_is_offloaded_is_counted_on_the_host_and_is_not_on_the_device(config, tmp_path, capsys):
+    # Mostly parameters, few activations.
+    sizes = ("--model.width", 256, "--model.mlp-width", 1024, "--model.num-layers", 8, "--sequence-length", 256)
+    offloads = ("--model.remat", "offload_inputs", "--optimizer.offload-moments", True)
+    arguments = ("--config", config, "--topology", "v5p:2x2x1", "--mesh.fsdp", 2, *sizes, *offloads)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    memory = report["profile"]["memory"]
+    moments, inputs = 2 * memory["parameters"], 8 * 256 * 256 * 2
+    assert memory["optimizer_state_on_host"] == moments
+    assert memory["optimizer_state"] < 100
+    assert moments + inputs <= memory["host"] < 1.1 * (moments + inputs)
+    assert memory["arguments"] < 1.1 * memory["parameters"]
+    # The gradients, the matrices in bfloat16, and no more than some layers' moments.
+    assert memory["activations_and_temporaries"] < 1.5 * memory["parameters"] + moments / 4
+    assert "memory: on the host" in capsys.readouterr().out
+
+
+@needs_libtpu
 def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
     mesh = ("--mesh.fsdp", 2, "--mesh.context", 2, "--model.implementation", "splash")
     arguments = ("--config", config, "--topology", "v5p:2x2x1", "--compilation.cache-dir", tmp_path / "cache")
@@ -230,10 +249,10 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
         (("--model.num-layer", "2"), "unknown option --model.num-layer; did you mean --model.num-layers?"),
         (("--topolgy", "v5e:2x2"), "unknown option --topolgy; did you mean --topology?"),
         (("--search-seconds", "long"), "--search-seconds: invalid float value: 'long'"),
-        (("--model.remat", "ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--model.remat", "ful"), "model.remat='ful': 'ful' is not one of none, "),
         (("--compare", "model.remat=none"), "--compare model.remat=none: expected a field and two or more values"),
         (("--compare", "modle.remat=none,full"), "the config has no field modle.remat; did you mean model.remat?"),
-        (("--compare", "model.remat=none,ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--compare", "model.remat=none,ful"), "model.remat='ful': 'ful' is not one of none, "),
         (("--compare", "mask=dense,our"), "'our' is not one of dense, upstream_lazy, ours; did you mean ours?"),
         (("--compare", "mask=dense,ours"), "implementation='splash_dense' can't serve this call: runs on tpu"),
         (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),

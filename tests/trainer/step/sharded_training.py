@@ -1,5 +1,6 @@
 """Run by test_sharded_training.py in a process of its own, which has 8 CPU devices: trains on meshes, prints JSON."""
 
+import dataclasses
 import json
 import sys
 
@@ -32,6 +33,17 @@ MESHES = {
     "data_fsdp_tensor": (MeshConfig(data=2, fsdp=2, tensor=2), 2),
     "fsdp_tensor_context": (MeshConfig(fsdp=2, tensor=2, context=2), 1),
 }
+ADAMW = OptimizerConfig(num_warmup_steps=1)
+MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)
+# Three layers don't divide into these meshes. On the first, `data` has no layers left to do; on the second, it has.
+MUON_MESHES = {
+    "muon_one_device": (MeshConfig(), MUON),
+    "muon_data_fsdp_tensor": (
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        dataclasses.replace(MUON, offload_moments=True),
+    ),
+    "muon_data_fsdp": (MeshConfig(data=4, fsdp=2), MUON),
+}
 
 
 def make_batch(rng):
@@ -54,15 +66,15 @@ def put(batch, mesh):
     return make_global_batch(share, sharding)
 
 
-def train(mesh_config, gradient_accumulation, batches):
+def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_model):
     config = TrainConfig(
         name="sharded",
-        model=MODEL,
+        model=dataclasses.replace(MODEL, **of_model),
         num_steps=4,
         sequence_length=LENGTH,
         batch_size=BATCH_SIZE,
         gradient_accumulation=gradient_accumulation,
-        optimizer=OptimizerConfig(num_warmup_steps=1),
+        optimizer=optimizer,
         loss=LossConfig(chunk_size=24),
         mesh=mesh_config,
     )
@@ -89,6 +101,9 @@ def train(mesh_config, gradient_accumulation, batches):
         "evaluation": [float(nats), int(num_targets)],
         "shards": shards,
         "init_program": init.as_text(),
+        "memory_kinds": {
+            path_name(path): leaf.sharding.memory_kind for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+        },
         "state_keeps_its_shardings": jax.tree.map(lambda leaf: leaf.sharding, state) == functions.state_shardings,
     }
     return initial_params, jax.device_get(state), report
@@ -98,9 +113,12 @@ def main(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batches = [make_batch(rng) for _ in range(3)]
     results = {name: train(*mesh, batches) for name, mesh in MESHES.items()}
-    whole_initial, whole, _ = results["one_device"]
+    for name, (mesh_config, optimizer) in MUON_MESHES.items():
+        remat = "offload_attention" if optimizer.offload_moments else "full"
+        results[name] = train(mesh_config, 1, batches, optimizer, num_layers=3, remat=remat)
     reports = {}
     for name, (initial, state, report) in results.items():
+        whole_initial, whole, _ = results["muon_one_device" if name.startswith("muon") else "one_device"]
         reports[name] = report | {
             "initial_difference": largest_difference(initial, whole_initial),
             "params_difference": largest_difference(state.params, whole.params),

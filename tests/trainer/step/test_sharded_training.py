@@ -12,6 +12,7 @@ from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
 SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context"]
+MUON = ["muon_data_fsdp_tensor", "muon_data_fsdp"]
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,22 @@ def test_same_losses_and_parameters_as_one_device(run, mesh):
     assert reports[mesh]["opt_state_difference"] < 1e-4
 
 
+@pytest.mark.parametrize("mesh", MUON)
+def test_muon_with_layers_dealt_out_is_muon_on_one_device(run, mesh):
+    reports, _ = run
+    np.testing.assert_allclose(reports[mesh]["losses"], reports["muon_one_device"]["losses"], rtol=1e-4)
+    assert reports[mesh]["params_difference"] < 1e-4
+    assert reports[mesh]["opt_state_difference"] < 1e-4
+    assert abs(reports[mesh]["losses"][-1][0] - reports["one_device"]["losses"][-1][0]) > 1e-3, "as AdamW's"
+
+
+def test_offloaded_moments_lie_in_the_hosts_memory(run):
+    kinds = run[0]["muon_data_fsdp_tensor"]["memory_kinds"]
+    on_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
+    moments = {name for name in kinds if any(f".{moment}." in name for moment in ("mu", "nu", "trace"))}
+    assert on_host == moments != set()
+
+
 def test_each_device_holds_its_part_of_parameters_and_moments(run):
     shards = run[0]["data_fsdp_tensor"]["shards"]
     for prefix in ("params", "opt_state.1.mu", "opt_state.1.nu"):
@@ -44,7 +61,7 @@ def test_each_device_holds_its_part_of_parameters_and_moments(run):
         assert shards[f"{prefix}.final_norm.scale"] == [[16], [16]]
 
 
-@pytest.mark.parametrize("mesh", SHARDED)
+@pytest.mark.parametrize("mesh", SHARDED + MUON)
 def test_shardings_survive_the_step(run, mesh):
     assert run[0][mesh]["state_keeps_its_shardings"]
 

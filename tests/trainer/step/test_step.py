@@ -145,12 +145,34 @@ def test_accumulation_equals_the_large_batch(rng, functions, initial_state, trai
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_nothing(rng, initial_state, train_step, poison):
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(rng, initial_state, train_step, poison):
     state, _ = train_step(copy(initial_state), make_batch(rng))
     state.params["final_norm"]["scale"] = state.params["final_norm"]["scale"].at[0].set(poison)
     after, metrics = train_step(copy(state), make_batch(rng))
     assert not metrics.finite
-    jax.tree.map(np.testing.assert_array_equal, after, state)
+    assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row), int(after.step)) == (1, 1, 2)
+    np.testing.assert_array_equal(metrics.learning_rate, np.float32(CONFIG.optimizer.learning_rate * 2 / 5))
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    _, adam, _, schedule = state.opt_state
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state[1], adam)
+    assert (int(adam.count), int(schedule.count), int(after.opt_state[3].count)) == (1, 1, 2)
+
+
+def test_an_update_after_skipped_ones_has_the_learning_rate_of_its_step(rng, initial_state, train_step):
+    """Against a state whose schedule was set by hand: Adam has made one update, the schedule is at the third."""
+    batches = [make_batch(rng) for _ in range(3)]
+    bad = batches[1] | {"tokens": batches[1]["tokens"] + VOCAB_SIZE}  # JAX reads such tokens as NaN
+    state, _ = train_step(copy(initial_state), batches[0])
+    by_hand = copy(state)
+    *others, schedule = by_hand.opt_state
+    by_hand = by_hand._replace(step=by_hand.step + 1, opt_state=(*others, schedule._replace(count=schedule.count + 1)))
+    state, metrics = train_step(state, bad)
+    assert not metrics.finite
+    state, metrics = train_step(state, batches[2])
+    by_hand, expected = train_step(by_hand, batches[2])
+    assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row)) == (1, 0)
+    assert metrics.learning_rate == expected.learning_rate
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (by_hand.params, by_hand.opt_state))
 
 
 def test_a_batch_of_padding_leaves_only_the_decay(rng, initial_state, train_step):
