@@ -16,6 +16,7 @@ from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step.functions import make_step_functions
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import make_mesh
+from trainer.step.skipping import NUM_RECENT, Skipping
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 64
 MODEL = GPTConfig(
@@ -173,6 +174,21 @@ def test_an_update_after_skipped_ones_has_the_learning_rate_of_its_step(rng, ini
     assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row)) == (1, 0)
     assert metrics.learning_rate == expected.learning_rate
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (by_hand.params, by_hand.opt_state))
+
+
+def test_a_spike_of_the_gradients_norm_is_skipped(rng, functions, initial_state):
+    optimizer = dataclasses.replace(CONFIG.optimizer, skip_grad_norm_above=4.0)
+    step = make_step_functions(dataclasses.replace(CONFIG, optimizer=optimizer), functions.mesh).train_step
+    batch = make_batch(rng)
+    _, usual = step(copy(initial_state), batch)
+    for mean, is_spike in ((usual.grad_norm / 4.1, True), (usual.grad_norm / 3.9, False)):
+        known = Skipping(num_accepted=jnp.int32(NUM_RECENT), mean_grad_norm=mean)
+        state = copy(initial_state._replace(skipping=initial_state.skipping._replace(**known._asdict())))
+        after, metrics = step(state, batch)
+        assert metrics.finite
+        assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row)) == (is_spike, is_spike)
+        kept = jax.tree.map(np.array_equal, after.params, initial_state.params)
+        assert jax.tree.all(kept) == is_spike
 
 
 def test_a_batch_of_padding_leaves_only_the_decay(rng, initial_state, train_step):
