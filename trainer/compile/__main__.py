@@ -8,11 +8,13 @@ its own. So this process starts no device, and libtpu's environment is set for t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
+from trainer.hosts.launch import refuse_several
 from trainer.process.broken_pipe import reader_may_leave
 
 DOES_NOT_FIT = 3
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         require_ours("trainer", importer=__name__)
         from trainer.compile.command.compile_command import parse_command_line
 
+        refuse_several("python -m trainer.compile", os.environ)
         task = parse_command_line(arguments)
         from trainer.compile.command.run_task import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 

@@ -131,7 +131,7 @@ def state_memory(functions: StepFunctions) -> StateMemory:
     state = functions.abstract_state
     return StateMemory(
         parameters=bytes_per_device(state.params),
-        optimizer_state=bytes_per_device((state.step, state.opt_state)),
+        optimizer_state=bytes_per_device((state.step, state.opt_state, state.skipping)),
         batch=bytes_per_device(functions.abstract_batch),
         optimizer_state_on_host=bytes_per_device(state.opt_state, on_host=True),
     )

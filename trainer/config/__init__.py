@@ -13,6 +13,7 @@ from trainer.config.train_config import (
     TokenChoice,
     TrainConfig,
     WandbConfig,
+    WatchdogConfig,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "TokenChoice",
     "TrainConfig",
     "WandbConfig",
+    "WatchdogConfig",
 ]

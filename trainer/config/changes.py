@@ -87,6 +87,8 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "optimizer.momentum": "training",
     "optimizer.weight_decay": "training",
     "optimizer.clip_norm": "training",
+    "optimizer.skip_grad_norm_above": "training",
+    "optimizer.max_skipped_in_a_row": "free",
     "optimizer.offload_moments": "free",
     "loss.chunk_size": "free",
     "loss.z_loss": "training",
@@ -106,6 +108,10 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "samples.seed": "free",
     "checkpoint.every_num_steps": "free",
     "checkpoint.num_kept": "free",
+    "watchdog.enabled": "free",
+    "watchdog.factor": "free",
+    "watchdog.min_seconds": "free",
+    "watchdog.first_seconds": "free",
     "compilation.cache_dir": "free",
     "wandb.project": "free",
     "wandb.mode": "free",
@@ -204,10 +210,11 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         )
 
 
+def field_values(config: TrainConfig) -> dict[str, Any]:
+    """Each field of a config, as `section.field` → its JSON value."""
+    return {name: config_to_json(functools.reduce(getattr, name.split("."), config)) for name in flag_types()}
+
+
 def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:
-    values = ((name, _get(before, name), _get(after, name)) for name in flag_types())
-    return [ConfigChange(step, name, old, new) for name, old, new in values if old != new]
-
-
-def _get(config: TrainConfig, name: str) -> Any:
-    return config_to_json(functools.reduce(getattr, name.split("."), config))
+    new = field_values(after)
+    return [ConfigChange(step, name, old, new[name]) for name, old in field_values(before).items() if old != new[name]]

@@ -95,6 +95,10 @@ class OptimizerConfig:
     """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
+    skip_grad_norm_above: float | None = None
+    """Skip an update whose gradient norm is more than this many times the mean of recent ones. None: never."""
+    max_skipped_in_a_row: int = 8
+    """Updates skipped in a row, as not finite or by `skip_grad_norm_above`, at which the run stops; 1: at the first."""
     kind: Literal["adamw", "muon"] = "adamw"
     """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
     momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
@@ -116,6 +120,16 @@ class OptimizerConfig:
         for name in ("weight_decay", "num_warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
+        if self.skip_grad_norm_above is not None and not 1 < self.skip_grad_norm_above < math.inf:
+            raise ValueError(
+                f"optimizer.skip_grad_norm_above={self.skip_grad_norm_above} must be more than 1 and finite, as it is "
+                "a multiple of the mean; None skips no gradient that is finite"
+            )
+        if self.max_skipped_in_a_row < 1:
+            raise ValueError(
+                f"optimizer.max_skipped_in_a_row={self.max_skipped_in_a_row} must be at least 1, which stops at the "
+                "first update that is skipped"
+            )
         if self.schedule == "wsd" and self.decay_fraction == 0 and self.final_learning_rate_fraction < 1:
             raise ValueError(
                 "optimizer.decay_fraction=0 leaves no step in which the learning rate could fall to "
@@ -280,6 +294,31 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """Ends a run that hangs, with status 70: something takes far longer than it did before. Compiling is left out."""
+
+    enabled: bool = True
+    """Watch steps, waits for data, evaluations and saves."""
+    factor: float = 10.0
+    """Times the median of its kind after which something counts as hung."""
+    min_seconds: float = 600.0
+    """Seconds up to which nothing counts as hung, however quick it was before: disks and networks pause for minutes."""
+    first_seconds: float = 3600.0
+    """Seconds after which the first of a kind count as hung, which have nothing to be compared with."""
+
+    def __post_init__(self):
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"watchdog.factor={self.factor} must be more than 1 and finite")
+        for name in ("min_seconds", "first_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"watchdog.{name}={getattr(self, name)} must be positive and finite; "
+                    "watchdog.enabled False watches nothing"
+                )
+        check_numbers(self, "watchdog.")
+
+
+@dataclass(frozen=True)
 class CompilationConfig:
     """How the step is compiled."""
 
@@ -334,6 +373,7 @@ class TrainConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 

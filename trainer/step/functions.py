@@ -31,6 +31,7 @@ from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
 from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
+from trainer.step.skipping import Skipping, judge, schedule_at
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {
@@ -46,11 +47,13 @@ class TrainState(NamedTuple):
     """Everything that an update reads and writes."""
 
     step: Int[Array, ""]
-    """Updates made so far."""
+    """Steps made so far, those whose update was skipped among them."""
     params: Any
     """Nested dict of float32 arrays, by the names of the model's attributes."""
     opt_state: Any
     """The optimizer's, its moments sharded like the parameters."""
+    skipping: Skipping = Skipping()
+    """What is remembered of updates that were skipped."""
 
 
 class StepMetrics(NamedTuple):
@@ -67,7 +70,11 @@ class StepMetrics(NamedTuple):
     num_targets: Int[Array, ""]
     """Tokens that the loss is averaged over."""
     finite: Bool[Array, ""]
-    """False: loss or gradient overflowed, and the state was left as it was."""
+    """False: loss or gradient overflowed."""
+    num_skipped: Int[Array, ""]
+    """Updates skipped up to this one, in the whole run."""
+    num_skipped_in_a_row: Int[Array, ""]
+    """0: this update was accepted."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +133,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     def init_state() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        skipping = jax.tree.map(jnp.asarray, Skipping())
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
 
     def cross_entropy(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> CrossEntropy:
         """Sums over this device's tokens."""
@@ -188,17 +196,22 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, finite=finite)
-            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
+            accepted, skipping = judge(state.skipping, finite, grad_norm, config.optimizer.skip_grad_norm_above)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, finite=accepted)
+            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, skipping)
             # A select fuses into the update. A branch would keep both states alive. Moments on the host are kept there.
             kept = jax.tree.map(
-                lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(finite, new, old),
+                lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(accepted, new, old),
                 updated,
                 state,
                 shardings,
             )
+            # A skipped update is a step, too.
+            kept = kept._replace(
+                step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping
+            )
             learning_rate = schedule(state.step)
-        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
+        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
 
     def evaluate_on_device(params, batch: Batch) -> CrossEntropy:
         return gather.sum(cross_entropy(gather.gather_others(params), batch, gather_layer=gather.gather_layer))

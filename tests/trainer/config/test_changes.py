@@ -21,6 +21,7 @@ from trainer.config import (
     SamplesConfig,
     TrainConfig,
     WandbConfig,
+    WatchdogConfig,
 )
 from trainer.config.changes import (
     ASPECT_OF_FIELD,
@@ -72,11 +73,14 @@ CHANGED = dataclasses.replace(
         num_prefetch_batches=2,
         allow_changed=True,
     ),
-    optimizer=OptimizerConfig(1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, momentum=0.9, offload_moments=True),
+    optimizer=OptimizerConfig(
+        1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, 4.0, 3, momentum=0.9, offload_moments=True
+    ),
     loss=LossConfig(chunk_size=32, z_loss=0.0),
     evaluation=EvaluationConfig(7, 3),
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
     checkpoint=CheckpointConfig(5, 6),
+    watchdog=WatchdogConfig(False, 5.0, 6.0, 7.0),
     compilation=CompilationConfig("xla"),
     wandb=WandbConfig("project", "offline"),
 )

@@ -290,6 +290,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(trainer_command, tmp_path, read
         0,
         "--checkpoint.every-num-steps",
         1,
+        "--optimizer.max-skipped-in-a-row",
+        1,
     )
     stopped = trainer_command.run("--workdir", tmp_path, *arguments)
     assert stopped.status == 1, stopped.errors
