@@ -152,6 +152,8 @@ class ActivationSharding:
         places = jnp.arange(length, dtype=jnp.int32)[None]
         if self.sequence_axis in _manual_axes():
             places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
+            # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
+            places = jax.lax.optimization_barrier(places)
         return places
 
     def _on_each_device(self, function: Callable[..., Array], *, in_specs: Any, out_specs: Any) -> Callable[..., Array]:
