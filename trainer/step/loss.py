@@ -8,9 +8,9 @@ four.
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
 which hold the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
 gradient is reduce-scattered once, and nothing is sent within the loop over chunks. The vocabulary could stay split
-instead (Megatron-LM, arXiv:1909.08053), but then a token's softmax needs all ranks before its gradients: in every
-chunk, or by a second sweep that computes the logits again, a fourth matmul. With 16,000 tokens to a device or more that
-takes longer than to send the head.
+instead (Megatron-LM, arXiv:1909.08053), but then a token's gradients wait for the softmax of all ranks: in every chunk,
+or until a second sweep, which computes the logits again. With tens of thousands of tokens to a device, that fourth
+matmul takes longer than to send the head.
 
 Shapes: B batch, T sequence, N tokens of the device, D width, V vocabulary, C tokens in a chunk.
 """

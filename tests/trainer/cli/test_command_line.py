@@ -208,7 +208,10 @@ def test_a_missing_config_is_explained(arguments, message):
             ["--model.implementation.block-q", "512"],
             "unknown option --model.implementation.block-q; --model.implementation takes a name, and a config file a",
         ),
-        (["--mesh.fsdp", "5", "--batch-size", "5"], "model.width=32 is not a multiple of mesh.fsdp=5; use 35"),
+        (
+            ["--mesh.fsdp", "5", "--batch-size", "5"],
+            "model.width=32 is not a multiple of mesh.fsdp × mesh.context = 5; use 35",
+        ),
         (["--batch-size", "3", "--mesh.data", "2"], "a micro-batch of 3 sequences is not a multiple of mesh.data"),
         (
             ["--model.masks", "CausalMask()", "CausalMsk()"],

@@ -30,7 +30,7 @@ from layers import GPT, GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchdogConfig
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
-from trainer.step.sharding import PARTITION_RULES, partition_spec, path_name
+from trainer.step.sharding import PARTITION_RULES, axes_of, partition_spec, path_name
 
 # No two dims of a parameter have the same length, so that a length tells which field it comes from.
 MODEL = GPTConfig(
@@ -126,15 +126,17 @@ def test_a_mask_for_each_head_is_fine_on_whole_heads():
     assert dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, masks=masks)).model.masks == masks
 
 
-def splits_of_the_partition_rules() -> set[tuple[str, str]]:
-    """(model field, mesh axis) of every dim that a rule lays on an axis."""
+def splits_of_the_partition_rules() -> set[tuple[str, tuple[str, ...]]]:
+    """(model field, mesh axes) of every dim that a rule lays on axes."""
     mesh = jax.sharding.AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "context"))
     fields = {getattr(MODEL, field.name): field.name for field in dataclasses.fields(MODEL) if field.type == "int"}
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(MODEL, rngs=nnx.Rngs(0))), nnx.Param))
     splits, num_rules = set(), set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         spec = partition_spec(path_name(path), leaf.shape, mesh)
-        splits |= {(fields[length], axis) for length, axis in zip(leaf.shape, spec, strict=True) if axis is not None}
+        splits |= {
+            (fields[length], axes) for length, entry in zip(leaf.shape, spec, strict=True) if (axes := axes_of(entry))
+        }
         num_rules.add(spec)
     assert num_rules == {spec for _, spec in PARTITION_RULES}
     return splits
@@ -142,8 +144,8 @@ def splits_of_the_partition_rules() -> set[tuple[str, str]]:
 
 def test_refuses_exactly_what_the_partition_rules_cannot_split():
     splits = splits_of_the_partition_rules()
-    assert ("width", "fsdp") in splits
-    for axis in ("fsdp", "tensor"):
+    assert ("width", ("fsdp", "context")) in splits
+    for axes in (("fsdp", "context"), ("tensor",)):
         for name in ("vocab_size", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_layers"):
             odd = {name: getattr(MODEL, name) // 2 | 1}
             if name == "num_heads":
@@ -151,11 +153,23 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
             elif name == "head_dim":
                 odd |= {"rope_base": None}
             model = dataclasses.replace(MODEL, **odd)
-            if (name, axis) in splits:
-                with pytest.raises(ValueError, match=rf"model\.{name}=\d+ is not a multiple of mesh\.{axis}=2; use "):
+            for axis in axes:
+                if (name, axes) in splits:
+                    product = " × ".join(rf"mesh\.{axis}" for axis in axes)
+                    with pytest.raises(
+                        ValueError, match=rf"model\.{name}=\d+ is not a multiple of {product} = 2; use "
+                    ):
+                        dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+                else:
                     dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
-            else:
-                dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+
+
+def test_the_width_divides_over_fsdp_and_context_together():
+    for mesh in (MeshConfig(fsdp=2), MeshConfig(context=2)):
+        dataclasses.replace(CONFIG, mesh=mesh)
+    told = r"model\.width=14 is not a multiple of mesh\.fsdp × mesh\.context = 4; use 16, or make .* a divisor of 14"
+    with pytest.raises(ValueError, match=told):
+        dataclasses.replace(CONFIG, mesh=MeshConfig(fsdp=2, context=2))
 
 
 WHOLE = [0, *(sign * size for sign in (1, -1) for size in (1, 2**31 - 1, 2**31, 2**32, 2**63, 10**30, 10**400))]

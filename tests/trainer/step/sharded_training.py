@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import sys
 
 import jax
@@ -9,11 +10,13 @@ import numpy as np
 
 from kernels import CausalMask
 from layers import GPTConfig
+from trainer.compile.collectives import count_collectives
+from trainer.compile.hlo import parse_module
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data import BatchShare
 from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
-from trainer.step.sharding import batch_sharding, make_mesh, on_one_device, path_name
+from trainer.step.sharding import STATE_AXES, batch_sharding, make_mesh, on_one_device, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
 MODEL = GPTConfig(
@@ -32,6 +35,7 @@ MESHES = {
     "one_device": (MeshConfig(), 1),
     "data_fsdp_tensor": (MeshConfig(data=2, fsdp=2, tensor=2), 2),
     "fsdp_tensor_context": (MeshConfig(fsdp=2, tensor=2, context=2), 1),
+    "data_fsdp_context": (MeshConfig(data=2, fsdp=2, context=2), 2),
 }
 ADAMW = OptimizerConfig(num_warmup_steps=1)
 MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)
@@ -66,18 +70,23 @@ def put(batch, mesh):
     return make_global_batch(share, sharding)
 
 
-def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_model):
-    config = TrainConfig(
+def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATCH_SIZE, optimizer=ADAMW):
+    return TrainConfig(
         name="sharded",
-        model=dataclasses.replace(MODEL, **of_model),
+        model=model,
         num_steps=4,
         sequence_length=LENGTH,
-        batch_size=BATCH_SIZE,
+        batch_size=batch_size,
         gradient_accumulation=gradient_accumulation,
         optimizer=optimizer,
         loss=LossConfig(chunk_size=24),
         mesh=mesh_config,
     )
+
+
+def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_model):
+    model = dataclasses.replace(MODEL, **of_model)
+    config = make_config(mesh_config, gradient_accumulation, model, optimizer=optimizer)
     mesh = make_mesh(config.mesh)
     functions = make_step_functions(config, mesh)
     init = functions.init_state.lower().compile()
@@ -109,6 +118,26 @@ def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_mod
     return initial_params, jax.device_get(state), report
 
 
+def sums_over_devices(gradient_accumulation):
+    """What one update on bfloat16 matrices sums over devices: types before XLA, executions and bytes after it."""
+    model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    # Without `context`: what attention sends is not of the parameters.
+    config = make_config(MeshConfig(data=2, fsdp=4), gradient_accumulation, model, batch_size=32)
+    functions = make_step_functions(config, make_mesh(config.mesh))
+    lowered = functions.train_step.lower(functions.abstract_state, functions.abstract_batch)
+    operands = re.findall(
+        r'"stablehlo\.(?:all_reduce|reduce_scatter)".*?\}\) : \(tensor<([^>]*)>', lowered.as_text(), re.DOTALL
+    )
+    totals = count_collectives(parse_module(lowered.compile().as_text()))
+    return {
+        "element_types": sorted({operand.rpartition("x")[2] for operand in operands}),
+        "num_matrix_parameters": sum(
+            leaf.size for leaf in jax.tree.leaves(functions.abstract_state.params) if STATE_AXES in leaf.sharding.spec
+        ),
+        "collectives": {total.operation: [total.count, total.bytes, total.is_exact] for total in totals},
+    }
+
+
 def main(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batches = [make_batch(rng) for _ in range(3)]
@@ -124,7 +153,8 @@ def main(seed: int) -> None:
             "params_difference": largest_difference(state.params, whole.params),
             "opt_state_difference": largest_difference(state.opt_state, whole.opt_state),
         }
-    print(json.dumps(reports))
+    sums = {gradient_accumulation: sums_over_devices(gradient_accumulation) for gradient_accumulation in (1, 4)}
+    print(json.dumps({"training": reports, "sums": sums}))
 
 
 def largest_difference(actual, expected) -> float:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from layers import GPT, GPTConfig
@@ -14,6 +14,7 @@ from trainer.step.sharding import (
     AXES,
     PARTITION_RULES,
     batch_sharding,
+    bytes_per_device,
     make_mesh,
     parameter_shardings,
     partition_spec,
@@ -80,11 +81,21 @@ def test_where_parameters_lie():
             parameter_shardings(abstract_params(tie_embeddings=False), MESH)
         )[0]
     }
-    assert specs["embedding.embedding"] == P("tensor", "fsdp")
-    assert specs["head.kernel"] == P("fsdp", "tensor")
-    assert specs["blocks.0.attention.query.kernel"] == P(None, "fsdp", "tensor", None)
-    assert specs["blocks.0.attention.output.kernel"] == P(None, "tensor", None, "fsdp")
-    assert specs["blocks.0.mlp.down.kernel"] == P(None, "tensor", "fsdp")
+    state_axes = ("fsdp", "context")
+    assert specs["embedding.embedding"] == P("tensor", state_axes)
+    assert specs["head.kernel"] == P(state_axes, "tensor")
+    assert specs["blocks.0.attention.query.kernel"] == P(None, state_axes, "tensor", None)
+    assert specs["blocks.0.attention.output.kernel"] == P(None, "tensor", None, state_axes)
+    assert specs["blocks.0.mlp.down.kernel"] == P(None, "tensor", state_axes)
+    assert specs["blocks.0.mlp_norm.scale"] == P(None, None)
+
+
+def test_a_device_holds_its_share_over_fsdp_and_context():
+    mesh = AbstractMesh((2, 2, 2, 4), AXES)
+    kernel = jax.ShapeDtypeStruct(
+        (16, 64), jnp.float32, sharding=NamedSharding(mesh, partition_spec("head.kernel", (16, 64), mesh))
+    )
+    assert bytes_per_device({"head": kernel}) == kernel.size * 4 // (2 * 2 * 4)
 
 
 def test_the_layer_dim_is_never_split():
@@ -109,8 +120,13 @@ def test_another_rank_is_refused():
 
 
 def test_a_dim_that_its_axis_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match=r"dim 0 of 'head\.kernel' has length 15, which mesh\.fsdp=2 .* make it 16"):
+    told = (
+        r"dim 0 of 'head\.kernel' has length 15, which mesh\.fsdp × mesh\.context = 2 does not divide; make it 16, or "
+    )
+    with pytest.raises(ValueError, match=told):
         partition_spec("head.kernel", (15, 8), MESH)
+    with pytest.raises(ValueError, match=r"dim 1 .* has length 9, which mesh\.tensor = 2 does not divide; make it 10"):
+        partition_spec("head.kernel", (16, 9), MESH)
 
 
 def test_batches_split_over_data_fsdp_and_context():
