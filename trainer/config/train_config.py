@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kernels.context import Deal, Exchange
 from layers import GPTConfig
-from layers.config import check_numbers
+from layers.config import check_choice, check_numbers
 
 
 @dataclass(frozen=True)
@@ -165,13 +166,30 @@ class MeshConfig:
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     context: int = 1
-    """Each sequence split over its tokens."""
+    """Each sequence split over its tokens; parameters and optimizer state sharded, too."""
 
     def __post_init__(self):
         for axis in dataclasses.fields(self):
             if getattr(self, axis.name) < 1:
                 raise ValueError(f"mesh.{axis.name}={getattr(self, axis.name)} must be at least 1")
         check_numbers(self, "mesh.")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """Attention over mesh.context, chosen by a cost model where nothing is said."""
+
+    exchange: Exchange | None = None
+    """How ranks get at each other's keys. gather: all keys to all ranks; halo: those within the windows' reach; ring:
+    from rank to rank; heads: whole sequences of some heads to each rank. None: the fastest for each mask."""
+    deal: Deal | None = None
+    """Which tokens a rank holds. in_order: one part of the sequence; zigzag: a part from either end; by_cost: chunks,
+    so that all ranks have the same to do. None: the simplest that is level."""
+
+    def __post_init__(self):
+        for name, choices in (("exchange", Exchange), ("deal", Deal)):
+            if getattr(self, name) is not None:
+                check_choice(f"context.{name}", getattr(self, name), choices)
 
 
 @dataclass(frozen=True)
@@ -305,6 +323,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -338,18 +357,19 @@ class TrainConfig:
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
         # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
-        for name, axis in (
-            ("width", "fsdp"),
-            ("num_heads", "tensor"),
-            ("num_kv_heads", "tensor"),
-            ("mlp_width", "tensor"),
-            ("vocab_size", "tensor"),
+        for name, axes in (
+            ("width", ("fsdp", "context")),
+            ("num_heads", ("tensor",)),
+            ("num_kv_heads", ("tensor",)),
+            ("mlp_width", ("tensor",)),
+            ("vocab_size", ("tensor",)),
         ):
-            length, size = getattr(self.model, name), getattr(self.mesh, axis)
+            length, size = getattr(self.model, name), math.prod(getattr(self.mesh, axis) for axis in axes)
             if length % size:
+                product = " × ".join(f"mesh.{axis}" for axis in axes)
                 raise ValueError(
-                    f"model.{name}={length} is not a multiple of mesh.{axis}={size}; "
-                    f"use {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
+                    f"model.{name}={length} is not a multiple of {product} = {size}; "
+                    f"use {-(-length // size) * size}, or make {product} a divisor of {length}"
                 )
         if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
             raise ValueError(
