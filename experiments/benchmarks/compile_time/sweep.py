@@ -74,7 +74,7 @@ def run_cell(cell: Cell, limits: Limits) -> Row:
     if process.returncode == 2:
         raise UserMistake(errors.splitlines()[-1].removeprefix("error: "))
     if process.returncode:
-        return row | {"status": "failed", "message": _describe_failure(process.returncode, errors)}
+        return row | {"status": "failed", "message": describe_failure(process.returncode, errors)}
     return row | {"status": "measured"} | json.loads(output.splitlines()[-1])
 
 
@@ -94,7 +94,7 @@ def _communicate(process: subprocess.Popen[str], limits: Limits) -> tuple[str, s
                 process.kill()
 
 
-def _describe_failure(status: int, errors: str) -> str:
+def describe_failure(status: int, errors: str) -> str:
     """The error at the end of a traceback; JAX puts a hint to its own settings behind it."""
     if status == -signal.SIGKILL:
         return "killed from outside, most likely for want of memory"
