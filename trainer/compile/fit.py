@@ -10,19 +10,9 @@ from typing import Any
 import jax
 
 from trainer.compile.stages import MemoryReport
-from trainer.compile.topology import GENERATIONS, GIB
+from trainer.compile.topology import DeviceMemory, documented_memory
 from trainer.step.functions import StepFunctions
 from trainer.step.sharding import bytes_per_device
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The memory that a program may take on each device."""
-
-    size: int
-    """Bytes."""
-    source: str
-    """How the size is known, in words."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +109,7 @@ def device_memory(device: Any, num_devices: int) -> DeviceMemory | None:
     if "bytes_limit" in stats:
         share = ", the share that XLA_PYTHON_CLIENT_MEM_FRACTION sets" if device.platform == "gpu" else ""
         return DeviceMemory(stats["bytes_limit"], f"its runtime's limit{share}")
-    for generation in GENERATIONS:
-        if generation.device_kind == device.device_kind:
-            source = f"libtpu's limit for {generation.name}, {generation.memory_gib:g} GiB by its data sheet"
-            return DeviceMemory(round(generation.usable_gib * GIB), source)
-    return None
+    return documented_memory(device.device_kind)
 
 
 def state_memory(functions: StepFunctions) -> StateMemory:

@@ -33,7 +33,7 @@ class Arguments:
     """Measures trace, lower and compile seconds and resident memory against the length."""
 
     target: str | None = None
-    """TPU topology to compile for, such as v5p:2x2x1; None: this machine's devices."""
+    """Topology to compile for, such as v5p:2x2x1 or h200:1; None: this machine's devices."""
     subjects: tuple[Subject, ...] = ("attention",)
     """attention: forward and backward of one call; train_step: the whole step of `config`."""
     sources: tuple[Source, ...] | None = None

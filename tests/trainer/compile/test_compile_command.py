@@ -1,15 +1,19 @@
-"""`python -m trainer.compile`: what it says of a step, for this machine and for TPUs that aren't there, and refuses."""
+"""`python -m trainer.compile`: what it says of a step, for this machine and devices that aren't there, and refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.__main__ import DOES_NOT_FIT, main
 from trainer.compile.command.compile_command import parse_command_line
@@ -192,6 +196,26 @@ def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
     assert not (tmp_path / "cache").exists()
 
 
+@needs_gpu_compiler
+def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    arguments = ("--config", config, "--topology", "h200:2x2", "--mesh.fsdp", 2, "--mesh.context", 2)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    profile = report["profile"]
+    assert profile["devices"] == {"platform": "gpu", "kind": "NVIDIA H200", "count": 4, "used": 4}
+    assert profile["verdict"]["fits"] is True
+    assert profile["verdict"]["available"] == round(0.5 * 139.8 * 2**30)
+    collectives = {total["kind"]: total for total in profile["collectives"]}
+    assert collectives.keys() >= {"all-gather", "all-reduce"}
+    assert all(total["is_exact"] for total in collectives.values())
+    assert collectives["all-gather"]["count"] >= collectives["all-gather"]["num_instructions"] + 2 * (4 - 1)
+    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 2, rel=0.1)
+    assert profile["memory"]["needed"] > profile["memory"]["arguments"]
+    assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
+
+
 @needs_libtpu
 @pytest.mark.timeout(600)
 def test_too_big_gets_the_verdict_and_a_change_that_fits(config, tmp_path, capsys):
@@ -245,6 +269,7 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
     ("arguments", "message"),
     [
         (("--topology", "v9:2x2"), "unknown topology 'v9:2x2'; expected a TPU generation and the shape of a slice"),
+        (("--topology", "h100:16"), "topology 'h100:16': a host has at most 8 GPUs, got 16; name the hosts and"),
         (("--mesh.fsdp", "16", "--batch-size", "16"), "the mesh data=1 × fsdp=16 × tensor=1 × context=1 needs 16 dev"),
         (("--model.num-layer", "2"), "unknown option --model.num-layer; did you mean --model.num-layers?"),
         (("--topolgy", "v5e:2x2"), "unknown option --topolgy; did you mean --topology?"),
@@ -309,6 +334,15 @@ def test_a_missing_libtpu_says_what_to_install(config, capsys, monkeypatch):
     assert main(["--config", str(config), "--topology", "v5p:2x2x1"]) == 2
     said = capsys.readouterr().err
     assert 'pip install -e ".[tpu]"' in said
+    assert said.count("\n") == 1
+
+
+def test_a_missing_gpu_plugin_says_what_to_install(config, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if "cuda" in name else find(name, *rest))
+    assert main(["--config", str(config), "--topology", "h100:8"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"^error: --topology h100:8 needs JAX's plugin .*pip install jax-cuda13-plugin==[\d.]+ nv", said)
     assert said.count("\n") == 1
 
 

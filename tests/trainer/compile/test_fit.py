@@ -8,7 +8,8 @@ import pytest
 
 from trainer.compile.fit import DeviceMemory, Fit, Refusal, device_memory, judge, judge_refusal, parse_refusal
 from trainer.compile.stages import MemoryReport, memory_report
-from trainer.compile.topology import GENERATIONS
+from trainer.compile.topology.gpu import GPU_MODELS
+from trainer.compile.topology.tpu import GENERATIONS
 
 GIB = 2**30
 
@@ -124,3 +125,12 @@ def test_every_generation_leaves_less_than_it_has_or_what_libtpu_says():
         assert memory.size == round(generation.usable_gib * GIB)
         assert generation.memory_gib * 0.95 < generation.usable_gib < generation.memory_gib + 1
         assert f"{generation.name}, {generation.memory_gib:g} GiB" in memory.source
+
+
+def test_a_gpu_of_a_topology_has_the_documented_memory():
+    def refuse():
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: the device isn't there")
+
+    for model in GPU_MODELS:
+        device = SimpleNamespace(platform="gpu", device_kind=model.device_kind, memory_stats=refuse)
+        assert device_memory(device, 8) == model.memory()

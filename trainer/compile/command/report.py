@@ -19,7 +19,7 @@ from trainer.step.attention_plan import describe_attention
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
-_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "flax")
+_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax")
 
 Facts = dict[str, str | Sequence[str]]
 
