@@ -103,6 +103,7 @@ class Attention(nnx.Module):
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")
         self.implementation = implementation
+        self.compute_dtype = jnp.dtype(compute_dtype)
         self.decode_implementation = decode_implementation
         self.activation_sharding = activation_sharding
 
@@ -217,7 +218,9 @@ class Attention(nnx.Module):
         if self.rope_base is None:
             return None
         places = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
-        return make_rotation(places, self.head_dim, base=self.rope_base, scaling=self.rope_scaling)
+        return make_rotation(
+            places, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
+        )
 
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None

@@ -124,12 +124,12 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
     vocab_axis = ("tensor",) if sharded else ()
     if sharded:
         head = lax.all_gather(head, "fsdp", axis=0, tiled=True)
-    vocab_size = head.shape[1]
+    vocab_size, sum_dtype = head.shape[1], jnp.promote_types(hidden.dtype, jnp.float32)
     first_id = lax.axis_index(vocab_axis) * vocab_size
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
-        logits = jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+        logits = jnp.dot(hidden, head, preferred_element_type=sum_dtype)
         own_highest, exp_sum = _highest_and_exp_sum(logits)
         highest = lax.pmax(own_highest, vocab_axis)
         exp_sum = lax.psum(exp_sum * jnp.exp(own_highest - highest), vocab_axis)
@@ -148,12 +148,12 @@ def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_
         is_target = own_targets[:, None] == jnp.arange(vocab_size)
         d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
-        d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=jnp.float32)
+        d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype)
         d_hidden = lax.psum(d_hidden, vocab_axis).astype(hidden.dtype)
-        d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=jnp.float32)
+        d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
         return d_head, ((nats, z), d_hidden)
 
-    d_head = jnp.zeros(head.shape, jnp.float32) if with_gradients else None
+    d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients else None
     chunks = tuple(_into_chunks(x, options.chunk_size) for x in (hidden, targets, target_mask))
     d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, chunks)
 
