@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels import Mask, dot_product_attention
-from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
+from kernels import Mask
+from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class ActivationSharding:
       batch_axes: mesh axes that the batch is split over.
       sequence_axis: mesh axis that the tokens of each sequence are split over.
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
+      deal: which tokens of a row each rank of `sequence_axis` holds.
+      exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or has axes of type Explicit or Manual.
@@ -36,7 +37,7 @@ class ActivationSharding:
       >>> axes, types = ("data", "fsdp", "tensor", "context"), (AxisType.Auto,) * 4
       >>> mesh = jax.make_mesh((1, 1, 1, 1), axes, types, devices=jax.devices()[:1])
       >>> layer = Attention(64, 4, activation_sharding=ActivationSharding(mesh), rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((2, 128, 64))).shape
+      >>> layer(jax.numpy.ones((2, 128, 64))).shape
       (2, 128, 64)
     """
 
@@ -44,6 +45,8 @@ class ActivationSharding:
     batch_axes: tuple[str, ...] = ("data", "fsdp")
     sequence_axis: str = "context"
     head_axis: str = "tensor"
+    deal: Deal = "in_order"
+    exchange: Exchange | None = None
 
     def __post_init__(self):
         wanted = (*self.batch_axes, self.sequence_axis, self.head_axis)
@@ -79,19 +82,21 @@ class ActivationSharding:
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
         sinks: Float[Array, " N"] | None = None,
         **options: Any,
     ) -> Float[Array, "B T N H"]:
         """Self-attention with each device working on its own batch, heads and queries.
 
-        Keys and values are gathered over `sequence_axis`; queries stay where they are and know their positions, so the
-        result is that of one device.
+        Keys and values come from other ranks of `sequence_axis` by an exchange (`kernels.context`). The result is that
+        of one device.
 
         Args:
           query, key, value: as for `kernels.dot_product_attention`, of one length T.
           mask: the kernels mask.
           segment_ids: document of each token.
           positions: what the mask is evaluated on; None: each token's place in the sequence.
+          places: each token's place in the sequence, for `deal="by_cost"`.
           sinks: one logit per query head.
           options: `implementation`, `logits_soft_cap`, `scale`.
 
@@ -99,73 +104,23 @@ class ActivationSharding:
           Laid out as the query.
 
         Raises:
-          ValueError: if B, T, N or K don't divide into the mesh, or for a `MultiHeadMask` with heads split.
+          ValueError: if B, T, N or K don't divide into the mesh, for a `MultiHeadMask` with heads split, or if the
+            exchange can't serve the call.
         """
-        self._check_divides(query, key, mask)
-        splits_sequence = self.mesh.shape[self.sequence_axis] > 1
-        key_positions_count_from_zero = positions is None
-        if positions is None and splits_sequence:
-            positions = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
-
-        # Before `shard_map`, which would cut 64 bits to 32 without a word.
-        if segment_ids is not None:
-            ids = checked_tokens("segment_ids", segment_ids, *query.shape[:2])
-            segment_ids, _ = int32_segment_ids(ids, ids)
-        if positions is not None:
-            positions = int32_positions("positions", checked_tokens("positions", positions, *query.shape[:2]))
-
-        def attend(query, key, value, segment_ids, positions, sinks):
-            of_keys = (key, value, segment_ids, None if key_positions_count_from_zero else positions)
-            if splits_sequence:
-                of_keys = jax.tree.map(lambda x: jax.lax.all_gather(x, self.sequence_axis, axis=1, tiled=True), of_keys)
-            key, value, key_segment_ids, key_positions = of_keys
-            return dot_product_attention(
-                query,
-                key,
-                value,
-                mask,
-                query_segment_ids=segment_ids,
-                key_value_segment_ids=key_segment_ids,
-                query_positions=positions,
-                key_value_positions=key_positions,
-                sinks=sinks,
-                device=self.mesh.devices.flat[0],
-                **options,
-            )
-
-        tokens = PartitionSpec(self.batch_axes, self.sequence_axis)
-        heads = PartitionSpec(self.batch_axes, self.sequence_axis, self.head_axis, None)
-        sharded = jax.shard_map(
-            attend,
-            mesh=self.mesh,
-            in_specs=(heads, heads, heads, tokens, tokens, PartitionSpec(self.head_axis)),
-            out_specs=heads,
-            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
-            check_vma=False,
+        layout = MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.deal)
+        return attend_over_mesh(
+            query,
+            key,
+            value,
+            mask,
+            layout,
+            segment_ids=segment_ids,
+            positions=positions,
+            places=places,
+            sinks=sinks,
+            exchange=self.exchange,
+            **options,
         )
-        return sharded(query, key, value, segment_ids, positions, sinks)
 
     def _constrain(self, array: Array, *spec: tuple[str, ...] | str | None) -> Array:
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
-
-    def _check_divides(self, query: Array, key: Array, mask: Mask) -> None:
-        sizes = self.mesh.shape
-        num_batch_shards = 1
-        for axis in self.batch_axes:
-            num_batch_shards *= sizes[axis]
-        for what, size, axes, num_shards in (
-            ("batch size", query.shape[0], " × ".join(self.batch_axes), num_batch_shards),
-            ("sequence length", query.shape[1], self.sequence_axis, sizes[self.sequence_axis]),
-            ("number of query heads", query.shape[2], self.head_axis, sizes[self.head_axis]),
-            ("number of key/value heads", key.shape[2], self.head_axis, sizes[self.head_axis]),
-        ):
-            if size % num_shards:
-                raise ValueError(
-                    f"{what} {size} is not a multiple of the mesh's {axes}={num_shards}; change one of them"
-                )
-        if mask is not None and mask.num_heads is not None and sizes[self.head_axis] > 1:
-            raise ValueError(
-                f"a MultiHeadMask gives each head its own static mask, but with the mesh's "
-                f"{self.head_axis}={sizes[self.head_axis]} one program serves different heads; "
-                f"set {self.head_axis} to 1 or use one mask for all heads"
-            )

@@ -93,10 +93,11 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
+        places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
         with jax.named_scope("attention"):
-            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation)
+            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation, places)
         return self._add_mlp(hidden)
 
     def prefill(
@@ -183,6 +184,7 @@ class GPT(nnx.Module):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Runs the network up to and with its final norm.
 
@@ -190,14 +192,15 @@ class GPT(nnx.Module):
           tokens: token ids, less than vocab_size.
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
           positions: each token's place in its document. None: its place in the sequence.
+          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
 
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], positions)
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], places if positions is None else positions)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
-            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation)
+            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation, places)
 
         return self.final_norm(self._apply_blocks(apply_block, self._embed(tokens)))
 

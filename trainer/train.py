@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from kernels import Target
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
@@ -41,7 +42,7 @@ from trainer.run.saver import Saver, Snapshot
 from trainer.run.setup import Setup
 from trainer.run.window import RunningWindow, not_finite
 from trainer.sample.during_training import Samples
-from trainer.step.attention_plan import plan_attention
+from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh
@@ -99,6 +100,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     """
     if config.wandb.project is not None:
         require_wandb(config.wandb.project)
+    plan_deal(config, Target("cpu", "cpu"))  # what it refuses, it refuses for every device
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)

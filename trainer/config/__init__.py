@@ -3,6 +3,7 @@
 from trainer.config.train_config import (
     CheckpointConfig,
     CompilationConfig,
+    ContextConfig,
     DataConfig,
     EvaluationConfig,
     LossConfig,
@@ -17,6 +18,7 @@ from trainer.config.train_config import (
 __all__ = [
     "CheckpointConfig",
     "CompilationConfig",
+    "ContextConfig",
     "DataConfig",
     "EvaluationConfig",
     "LossConfig",

@@ -89,6 +89,8 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "mesh.fsdp": "free",
     "mesh.tensor": "free",
     "mesh.context": "free",
+    "context.exchange": "free",
+    "context.deal": "free",
     "evaluation.every_num_steps": "free",
     "evaluation.num_sequences": "evaluation",
     "samples.temperature": "free",

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kernels.context import Deal, Exchange
 from layers import GPTConfig
-from layers.config import check_numbers
+from layers.config import check_choice, check_numbers
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,23 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class ContextConfig:
+    """Attention over mesh.context, chosen by a cost model where nothing is said."""
+
+    exchange: Exchange | None = None
+    """How ranks get at each other's keys. gather: all keys to all ranks; halo: those within the windows' reach; ring:
+    from rank to rank; heads: whole sequences of some heads to each rank. None: the fastest for each mask."""
+    deal: Deal | None = None
+    """Which tokens a rank holds. in_order: one part of the sequence; zigzag: a part from either end; by_cost: chunks,
+    so that all ranks have the same to do. None: the simplest that is level."""
+
+    def __post_init__(self):
+        for name, choices in (("exchange", Exchange), ("deal", Deal)):
+            if getattr(self, name) is not None:
+                check_choice(f"context.{name}", getattr(self, name), choices)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Loss on a fixed set of validation sequences."""
 
@@ -305,6 +323,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -2,7 +2,7 @@
 
 The model is split into its structure, closed over, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them.
+and positions, as `trainer.data` makes them, and places where tokens are dealt out over `mesh.context`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Target
+from kernels.context import Deal
 from layers import GPT, ActivationSharding
 from trainer.config import TrainConfig
+from trainer.step.attention_plan import plan_deal
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
@@ -74,6 +77,8 @@ class StepFunctions:
     """Shapes, dtypes and shardings of the state."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     """Shapes, dtypes and shardings of a training batch."""
+    deal: Deal
+    """Which tokens of a sequence each rank of `mesh.context` holds."""
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
@@ -109,8 +114,10 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     optimizer = make_optimizer(config.optimizer, config.num_steps)
     schedule = make_schedule(config.optimizer, config.num_steps)
 
+    deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
+
     def make_model() -> GPT:
-        sharding = ActivationSharding(mesh)
+        sharding = ActivationSharding(mesh, deal=deal, exchange=config.context.exchange)
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:
@@ -119,8 +126,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     def cross_entropy(params, batch: Batch) -> CrossEntropy:
         model = nnx.merge(graphdef, params)
-        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else ()
-        hidden = model(batch["tokens"], *documents)
+        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else (None, None)
+        hidden = model(batch["tokens"], *documents, batch.get("places"))
         with jax.named_scope("loss"):
             return chunked_cross_entropy(
                 hidden,
@@ -179,8 +186,9 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         abstract_state=jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
         ),
-        abstract_batch=_abstract_batch(config, config.batch_size, mesh),
-        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh),
+        deal=deal,
+        abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
+        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),
         init_state=jax.jit(init_state, out_shardings=shardings),
         train_step=jax.jit(
             train_step,
@@ -200,6 +208,7 @@ def _into_micro_batches(x: Array, count: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
 
-def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh, deal: Deal) -> dict[str, jax.ShapeDtypeStruct]:
     shape, sharding = (batch_size, config.sequence_length), batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in BATCH_DTYPES.items()}
+    dtypes = BATCH_DTYPES if deal == "in_order" else BATCH_DTYPES | {"places": jnp.int32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
