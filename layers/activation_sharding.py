@@ -61,6 +61,14 @@ class ActivationSharding:
                 f"pass axis_types=(AxisType.Auto,) * {len(self.mesh.axis_names)} to jax.make_mesh"
             )
 
+    def check_places(self, positions: Array | None, places: Array | None) -> None:
+        """Raises ValueError if tokens are dealt out in another order and nothing tells their positions."""
+        if self.deal != "in_order" and self.mesh.shape[self.sequence_axis] > 1 and positions is None and places is None:
+            raise ValueError(
+                f"deal={self.deal!r} puts tokens into another order, and neither positions nor places tell where they "
+                "stand; pass places"
+            )
+
     def constrain_hidden(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """The residual stream: split over batch and tokens, whole in its features."""
         return self._constrain(hidden, self.batch_axes, self.sequence_axis, None)

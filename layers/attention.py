@@ -147,6 +147,8 @@ class Attention(nnx.Module):
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
         """
+        if self.activation_sharding is not None:
+            self.activation_sharding.check_places(positions, places)
         if rotation is None:
             rotation = self.make_rotation(inputs.shape[1], places if positions is None else positions)
         query, key, value = self._project(inputs, rotation)

@@ -24,10 +24,12 @@ from layers.mlp import MLP
 from layers.norm import RMSNorm
 from layers.rotary import Rotation
 
+# Where ranks exchange keys, no policy does that twice in the forward direction.
+_EXCHANGED = ("exchanged_output", "exchanged_lse")
 _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "full": (),
-    "save_attention": ("attention_output", "attention_lse"),
-    "save_matmuls": ("attention_output", "attention_lse", "projection"),
+    "full": _EXCHANGED,
+    "save_attention": (*_EXCHANGED, "attention_output", "attention_lse"),
+    "save_matmuls": (*_EXCHANGED, "attention_output", "attention_lse", "projection"),
 }
 
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]

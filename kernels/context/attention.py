@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -245,7 +246,11 @@ def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> 
         return on_mesh.part(inputs).forward(inputs, on_mesh.local_call, on_mesh.halves)
 
     heads = on_mesh.layout.heads
-    return on_mesh.layout.map(forward, (inputs,), (heads, heads))
+    output, lse = on_mesh.layout.map(forward, (inputs,), (heads, heads))
+    if on_mesh.exchange is None:
+        return output, lse
+    # Names of their own, so that a remat policy that makes attention anew on each device doesn't exchange keys anew.
+    return checkpoint_name(output, "exchanged_output"), checkpoint_name(lse, "exchanged_lse")
 
 
 def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, cotangent: Cotangent) -> Gradients:

@@ -143,7 +143,7 @@ def _describe_exchange(plan: ExchangePlan | None) -> list[str]:
     seconds = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in plan.seconds.items())
     deal = plan.deal.replace("_", " ")
     return [
-        f"  {plan.name}, tokens dealt out {deal}: a device receives {forward} + {backward} a layer (forward + backward)",
+        f"  {plan.name}, tokens dealt out {deal}: a device receives {forward} forward, {backward} backward a layer",
         f"  the cost model's time of a layer: {seconds}",
     ]
 

@@ -87,23 +87,28 @@ class Halo(Collected):
         return own
 
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
-        places = self.split.places(inputs)
-        ids = jnp.zeros_like(places) if inputs.query_segment_ids is None else inputs.query_segment_ids
+        ids, positions = inputs.query_segment_ids, inputs.query_positions
+        left, right = _reach(self.call)
+        places = self.queries(self.split.places(inputs))
+        key_places = places[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
         # What lies beyond the ends of the row belongs to no document.
-        is_there = self.keys(jnp.ones_like(places)) > 0
-        outside = jnp.broadcast_to(unused_id(ids)[:, None], (len(ids), self.num_runs)).reshape(-1, 1)
-        of_keys = jnp.where(is_there, self.keys(ids), outside)
+        is_there = (key_places >= 0) & (key_places < self.call.q_len * self.split.num_ranks)
+        if ids is None:
+            query_ids, key_ids = jnp.zeros_like(places), jnp.where(is_there, 0, 1)
+        else:
+            outside = jnp.repeat(unused_id(ids), self.num_runs)[:, None]
+            query_ids, key_ids = self.queries(ids), jnp.where(is_there, self.keys(ids), outside)
         query_positions = key_positions = None
         if self.call.mask.window is None:
-            positions = places if inputs.query_positions is None else inputs.query_positions
-            query_positions, key_positions = self.queries(positions), self.keys(positions)
+            query_positions = places if positions is None else self.queries(positions)
+            key_positions = key_places if positions is None else self.keys(positions)
         return AttentionInputs(
             self.queries(inputs.query),
             self.keys(inputs.key),
             self.keys(inputs.value),
             inputs.sinks,
-            self.queries(ids),
-            of_keys,
+            query_ids,
+            key_ids,
             query_positions,
             key_positions,
         )
