@@ -1,6 +1,6 @@
 """A GPT's loss written anew from its definition, in dense NumPy or jax.numpy, sharing no code with what it checks.
 
-Shapes: B batch, T tokens, W width, N query heads, K key/value heads, H head dim, V vocabulary.
+Shapes: B batch, T tokens, W width, N query heads, K key/value heads, H head dim, V vocabulary; `heads` is N or 1.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _norm(x: Array, scale: Array, xp: ModuleType) -> Array:
 def _attention(
     x: Float[Array, "B T W"],
     layer: dict[str, Any],
-    allowed: Bool[np.ndarray, "B #N T T"],
+    allowed: Bool[np.ndarray, "B heads T T"],
     positions: np.ndarray,
     model: GPTConfig,
     xp: ModuleType,

@@ -16,7 +16,7 @@ import numpy as np
 from kernels import BlockwiseTuning
 from kernels.context import Deal, deal_tokens
 from layers import GPTConfig
-from tests.parity.cases import ATTENTION, LENGTHS, TILES, Case
+from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step.functions import make_step_functions
@@ -24,6 +24,9 @@ from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
 # Any mesh of 8 devices divides all of these, whichever axis it puts them on.
 BATCH_SIZE, VOCAB_SIZE, WIDTH, MLP_WIDTH, HEAD_DIM, NUM_LAYERS = 16, 56, 32, 48, 4, 2
+LENGTHS = (80, 112)
+"""Tokens of a row: what zigzag over 8 ranks divides, and the tiles don't."""
+TILES = BlockwiseTuning(16, 24)
 
 
 class Outcome(NamedTuple):
@@ -35,24 +38,20 @@ class Outcome(NamedTuple):
     """By the parameters' paths."""
 
 
-class Problem:
-    """What the cases of one attention, head layout and seed have in common.
+class Model:
+    """A problem's network, parameters and batch."""
 
-    Args:
-      case: any of them.
-    """
-
-    def __init__(self, case: Case):
-        self.attention = ATTENTION[case.attention]
-        rng = np.random.default_rng(case.seed)
+    def __init__(self, problem: Problem):
+        self.attention = ATTENTION[problem.attention]
+        rng = np.random.default_rng([problem.seed, *problem.heads, *problem.attention.encode()])
         self.length = int(rng.choice(LENGTHS))
         self.z_loss = float(rng.choice([0.0, 1e-2]))
-        self.model = GPTConfig(
+        self.config = GPTConfig(
             vocab_size=VOCAB_SIZE,
             num_layers=NUM_LAYERS,
             width=WIDTH,
-            num_heads=case.heads[0],
-            num_kv_heads=case.heads[1],
+            num_heads=problem.heads[0],
+            num_kv_heads=problem.heads[1],
             head_dim=HEAD_DIM,
             mlp_width=MLP_WIDTH,
             mlp=str(rng.choice(["gelu", "swiglu"])),
@@ -66,20 +65,20 @@ class Problem:
         self.batch = self._draw_batch(rng)
         self.params = self._draw_params(rng)
 
-    def run(self, case: Case) -> Outcome:
-        """Loss and gradients of the step that a run of this case would take.
+    def run(self, placement: Placement) -> Outcome:
+        """Loss and gradients of the step so placed.
 
         Raises:
-          ValueError: the project refuses the case.
+          ValueError: the project refuses the placement.
         """
-        config = self._config(case)
+        config = self._config(placement)
         functions = make_step_functions(config, make_mesh(config.mesh))
         params = jax.tree.map(
             lambda x, abstract: jax.device_put(x.astype(abstract.dtype), abstract.sharding),
             self.params,
             functions.abstract_state.params,
         )
-        batch = jax.device_put(self._dealt(functions.deal, case), batch_sharding(functions.mesh))
+        batch = jax.device_put(self._dealt(functions.deal, placement), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
         assert int(sums.num_targets) == self.batch["target_mask"].sum()
         return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
@@ -87,18 +86,18 @@ class Problem:
     def oracle(self) -> Outcome:
         """The same by the oracle, in float64: the loss by NumPy, the gradients by JAX's derivative of it."""
         options = {"documents": self.attention.documents, "z_loss": self.z_loss}
-        arguments = self.batch, self.model, self.attention.allows
+        arguments = self.batch, self.config, self.attention.allows
         loss = mean_loss(self.params, *arguments, **options)
         gradients = jax.jit(jax.grad(lambda params: mean_loss(params, *arguments, **options, xp=jnp)))(self.params)
         return Outcome(loss, _by_path(gradients))
 
-    def _config(self, case: Case) -> TrainConfig:
+    def _config(self, placement: Placement) -> TrainConfig:
         model = dataclasses.replace(
-            self.model,
-            compute_dtype=case.dtype,
-            param_dtype=case.dtype,
-            remat=case.remat,
-            implementation="reference" if case.kernel == "reference" else BlockwiseTuning(*TILES),
+            self.config,
+            compute_dtype=placement.dtype,
+            param_dtype=placement.dtype,
+            remat=placement.remat,
+            implementation="reference" if placement.kernel == "reference" else TILES,
         )
         return TrainConfig(
             name="parity",
@@ -106,23 +105,23 @@ class Problem:
             num_steps=1,
             sequence_length=self.length,
             batch_size=BATCH_SIZE,
-            gradient_accumulation=case.accumulation,
+            gradient_accumulation=placement.accumulation,
             data=DataConfig(keep_documents_apart=self.attention.documents),
             optimizer=OptimizerConfig(num_warmup_steps=0),
-            loss=LossConfig(chunk_size=case.loss_chunk, z_loss=self.z_loss),
-            mesh=MeshConfig(*case.mesh),
-            context=ContextConfig(case.exchange, case.deal),
+            loss=LossConfig(chunk_size=placement.loss_chunk, z_loss=self.z_loss),
+            mesh=MeshConfig(*placement.mesh),
+            context=ContextConfig(placement.exchange, placement.deal),
         )
 
-    def _dealt(self, deal: Deal, case: Case) -> dict[str, np.ndarray]:
-        """The batch as the data pipeline hands it to a run of this case."""
+    def _dealt(self, deal: Deal, placement: Placement) -> dict[str, np.ndarray]:
+        """The batch as the data pipeline hands it to a run of this placement."""
         if deal == "in_order":
             return self.batch
         masks = Counter(self.attention.masks)
         rows = []
         for ids, positions in zip(self.batch["segment_ids"], self.batch["positions"], strict=True):
             documents = {"segment_ids": ids, "positions": positions} if self.attention.documents else {}
-            rows.append(deal_tokens(deal, self.length, case.mesh[3], masks=masks, **documents))
+            rows.append(deal_tokens(deal, self.length, placement.mesh[3], masks=masks, **documents))
         places = np.stack(rows)
         return {name: np.take_along_axis(x, places, axis=1) for name, x in self.batch.items()} | {"places": places}
 
@@ -155,14 +154,9 @@ class Problem:
             values = {"scale": 1 + values / 4, "sinks": values}.get(kind, values / 4)
             return values.astype(np.float32).astype(np.float64)
 
-        config = self._config(one_device("float64"))
+        config = self._config(Placement())
         functions = make_step_functions(config, make_mesh(config.mesh))
         return jax.tree_util.tree_map_with_path(draw, functions.abstract_state.params)
-
-
-def one_device(dtype: str) -> Case:
-    """How one device computes what the others are compared with."""
-    return Case((1, 1, 1, 1), None, None, "causal", (8, 8), 1, 4096, "blockwise", "none", dtype, 0)
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:
