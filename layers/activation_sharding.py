@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh
+from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, manual_axes, spec_without
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ActivationSharding:
       >>> axes, types = ("data", "fsdp", "tensor", "context"), (AxisType.Auto,) * 4
       >>> mesh = jax.make_mesh((1, 1, 1, 1), axes, types, devices=jax.devices()[:1])
       >>> layer = Attention(64, 4, activation_sharding=ActivationSharding(mesh), rngs=nnx.Rngs(0))
-      >>> layer(jax.numpy.ones((2, 128, 64))).shape
+      >>> layer(jnp.ones((2, 128, 64))).shape
       (2, 128, 64)
     """
 
@@ -130,5 +131,20 @@ class ActivationSharding:
             **options,
         )
 
+    def places(self, length: int) -> Int[Array, "1 T"]:
+        """Where in the sequence `length` tokens stand: all of its tokens, or this device's part of them.
+
+        Args:
+          length: T, of the arrays that the caller has.
+        """
+        places = jnp.arange(length, dtype=jnp.int32)[None]
+        if self.sequence_axis in manual_axes():
+            places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
+        return places
+
     def _constrain(self, array: Array, *spec: tuple[str, ...] | str | None) -> Array:
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
+        manual = manual_axes()
+        if manual.issuperset(self.mesh.axis_names):
+            return array
+        spec = spec_without(PartitionSpec(*spec), manual)
+        return jax.lax.with_sharding_constraint(array, spec if manual else NamedSharding(self.mesh, spec))

@@ -221,9 +221,11 @@ class Attention(nnx.Module):
         """The rotary embedding's angles at these positions, for layers like this one to share; None if it has none."""
         if self.rope_base is None:
             return None
-        places = jnp.arange(length, dtype=jnp.int32)[None] if positions is None else positions
+        if positions is None:
+            sharding = self.activation_sharding
+            positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.places(length)
         return make_rotation(
-            places, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
+            positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
         )
 
     def _project(

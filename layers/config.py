@@ -6,6 +6,7 @@ A field's docstring is its help text on the command line. Both classes validate 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
@@ -167,6 +168,11 @@ class GPTConfig:
                     f"the model's mask {mask!r} may let a token see later ones, which aren't there yet while a text is "
                     "being written; sampling needs masks that only look back, such as CausalMask() & LocalMask(1023, 0)"
                 )
+
+    @property
+    def layers_per_mask(self) -> dict[Mask, int]:
+        """The masks, in the order of the layers, and how many layers have each."""
+        return dict(Counter(self.masks[layer % len(self.masks)] for layer in range(self.num_layers)))
 
     @property
     def num_parameters(self) -> int:

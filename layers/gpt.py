@@ -33,6 +33,8 @@ _SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
 }
 
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
+GatherLayer = Callable[[nnx.State], nnx.State]
+Stacks = tuple[tuple[nnx.GraphDef, ...], tuple[nnx.State, ...]]
 
 
 class Block(nnx.Module):
@@ -187,6 +189,8 @@ class GPT(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         places: Int[Array, "B T"] | None = None,
+        *,
+        gather_layer: GatherLayer | None = None,
     ) -> Float[Array, "B T W"]:
         """Runs the network up to and with its final norm.
 
@@ -195,6 +199,9 @@ class GPT(nnx.Module):
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
           positions: each token's place in its document. None: its place in the sequence.
           places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
+          gather_layer: makes the parameters that a layer computes with, in the compute dtype, of those that are stored,
+            where they are used: in the loop over layers, and again where the backward pass recomputes. None: the
+            stored ones, cast.
 
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
@@ -202,9 +209,12 @@ class GPT(nnx.Module):
         rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], places if positions is None else positions)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
+            if gather_layer is not None:
+                state = gather_layer(state)
             return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation, places)
 
-        return self.final_norm(self._apply_blocks(apply_block, self._embed(tokens)))
+        stacks = self._split_stacks(cast=gather_layer is None)
+        return self.final_norm(self._apply_blocks(apply_block, stacks, self._embed(tokens)))
 
     def prefill(
         self,
@@ -292,15 +302,17 @@ class GPT(nnx.Module):
         # Layer by layer: a loop would copy every layer's cache out of a stack and back, for a few tokens each time.
         apply = jax.jit(apply_block, static_argnums=(0,))
         hidden, grown = self._embed(tokens), []
-        for (graphdef, state), cache in zip(self._split_layers(), caches, strict=True):
+        for (graphdef, state), cache in zip(self._split_layers(self._split_stacks()), caches, strict=True):
             hidden, cache = apply(graphdef, state, hidden, cache)
             grown.append(cache)
         return self.final_norm(hidden), tuple(grown)
 
-    def _apply_blocks(self, apply_block: ApplyBlock, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    def _apply_blocks(
+        self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
+    ) -> Float[Array, "B T W"]:
         if not self.config.scan_layers:
-            return self._apply_each(apply_block, hidden)
-        graphdefs, states = self._split_stacks()
+            return self._apply_each(apply_block, stacks, hidden)
+        graphdefs, states = stacks
         num_repeats, num_left_over = divmod(self.config.num_layers, len(graphdefs))
         # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
         # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
@@ -317,25 +329,27 @@ class GPT(nnx.Module):
             hidden = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
         return hidden
 
-    def _apply_each(self, apply_block: ApplyBlock, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    def _apply_each(
+        self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
+    ) -> Float[Array, "B T W"]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
         apply = jax.jit(_rematerialized(apply_block, self.config.remat, prevent_cse=True), static_argnums=(0,))
-        for graphdef, state in self._split_layers():
+        for graphdef, state in self._split_layers(stacks):
             hidden = apply(graphdef, state, hidden)
         return hidden
 
-    def _split_layers(self) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
+    def _split_layers(self, stacks: Stacks) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
         """The blocks in the order of the layers, unstacked."""
-        graphdefs, states = self._split_stacks()
+        graphdefs, states = stacks
         unstacked = [_unstack(state) for state in states]
         for layer in range(self.config.num_layers):
             repeat, pattern_index = divmod(layer, len(graphdefs))
             yield graphdefs[pattern_index], unstacked[pattern_index][repeat]
 
-    def _split_stacks(self) -> tuple[tuple[nnx.GraphDef, ...], tuple[nnx.State, ...]]:
+    def _split_stacks(self, *, cast: bool = True) -> Stacks:
         graphdefs, states = zip(*(nnx.split(stack) for stack in self.blocks), strict=True)
         # Once for all layers and both passes; each layer would cast its own, forward and again backward.
-        return graphdefs, _with_matrices_in(jnp.dtype(self.config.compute_dtype), states)
+        return graphdefs, _with_matrices_in(jnp.dtype(self.config.compute_dtype), states) if cast else states
 
     @property
     def head_kernel(self) -> Float[Array, "W V"]:

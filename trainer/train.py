@@ -13,6 +13,7 @@ calls `train`. The code calls into these folders, each named for what it does:
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 
@@ -45,6 +46,7 @@ from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
+from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.workdir import Workdir
 
@@ -109,8 +111,10 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
-    batches, validation_batches = make_batches(config, corpus, on_progress)
-    validation_batches = jax.device_put(validation_batches, batch_sharding(mesh))
+    sharding = batch_sharding(mesh)
+    rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
+    batches, validation_shares = make_batches(config, corpus, "in_order", on_progress, rows_of)
+    validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
     return Setup(config, corpus, functions, attention, batches, validation_batches, samples, flops, peak)

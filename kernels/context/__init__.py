@@ -4,7 +4,7 @@
 `attend_over_mesh` is the call.
 """
 
-from kernels.context.attention import MeshLayout, attend_over_mesh
+from kernels.context.attention import MeshLayout, attend_over_mesh, manual_axes, spec_without
 from kernels.context.costs import Exchange, ExchangeCost
 from kernels.context.deal import Deal, check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
@@ -28,5 +28,7 @@ __all__ = [
     "default_chunk_size",
     "imbalance",
     "kernel_call",
+    "manual_axes",
     "plan_context",
+    "spec_without",
 ]

@@ -31,6 +31,21 @@ if TYPE_CHECKING:
     from kernels.tuning import Tuning
 
 
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that a `jax.shard_map` around this call maps over: arrays here are one device's part along them."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def spec_without(spec: P, axes: frozenset[str]) -> P:
+    """The partition of what is left of an array that is split over some axes already."""
+
+    def keep(entry: tuple[str, ...] | str | None) -> tuple[str, ...] | None:
+        named = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return tuple(axis for axis in named if axis not in axes) or None
+
+    return P(*map(keep, spec))
+
+
 class MeshLayout(NamedTuple):
     """Which axes of a mesh split which dims of attention's arrays.
 
@@ -48,19 +63,26 @@ class MeshLayout(NamedTuple):
     head_axis: str
     deal: Deal = "in_order"
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many parts each axis cuts the caller's arrays into: 1 where a caller's `jax.shard_map` has cut them."""
+        manual = manual_axes()
+        return {axis: 1 if axis in manual else size for axis, size in self.mesh.shape.items()}
+
     def split(self, length: int) -> Split:
-        """The split of rows of `length` tokens."""
-        return Split.of(self.sequence_axis, self.mesh.shape[self.sequence_axis], self.deal, length)
+        """The split of the rows that the caller's arrays hold `length` tokens of."""
+        num_ranks = self.mesh.shape[self.sequence_axis]
+        return Split.of(self.sequence_axis, num_ranks, self.deal, length // self.sizes[self.sequence_axis] * num_ranks)
 
     def call_of_a_device(self, call: AttentionCall) -> AttentionCall:
         """A call's part on each device, before keys are exchanged."""
-        num_heads, length = self.mesh.shape[self.head_axis], self.mesh.shape[self.sequence_axis]
+        sizes = self.sizes
         return call._replace(
-            batch=call.batch // math.prod(self.mesh.shape[axis] for axis in self.batch_axes),
-            q_len=call.q_len // length,
-            kv_len=call.kv_len // length,
-            num_heads=call.num_heads // num_heads,
-            num_kv_heads=call.num_kv_heads // num_heads,
+            batch=call.batch // math.prod(sizes[axis] for axis in self.batch_axes),
+            q_len=call.q_len // sizes[self.sequence_axis],
+            kv_len=call.kv_len // sizes[self.sequence_axis],
+            num_heads=call.num_heads // sizes[self.head_axis],
+            num_kv_heads=call.num_kv_heads // sizes[self.head_axis],
         )
 
     @property
@@ -69,7 +91,14 @@ class MeshLayout(NamedTuple):
         return P(self.batch_axes, self.sequence_axis, self.head_axis)
 
     def map(self, function: Callable, arguments: tuple[AttentionInputs | Cotangent, ...], out_specs: Any) -> Any:
-        """Calls a function on every device with its part of the arguments, whose missing arrays stay None."""
+        """Calls a function on every device with its part of the arguments, whose missing arrays stay None.
+
+        Inside a caller's `jax.shard_map` it maps over the axes that are left, if any are.
+        """
+        manual = manual_axes()
+        axes = frozenset(self.mesh.axis_names) - manual
+        if not axes:
+            return function(*arguments)
         tokens = P(self.batch_axes, self.sequence_axis)
         specs_of = {
             AttentionInputs: AttentionInputs(self.heads, self.heads, self.heads, P(self.head_axis), *[tokens] * 5),
@@ -79,13 +108,21 @@ class MeshLayout(NamedTuple):
             type(given)(*(None if x is None else spec for x, spec in zip(given, specs_of[type(given)], strict=True)))
             for given in arguments
         )
-        # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+        specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (specs, out_specs))
+        mapped = jax.shard_map(
+            function,
+            mesh=None if manual else self.mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            axis_names=axes,
+            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
+            check_vma=False,
+        )
         return mapped(*arguments)
 
     def check(self, query: Array, key: Array, mask: Mask | None) -> None:
         """Raises ValueError if the mesh doesn't divide a call's arrays, or can't give each head its own mask."""
-        sizes = self.mesh.shape
+        sizes = self.sizes
         num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
         for what, size, axes, num_shards in (
             ("batch size", query.shape[0], " × ".join(self.batch_axes), num_batch_shards),
@@ -103,8 +140,9 @@ class MeshLayout(NamedTuple):
                 f"{self.head_axis}={sizes[self.head_axis]} one program serves different heads; "
                 f"set {self.head_axis} to 1 or use one mask for all heads"
             )
-        if (num_ranks := sizes[self.sequence_axis]) > 1:
-            check_deal(self.deal, query.shape[1], num_ranks, self.split(query.shape[1]).chunk_size)
+        split = self.split(query.shape[1])
+        if split.num_ranks > 1:
+            check_deal(self.deal, split.length, split.num_ranks, split.chunk_size)
 
 
 class _OnMesh(NamedTuple):

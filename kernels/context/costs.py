@@ -106,7 +106,7 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
     forward, backward, held = _BYTES[name](call, split)
     kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
     if name != "heads":  # each rank works on its own queries
-        kernels *= expected_imbalance(call.mask, split, call.q_len * split.num_ranks, call.has_segment_ids)
+        kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)
     seconds = (forward + backward) / links.bytes_per_s
     if name == "heads":
         # On a torus, a message to a rank farther off takes the links of those between.
@@ -120,14 +120,14 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
 
 
 @functools.lru_cache(maxsize=256)
-def expected_imbalance(mask: Mask, split: Split, length: int, has_documents: bool) -> float:
+def expected_imbalance(mask: Mask, split: Split, has_documents: bool) -> float:
     """The greatest rank's work divided by the mean, where each rank works on its own queries."""
     if split.deal == "by_cost":
         return _IMBALANCE_BY_COST
     num_parts = split.num_ranks * (split.num_runs or 1)
-    side = default_chunk_size(length, num_parts, 128)
-    places = deal_tokens(split.deal, length, split.num_ranks)[::side]
-    of_whole_rows = imbalance(chunk_costs({mask: 1.0}, length, side)[places // side].reshape(split.num_ranks, -1))
+    side = default_chunk_size(split.length, num_parts, 128)
+    places = deal_tokens(split.deal, split.length, split.num_ranks)[::side]
+    of_whole_rows = imbalance(chunk_costs({mask: 1.0}, split.length, side)[places // side].reshape(split.num_ranks, -1))
     if has_documents and (mask.lookback is None or mask.looks_ahead):
         return max(of_whole_rows, _IMBALANCE_OF_DOCUMENTS)
     return of_whole_rows
@@ -135,8 +135,8 @@ def expected_imbalance(mask: Mask, split: Split, length: int, has_documents: boo
 
 def pairs_of_a_device(call: AttentionCall, split: Split) -> float:
     """Query/key pairs of a whole row's mask that a device computes, over its heads and batch elements, on average."""
-    length, heads = call.q_len * split.num_ranks, call.mask.distinct_heads(call.num_heads)
-    pairs = sum(count_allowed_pairs(mask, length, length) * len(sharing) for mask, sharing in heads.items())
+    heads = call.mask.distinct_heads(call.num_heads)
+    pairs = sum(count_allowed_pairs(mask, split.length, split.length) * len(sharing) for mask, sharing in heads.items())
     return call.batch * pairs / split.num_ranks
 
 
@@ -146,7 +146,7 @@ def _key_bytes(call: AttentionCall, num_tokens: float, num_heads: int, itemsize:
 
 def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
     itemsize, sum_itemsize = call.dtype.itemsize, call.softmax_dtype.itemsize
-    others, whole = call.q_len * (split.num_ranks - 1), call.q_len * split.num_ranks
+    others, whole = split.length - call.q_len, split.length
     forward = _key_bytes(call, others, call.num_kv_heads, itemsize)
     backward = forward + _key_bytes(call, others, call.num_kv_heads, sum_itemsize)
     num_copies = 1 if split.deal == "in_order" else 2  # as they come, and in the row's order

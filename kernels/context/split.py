@@ -22,12 +22,14 @@ class Split(NamedTuple):
     Attributes:
       axis: the mesh axis.
       num_ranks: R, its size.
+      length: T.
       deal: which tokens a rank holds.
       chunk_size: by_cost: tokens of a chunk.
     """
 
     axis: str
     num_ranks: int
+    length: int
     deal: Deal
     chunk_size: int | None = None
 
@@ -35,7 +37,7 @@ class Split(NamedTuple):
     def of(axis: str, num_ranks: int, deal: Deal, length: int) -> Split:
         """The split of rows of `length` tokens, dealt out in chunks of the default size."""
         chunk_size = default_chunk_size(length, num_ranks) if deal == "by_cost" else None
-        return Split(axis, num_ranks, deal, chunk_size)
+        return Split(axis, num_ranks, length, deal, chunk_size)
 
     @property
     def num_runs(self) -> int | None:

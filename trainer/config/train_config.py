@@ -166,7 +166,7 @@ class MeshConfig:
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     context: int = 1
-    """Each sequence split over its tokens."""
+    """Each sequence split over its tokens; parameters and optimizer state sharded, too."""
 
     def __post_init__(self):
         for axis in dataclasses.fields(self):
@@ -357,18 +357,19 @@ class TrainConfig:
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
         # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
-        for name, axis in (
-            ("width", "fsdp"),
-            ("num_heads", "tensor"),
-            ("num_kv_heads", "tensor"),
-            ("mlp_width", "tensor"),
-            ("vocab_size", "tensor"),
+        for name, axes in (
+            ("width", ("fsdp", "context")),
+            ("num_heads", ("tensor",)),
+            ("num_kv_heads", ("tensor",)),
+            ("mlp_width", ("tensor",)),
+            ("vocab_size", ("tensor",)),
         ):
-            length, size = getattr(self.model, name), getattr(self.mesh, axis)
+            length, size = getattr(self.model, name), math.prod(getattr(self.mesh, axis) for axis in axes)
             if length % size:
+                product = " × ".join(f"mesh.{axis}" for axis in axes)
                 raise ValueError(
-                    f"model.{name}={length} is not a multiple of mesh.{axis}={size}; "
-                    f"use {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
+                    f"model.{name}={length} is not a multiple of {product} = {size}; "
+                    f"use {-(-length // size) * size}, or make {product} a divisor of {length}"
                 )
         if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
             raise ValueError(

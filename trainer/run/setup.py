@@ -8,12 +8,13 @@ from typing import Any
 import jax
 
 from trainer.config import TrainConfig
-from trainer.data import Corpus, TrainIterator
+from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention
 from trainer.step.flops import DevicePeak, FlopCounter
 from trainer.step.functions import Batch, StepFunctions
+from trainer.step.global_batch import make_global_batch
 from trainer.step.sharding import batch_sharding, bytes_per_device
 from trainer.terminal.units import format_bytes, format_count
 
@@ -42,9 +43,9 @@ class Setup:
     def tokens_per_step(self) -> int:
         return self.config.batch_size * self.config.sequence_length
 
-    def put(self, batch: Any) -> Batch:
-        """A batch of NumPy arrays, on the devices."""
-        return jax.device_put(batch, batch_sharding(self.functions.mesh))
+    def put(self, share: BatchShare) -> Batch:
+        """The batch of which this process has read a share, on the devices."""
+        return make_global_batch(share, batch_sharding(self.functions.mesh))
 
     def to_json(self) -> dict[str, Any]:
         """The description in the run record."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from trainer.compile.history import CompileHistory
+from trainer.data import BatchShare
 from trainer.errors import TrainingFailed
 from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
@@ -37,7 +38,7 @@ class RunningWindow:
         self._waited, self._compiled = account.seconds("data_wait"), account.seconds("compile")
         self._metrics: list[StepMetrics] = []  # on the device
         self._history: list[StepMetrics] = []  # the same on the host
-        self._flops, self._num_tokens = StepFlops(0, 0), 0
+        self._flops = StepFlops(0, 0)
 
     @property
     def num_steps(self) -> int:
@@ -56,19 +57,19 @@ class RunningWindow:
         is_due = step == config.num_steps or any(step % period == 0 for period in periods)
         return self.num_steps > 0 and (times.first_s is None or stop.requested or is_due)
 
-    def add(self, batch: Any, metrics: StepMetrics) -> int | None:
+    def add(self, batch: BatchShare, metrics: StepMetrics) -> int | None:
         """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
-          batch: on the host.
+          batch: on the host. The FLOPs of all its rows count, not only of those that this process has read.
           metrics: on the device, which may not have computed them yet.
 
         Returns:
           The last step that is known to be done; None: nothing was waited for.
         """
         self._metrics.append(metrics)
-        self._flops = StepFlops(*map(sum, zip(self._flops, self._setup.flops(batch["segment_ids"]), strict=True)))
-        self._num_tokens += batch["segment_ids"].size
+        flops = self._setup.flops.of_documents(batch.document_lengths)
+        self._flops = StepFlops(*map(sum, zip(self._flops, flops, strict=True)))
         if len(self._metrics) <= _MAX_STEPS_AHEAD:
             return None
         jax.block_until_ready(self._metrics[-1 - _MAX_STEPS_AHEAD])
@@ -92,12 +93,13 @@ class RunningWindow:
         data_wait_s = self._account.seconds("data_wait") - self._waited
         capacity = seconds * self._setup.peak.flops_per_s * len(self._setup.devices)
         mfu = (self._flops.causal / capacity, self._flops.noncausal / capacity)
-        times.add_window(len(metrics), seconds, self._num_tokens, mfu)
+        num_tokens = len(metrics) * self._setup.tokens_per_step
+        times.add_window(len(metrics), seconds, num_tokens, mfu)
         step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
         speed = {
             "step_s": seconds / len(metrics),
             "data_wait_s": data_wait_s,
-            "tokens_per_s": self._num_tokens / seconds,
+            "tokens_per_s": num_tokens / seconds,
             "mfu_causal": mfu[0],
             "mfu_noncausal": mfu[1],
         }

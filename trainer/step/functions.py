@@ -17,15 +17,18 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
 from kernels.context import Deal
 from layers import GPT, ActivationSharding
+from layers.gpt import GatherLayer
 from trainer.config import TrainConfig
 from trainer.step.attention_plan import plan_deal
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
+from trainer.step.parameter_gather import ParameterGather
 from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
 
 Batch = dict[str, Array]
@@ -124,10 +127,11 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    def cross_entropy(params, batch: Batch) -> CrossEntropy:
+    def cross_entropy(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> CrossEntropy:
+        """Sums over this device's tokens."""
         model = nnx.merge(graphdef, params)
         documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else (None, None)
-        hidden = model(batch["tokens"], *documents, batch.get("places"))
+        hidden = model(batch["tokens"], *documents, batch.get("places"), gather_layer=gather_layer)
         with jax.named_scope("loss"):
             return chunked_cross_entropy(
                 hidden,
@@ -136,27 +140,45 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
                 batch["target_mask"],
                 chunk_size=config.loss.chunk_size,
                 z_loss=config.loss.z_loss,
-                mesh=mesh,
+                shared_over="tensor" if mesh.shape["tensor"] > 1 else None,
             )
 
-    def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
-        """Gradient of the mean over all micro-batches' targets, and their sums."""
-        num_targets = jnp.maximum(batch["target_mask"].sum(dtype=jnp.int32), 1)
+    def gradient_on_device(params, batch: Batch) -> tuple[Any, CrossEntropy]:
+        """The gradient of the mean over all devices' and micro-batches' targets, and their sums."""
+        num_targets = jnp.maximum(gather.sum(batch["target_mask"].sum(dtype=jnp.int32)), 1)
 
-        def share_of_loss(params, micro_batch):
-            sums = cross_entropy(params, micro_batch)
+        def share_of_loss(params, micro_batch, gather_layer=None):
+            sums = cross_entropy(params, micro_batch, gather_layer=gather_layer)
             return sums.total / num_targets, sums
 
-        def gradient(micro_batch):
-            grads, sums = jax.grad(share_of_loss, has_aux=True)(params, micro_batch)
-            # Gradients stay in the parameters' shards, so the sum over devices is a reduce-scatter.
-            return lax.with_sharding_constraint(grads, shardings.params), sums
-
         if config.gradient_accumulation == 1:
-            return gradient(batch)
+            grads, sums = jax.grad(
+                lambda params: share_of_loss(gather.gather_others(params), batch, gather.gather_layer), has_aux=True
+            )(params)
+            return grads, gather.sum(sums)
+
+        whole = gather.gather(params)
+        gradient = jax.grad(share_of_loss, has_aux=True)
+
+        def accumulate(total, micro_batch):
+            return jax.tree.map(jnp.add, total, gradient(whole, micro_batch)), None
+
         micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, config.gradient_accumulation), batch)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(lambda: gradient(batch)))
-        return lax.scan(lambda acc, x: (jax.tree.map(jnp.add, acc, gradient(x)), None), zeros, micro_batches)[0]
+        first = jax.tree.map(lambda x: x[0], micro_batches)
+        # Added up in float32 or wider, whatever the layers' matrices are used in.
+        zeros = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32 if s.ndim else s.dtype)),
+            jax.eval_shape(gradient, whole, first),
+        )
+        (grads, sums), _ = lax.scan(accumulate, zeros, micro_batches)
+        return gather.reduce(grads), gather.sum(sums)
+
+    def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
+        mapped = gather.map_devices(
+            gradient_on_device, in_specs=(specs_of_params, spec_of_batch), out_specs=(specs_of_params, P())
+        )
+        grads, sums = mapped(params, batch)
+        return lax.with_sharding_constraint(grads, shardings.params), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         grads, sums = mean_loss_gradient(state.params, batch)
@@ -172,20 +194,28 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             learning_rate = schedule(state.step)
         return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
 
+    def evaluate_on_device(params, batch: Batch) -> CrossEntropy:
+        return gather.sum(cross_entropy(gather.gather_others(params), batch, gather_layer=gather.gather_layer))
+
     def eval_step(params, batch: Batch) -> tuple[Array, Array]:
-        sums = cross_entropy(params, batch)
+        mapped = gather.map_devices(evaluate_on_device, in_specs=(specs_of_params, spec_of_batch), out_specs=P())
+        sums = mapped(params, batch)
         return sums.nats, sums.num_targets
 
     graphdef = nnx.split(nnx.eval_shape(make_model), nnx.Param)[0]
     shapes = jax.eval_shape(init_state)
     shardings = parameter_shardings(shapes, mesh)
+    abstract_state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
+    )
+    gather = ParameterGather(abstract_state.params, mesh, compute_dtype=config.model.compute_dtype)
     of_batch, of_scalar = batch_sharding(mesh), replicated(mesh)
+    specs_of_params = jax.tree.map(lambda sharding: sharding.spec, shardings.params)
+    spec_of_batch = of_batch.spec
     return StepFunctions(
         mesh=mesh,
         graphdef=graphdef,
-        abstract_state=jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
-        ),
+        abstract_state=abstract_state,
         deal=deal,
         abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
         abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),

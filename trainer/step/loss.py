@@ -5,25 +5,26 @@ chunk's logits already determine its gradients up to one factor. The forward pas
 once, and the backward pass only scales them. That takes three matmuls with the head; recomputing the logits would take
 four.
 
-On a mesh this runs in `jax.shard_map`: each device goes through its own tokens, so that no chunk cuts across a sharded
-dim, and has its own slice of the vocabulary (as Megatron-LM does, arXiv:1909.08053).
+On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
+which hold the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
+gradient is reduce-scattered once, and nothing is sent within the loop over chunks. The vocabulary could stay split
+instead (Megatron-LM, arXiv:1909.08053), but then a token's softmax needs all ranks before its gradients: in every
+chunk, or by a second sweep that computes the logits again, a fourth matmul. With 16,000 tokens to a device or more that
+takes longer than to send the head.
 
-Shapes: B batch, T sequence, D width, V vocabulary, C tokens in a chunk.
+Shapes: B batch, T sequence, N tokens of the device, D width, V vocabulary, C tokens in a chunk.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
-
-from trainer.step.sharding import BATCH_AXES
 
 
 class CrossEntropy(NamedTuple):
@@ -47,12 +48,12 @@ def chunked_cross_entropy(
     *,
     chunk_size: int,
     z_loss: float,
-    mesh: Mesh | None = None,
+    shared_over: str | None = None,
 ) -> CrossEntropy:
     """Masked cross-entropy and z-loss, summed over tokens.
 
     Matmuls take `hidden`'s dtype and accumulate in float32; the softmax, the sums and the head's gradient
-    are float32.
+    are float32. With float64 activations all are float64.
 
     Args:
       hidden: final activations.
@@ -61,18 +62,18 @@ def chunked_cross_entropy(
       target_mask: False where there is nothing to predict (padding).
       chunk_size: most tokens per device whose logits exist at one time.
       z_loss: weight of the squared log-partition.
-      mesh: from `trainer.step.sharding.make_mesh`. Splits B over data and fsdp, T over context, V over tensor
-        and, at rest, D over fsdp. None: one device.
+      shared_over: mesh axis, of type Auto in the context's mesh, whose devices all have these tokens and share the
+        work on them. None: this device does it all.
 
     Returns:
-      The sums, over all devices.
+      The sums over these tokens.
 
     >>> loss = chunked_cross_entropy(jnp.zeros((1, 3, 8)), jnp.zeros((8, 4)), jnp.array([[0, 1, 2]]),
     ...                              jnp.array([[True, True, False]]), chunk_size=2, z_loss=0.0)
     >>> round(float(loss.nats), 4), int(loss.num_targets)  # 2 log 4
     (2.7726, 2)
     """
-    options = _Options(chunk_size, z_loss, mesh)
+    options = _Options(chunk_size, z_loss, shared_over)
     loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
@@ -80,7 +81,7 @@ def chunked_cross_entropy(
 class _Options(NamedTuple):
     chunk_size: int
     z_loss: float
-    mesh: Mesh | None
+    shared_over: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -102,71 +103,77 @@ _cross_entropy.defvjp(_forward, _backward)
 
 
 def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with_gradients: bool):
-    """The loss and, if asked for, the gradients of its total; on one device or over a mesh."""
-    # Cast before the head is gathered over fsdp, so that the gather moves the compute dtype.
-    arrays = (hidden, head_kernel.astype(hidden.dtype), targets, target_mask)
-    sweep = functools.partial(_sweep_shard, options=options, with_gradients=with_gradients)
-    if options.mesh is None:
-        return sweep(*arrays)
-    tokens, head = P(BATCH_AXES, "context"), P("fsdp", "tensor")
-    return jax.shard_map(
-        sweep,
-        mesh=options.mesh,
-        in_specs=(tokens, head, tokens, tokens),
-        out_specs=(P(), (tokens, head) if with_gradients else None),
-        check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
-    )(*arrays)
+    """The loss and, if asked for, the gradients of its total; by one device or shared."""
+    # Cast before the head is gathered, so that the gather moves the compute dtype.
+    head = head_kernel.astype(hidden.dtype)
+    tokens = tuple(x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask))
+    sweep = functools.partial(_sweep_tokens, options=options, with_gradients=with_gradients)
+    if (axis := options.shared_over) is None:
+        loss, gradients = sweep(*tokens, head)
+    else:
+        shared = jax.shard_map(
+            functools.partial(_sweep_share, sweep, axis),
+            in_specs=(P(), P(), P(), P()),
+            out_specs=(P(), (P(), P(None, axis)) if with_gradients else None),
+            axis_names={axis},
+            check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
+        )
+        loss, gradients = shared(*tokens, head)
+    if gradients is None:
+        return loss, None
+    d_hidden, d_head = gradients
+    return loss, (d_hidden.reshape(hidden.shape), d_head)
 
 
-def _sweep_shard(hidden, head, targets, target_mask, *, options: _Options, with_gradients: bool):
-    sharded = options.mesh is not None
-    token_axes = (*BATCH_AXES, "context") if sharded else ()
-    vocab_axis = ("tensor",) if sharded else ()
-    if sharded:
-        head = lax.all_gather(head, "fsdp", axis=0, tiled=True)
-    vocab_size, sum_dtype = head.shape[1], jnp.promote_types(hidden.dtype, jnp.float32)
-    first_id = lax.axis_index(vocab_axis) * vocab_size
+def _sweep_share(sweep, axis: str, hidden, targets, target_mask, head):
+    """Sweeps this device's share of the tokens. Sums and d_hidden come back whole, d_head as a slice of V."""
+    num_tokens, num_devices = targets.size, lax.axis_size(axis)
+    share = -(-num_tokens // num_devices)
+
+    def take_share(x: Array) -> Array:
+        padding = [(0, share * num_devices - num_tokens)] + [(0, 0)] * (x.ndim - 1)
+        return lax.dynamic_slice_in_dim(jnp.pad(x, padding), lax.axis_index(axis) * share, share)
+
+    loss, gradients = sweep(*map(take_share, (hidden, targets, target_mask)), head)
+    loss = lax.psum(loss, axis)
+    if gradients is None:
+        return loss, None
+    d_hidden, d_head = gradients
+    d_hidden = lax.all_gather(d_hidden, axis, tiled=True)[:num_tokens]
+    return loss, (d_hidden, lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True))
+
+
+def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with_gradients: bool):
+    """The loss and the gradients of a device's tokens, [N, D], [N] and [N], a chunk at a time."""
+    sum_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
         logits = jnp.dot(hidden, head, preferred_element_type=sum_dtype)
-        own_highest, exp_sum = _highest_and_exp_sum(logits)
-        highest = lax.pmax(own_highest, vocab_axis)
-        exp_sum = lax.psum(exp_sum * jnp.exp(own_highest - highest), vocab_axis)
+        highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
-        # The target's logit lies in one device's slice of the vocabulary.
-        own_targets = targets - first_id
-        is_own = (own_targets >= 0) & (own_targets < vocab_size)
-        target_logits = jnp.take_along_axis(logits, jnp.where(is_own, own_targets, 0)[:, None], axis=-1)[:, 0]
-        target_logits = lax.psum(jnp.where(is_own, target_logits, 0.0), vocab_axis)
+        target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         nats = jnp.where(target_mask, log_partition - target_logits, 0.0).sum()
         z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition), 0.0).sum()
         if not with_gradients:
             return d_head, ((nats, z), None)
         log_partition = log_partition[:, None]
         probabilities = jnp.exp(logits - log_partition)
-        is_target = own_targets[:, None] == jnp.arange(vocab_size)
+        is_target = targets[:, None] == jnp.arange(head.shape[1])
         d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
-        d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype)
-        d_hidden = lax.psum(d_hidden, vocab_axis).astype(hidden.dtype)
+        d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype).astype(hidden.dtype)
         d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
         return d_head, ((nats, z), d_hidden)
 
     d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients else None
     chunks = tuple(_into_chunks(x, options.chunk_size) for x in (hidden, targets, target_mask))
     d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, chunks)
-
-    nats, z = (lax.psum(x.sum(), token_axes) for x in sums)
-    num_targets = lax.psum(target_mask.sum(dtype=jnp.int32), token_axes)
-    loss = CrossEntropy(nats + z, nats, z, num_targets)
+    nats, z = (x.sum() for x in sums)
+    loss = CrossEntropy(nats + z, nats, z, target_mask.sum(dtype=jnp.int32))
     if not with_gradients:
         return loss, None
-    if sharded:
-        d_head = lax.psum_scatter(d_head, "fsdp", scatter_dimension=0, tiled=True)
-        d_head = lax.psum(d_head, ("data", "context"))
-    num_tokens = targets.size
-    return loss, (d_hidden.reshape(-1, hidden.shape[-1])[:num_tokens].reshape(hidden.shape), d_head)
+    return loss, (d_hidden.reshape(-1, hidden.shape[-1])[: targets.size], d_head)
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
@@ -187,11 +194,9 @@ def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"
     return lax.reduce((logits, jnp.ones_like(logits)), begin, combine, (1,))
 
 
-def _into_chunks(x: Array, chunk_size: int) -> Any:
-    """[B, T, …] → [chunks, C, …], C the least that needs no more chunks; the last is padded with zeros."""
-    num_tokens = x.shape[0] * x.shape[1]
-    num_chunks = -(-num_tokens // chunk_size)
-    length = -(-num_tokens // num_chunks)
-    flat = x.reshape(num_tokens, *x.shape[2:])
-    padding = [(0, num_chunks * length - num_tokens)] + [(0, 0)] * (flat.ndim - 1)
-    return jnp.pad(flat, padding).reshape(num_chunks, length, *flat.shape[1:])
+def _into_chunks(x: Array, chunk_size: int) -> Array:
+    """[N, …] → [chunks, C, …], C the least that needs no more chunks; the last is padded with zeros."""
+    num_chunks = -(-x.shape[0] // chunk_size)
+    length = -(-x.shape[0] // num_chunks)
+    padding = [(0, num_chunks * length - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(x, padding).reshape(num_chunks, length, *x.shape[1:])

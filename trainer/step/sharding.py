@@ -23,21 +23,26 @@ from trainer.step.device_layout import lay_out
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
+TOKEN_AXES = ("data", "fsdp", "context")
+"""The axes over which devices hold different tokens, so that gradients are summed over them."""
+STATE_AXES = ("fsdp", "context")
+"""The axes that a matrix and its moments are split over together, along one dim: no two devices of them keep the same
+shard, whatever they do with the tokens."""
 
-# The rule whose pattern matches the end of a path names the mesh axis of each dim. Block parameters are stacked over
+# The rule whose pattern matches the end of a path names the mesh axes of each dim. Block parameters are stacked over
 # layers: the scan over layers goes along their leading dim, which is never split. Attention kernels are
 # [layers, width, heads, head_dim] and, for the output, [layers, heads, head_dim, width].
 PARTITION_RULES: tuple[tuple[str, P], ...] = (
-    (r"embedding\.embedding", P("tensor", "fsdp")),
-    (r"head\.kernel", P("fsdp", "tensor")),
+    (r"embedding\.embedding", P("tensor", STATE_AXES)),
+    (r"head\.kernel", P(STATE_AXES, "tensor")),
     (r"final_norm\.scale", P(None)),
-    (r"blocks\.\d+\.attention\.(query|key|value)\.kernel", P(None, "fsdp", "tensor", None)),
-    (r"blocks\.\d+\.attention\.output\.kernel", P(None, "tensor", None, "fsdp")),
+    (r"blocks\.\d+\.attention\.(query|key|value)\.kernel", P(None, STATE_AXES, "tensor", None)),
+    (r"blocks\.\d+\.attention\.output\.kernel", P(None, "tensor", None, STATE_AXES)),
     (r"blocks\.\d+\.attention\.(query_norm|key_norm)\.scale", P(None, None)),
     (r"blocks\.\d+\.attention\.sinks", P(None, "tensor")),
     (r"blocks\.\d+\.(attention_norm|mlp_norm)\.scale", P(None, None)),
-    (r"blocks\.\d+\.mlp\.(up|gate)\.kernel", P(None, "fsdp", "tensor")),
-    (r"blocks\.\d+\.mlp\.down\.kernel", P(None, "tensor", "fsdp")),
+    (r"blocks\.\d+\.mlp\.(up|gate)\.kernel", P(None, STATE_AXES, "tensor")),
+    (r"blocks\.\d+\.mlp\.down\.kernel", P(None, "tensor", STATE_AXES)),
 )
 
 
@@ -122,13 +127,20 @@ def partition_spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
             f"the partition rule {pattern!r} is for {len(spec)} dims, but {name!r} has shape {shape}; "
             "correct the rule in trainer/step/sharding.py"
         )
-    for dim, (length, axis) in enumerate(zip(shape, spec, strict=True)):
-        if axis is not None and length % (size := mesh.shape[axis]):
+    for dim, (length, entry) in enumerate(zip(shape, spec, strict=True)):
+        axes = axes_of(entry)
+        if length % (size := math.prod(mesh.shape[axis] for axis in axes)):
+            product = " × ".join(f"mesh.{axis}" for axis in axes)
             raise ValueError(
-                f"dim {dim} of {name!r} has length {length}, which mesh.{axis}={size} does not divide; "
-                f"make it {-(-length // size) * size}, or set mesh.{axis} to a divisor of {length}"
+                f"dim {dim} of {name!r} has length {length}, which {product} = {size} does not divide; "
+                f"make it {-(-length // size) * size}, or {product} a divisor of {length}"
             )
     return spec
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def parameter_shardings(tree: Any, mesh: Mesh) -> Any:

@@ -19,7 +19,7 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """What a rank's kernel is called for: its own queries, whose places it learns at run time, and all keys."""
-    return call._replace(kv_len=call.kv_len * split.num_ranks, has_query_positions=True)
+    return call._replace(kv_len=split.length, has_query_positions=True)
 
 
 class Gather(Collected):

@@ -92,7 +92,7 @@ class Halo(Collected):
         places = self.queries(self.split.places(inputs))
         key_places = places[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
         # What lies beyond the ends of the row belongs to no document.
-        is_there = (key_places >= 0) & (key_places < self.call.q_len * self.split.num_ranks)
+        is_there = (key_places >= 0) & (key_places < self.split.length)
         if ids is None:
             query_ids, key_ids = jnp.zeros_like(places), jnp.where(is_there, 0, 1)
         else:

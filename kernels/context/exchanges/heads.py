@@ -33,8 +33,8 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """What a rank's kernel is called for: whole rows of its share of the heads."""
     return call._replace(
-        q_len=call.q_len * split.num_ranks,
-        kv_len=call.kv_len * split.num_ranks,
+        q_len=split.length,
+        kv_len=split.length,
         num_heads=call.num_heads // split.num_ranks,
         num_kv_heads=max(1, call.num_kv_heads // split.num_ranks),
     )

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import trainer.train
@@ -24,6 +23,7 @@ from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_config
+from trainer.data import BatchShare
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
@@ -269,10 +269,10 @@ def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
 
 
 class EndlessBatches:
-    """Batches of padding."""
+    """Batches without documents."""
 
     def __next__(self):
-        return {"segment_ids": np.zeros((2, 256), np.int32)}
+        return BatchShare({}, (), ())
 
     def get_state(self):
         return {}
@@ -290,7 +290,8 @@ def make_loop(config, tmp_path, watched_console):
             config=config,
             batches=EndlessBatches(),
             put=lambda batch: batch,
-            flops=lambda _: StepFlops(1, 2),
+            tokens_per_step=512,
+            flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
             devices=[None],
             peak=SimpleNamespace(flops_per_s=1e12),
         )

@@ -9,7 +9,9 @@ import numpy as np
 from kernels import CausalMask
 from layers import GPTConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.data import BatchShare
 from trainer.step.functions import make_step_functions
+from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.sharding import batch_sharding, make_mesh, on_one_device, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
@@ -45,6 +47,13 @@ def make_batch(rng):
     }
 
 
+def put(batch, mesh):
+    """A batch on the devices, as a run puts it there."""
+    sharding = batch_sharding(mesh)
+    share = BatchShare(batch, rows_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
+    return make_global_batch(share, sharding)
+
+
 def train(mesh_config, gradient_accumulation, batches):
     config = TrainConfig(
         name="sharded",
@@ -70,9 +79,9 @@ def train(mesh_config, gradient_accumulation, batches):
     num_devices = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(whole)}
     losses = []
     for batch in batches:
-        state, metrics = functions.train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        state, metrics = functions.train_step(state, put(batch, mesh))
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
-    nats, num_targets = functions.eval_step(state.params, jax.device_put(batches[0], batch_sharding(mesh)))
+    nats, num_targets = functions.eval_step(state.params, put(batches[0], mesh))
     report = {
         "gathered_on": sorted(num_devices),
         "gathered_difference": largest_difference(jax.device_get(whole), initial_params),

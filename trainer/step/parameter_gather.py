@@ -1,0 +1,180 @@
+"""How devices get at whole parameters, and how their gradients become one sum.
+
+Each device keeps its own shard of every matrix. It gathers the whole matrix in the compute dtype, and its own tokens
+give it a gradient of its own. Only the sum over all devices means anything. It is made in float32: first over the axes
+that split the matrix, where each device keeps its shard of the sum (a reduce-scatter), then over the other axes. XLA's
+partitioner, left to itself, sums in the dtype of the matmul that made the gradient, and as soon as it is made. So the
+forward and backward passes run in `jax.shard_map`, where nothing is summed that isn't told to be.
+
+When a gradient is summed:
+
+- One micro-batch to an update: a layer's matrices are gathered where the layer is computed, so that one layer is whole
+  at a time, and their gradients are summed in the backward pass, under the computation of other layers (ZeRO-3,
+  arXiv:1910.02054; FSDP, arXiv:2304.11277).
+- Several: that would send everything once for each. Instead all matrices are gathered before the first micro-batch,
+  and each device adds up its own gradients, which are summed over devices after the last one (as PyTorch's FSDP does
+  after `set_requires_gradient_sync(False)`). A device then holds the whole model in the compute dtype and its gradient
+  in float32, of which `tensor` alone takes its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from trainer.step.sharding import AXES, STATE_AXES, TOKEN_AXES, axes_of, path_name
+
+
+class ParameterGather:
+    """Gathers a model's parameters on the devices of a mesh, and sums their gradients.
+
+    All methods but `map_devices` are for the functions that it maps.
+
+    Args:
+      params: shapes, dtypes and shardings; the layers' parameters are in stacks.
+      mesh: from `make_mesh`.
+      compute_dtype: what matrices are gathered in. The layers use them in it; the embedding and the head come back in
+        their own dtype, in which their gradients are summed over tokens.
+    """
+
+    def __init__(self, params: Any, mesh: Mesh, *, compute_dtype: str):
+        self._mesh = mesh
+        self._token_axes = _that_split(TOKEN_AXES, mesh)
+        dtype = jnp.dtype(compute_dtype)
+        self._routes = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _Route.of(path_name(path), leaf, mesh, dtype), params
+        )
+
+    def map_devices(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
+        """`jax.shard_map` over the axes along which devices hold different tokens.
+
+        Args:
+          function: of arrays that are one device's part along these axes.
+          in_specs, out_specs: as for `jax.shard_map`. They may name `tensor`, too, along which arrays stay whole to
+            the function, and are split by XLA's partitioner.
+        """
+        if self._mesh.size == 1:
+            return function
+        # An axis that splits nothing is mapped as well, so that the partitioner has nothing left to do.
+        axes = frozenset(axis for axis in AXES if axis in TOKEN_AXES or self._mesh.shape[axis] == 1)
+        in_specs, out_specs = jax.tree.map(lambda spec: _only(spec, axes), (in_specs, out_specs))
+        return jax.shard_map(
+            function,
+            mesh=self._mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axes,
+            # JAX would sum a gradient as soon as it can, and the kernels don't say over which axes they vary.
+            check_vma=False,
+        )
+
+    @property
+    def gather_layer(self) -> Callable[[Any], Any] | None:
+        """Gathers the matrices of a layer, given as `nnx.State`; differentiated, it sums their gradients.
+
+        None: nothing is sent, so the model may as well cast those of all layers at once.
+        """
+        if not self._token_axes:
+            return None
+        routes = {
+            _name_in_layer(path_name(path)): replace(route, split_dim=route.split_dim - 1)
+            for path, route in jax.tree_util.tree_flatten_with_path(self._routes)[0]
+            if route.is_of_layer_matrix
+        }
+
+        def gather(path: Sequence[Any], leaf: Array) -> Array:
+            route = routes.get(path_name(path).removesuffix(".value"))
+            return leaf if route is None else _gather(route, leaf)
+
+        return lambda state: jax.tree_util.tree_map_with_path(gather, state)
+
+    def gather_others(self, params: Any) -> Any:
+        """Gathers what `gather_layer` leaves; differentiated, it sums their gradients."""
+        return jax.tree.map(
+            lambda route, leaf: leaf if route.is_of_layer_matrix else _gather(route, leaf), self._routes, params
+        )
+
+    def gather(self, params: Any) -> Any:
+        """Gathers all parameters. Their gradients are for `reduce`."""
+        return jax.tree.map(lambda route, leaf: route.gather(leaf), self._routes, params)
+
+    def reduce(self, gradients: Any) -> Any:
+        """Sums all devices' gradients of what `gather` returned. Each device keeps the shards of its parameters."""
+        return jax.tree.map(lambda route, leaf: route.reduce(leaf), self._routes, gradients)
+
+    def sum(self, tree: Any) -> Any:
+        """Sums over all devices what each has of its own tokens."""
+        return lax.psum(tree, self._token_axes)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way of one parameter from its shards, and of its gradient back."""
+
+    is_of_layer_matrix: bool
+    split_dim: int
+    split_axes: tuple[str, ...]
+    """The axes that `split_dim` lies on; none: the parameter is whole on every device."""
+    sum_axes: tuple[str, ...]
+    """The other axes over which its gradient is summed."""
+    wire_dtype: jnp.dtype
+    """What it is gathered in."""
+    dtype: jnp.dtype
+    """What it is used in, and its gradient made in."""
+
+    @staticmethod
+    def of(name: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh, compute_dtype: jnp.dtype) -> _Route:
+        token_axes, spec = _that_split(TOKEN_AXES, mesh), leaf.sharding.spec
+        if STATE_AXES not in spec:
+            return _Route(False, 0, (), token_axes, leaf.dtype, leaf.dtype)
+        split_axes = _that_split(STATE_AXES, mesh)
+        sum_axes = tuple(axis for axis in token_axes if axis not in split_axes)
+        is_of_layer = _name_in_layer(name) is not None
+        dtype = compute_dtype if is_of_layer else leaf.dtype
+        wire_dtype = compute_dtype if split_axes else dtype
+        return _Route(is_of_layer, spec.index(STATE_AXES), split_axes, sum_axes, wire_dtype, dtype)
+
+    def gather(self, shard: Array) -> Array:
+        whole = shard.astype(self.wire_dtype)
+        if self.split_axes:
+            whole = lax.all_gather(whole, self.split_axes, axis=self.split_dim, tiled=True)
+        return whole.astype(self.dtype)
+
+    def reduce(self, gradient: Array) -> Array:
+        total = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
+        if self.split_axes:
+            total = lax.psum_scatter(total, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
+        return lax.psum(total, self.sum_axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(route: _Route, shard: Array) -> Array:
+    return route.gather(shard)
+
+
+_gather.defvjp(lambda route, shard: (route.gather(shard), None), lambda route, _, gradient: (route.reduce(gradient),))
+
+
+def _that_split(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def _only(spec: P, axes: frozenset[str]) -> P:
+    """The part of a spec that names some of the axes."""
+    return P(*(tuple(axis for axis in axes_of(entry) if axis in axes) or None for entry in spec))
+
+
+def _name_in_layer(name: str) -> str | None:
+    """`blocks.0.mlp.up.kernel` → `mlp.up.kernel`; None: not a layer's."""
+    found = re.fullmatch(r"blocks\.\d+\.(.*)", name)
+    return found[1] if found else None
