@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import multiprocessing
 import os
 import secrets
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 from tests.host_cpus import environment_of_cpus
 
@@ -24,34 +25,60 @@ os.environ.update(environment_of_cpus(8) | {"JAX_ENABLE_X64": "1", "JAX_TRACEBAC
 
 import jax
 
-from tests.parity.cases import Case, sample, whole_matrix
+from tests.parity.cases import Case, Placement, Problem, sample, whole_matrix
 from tests.parity.comparison import Comparison
 from tests.parity.faults import FAULTS, FAULTY
 
-Report = tuple[bool, str]
+
+class Tally(NamedTuple):
+    """Cases that were run."""
+
+    num_passed: int = 0
+    num_failed: int = 0
+
+    def add(self, passed: bool, text: str) -> Tally:
+        """Prints and counts one more."""
+        print("passed" if passed else "FAILED", text, flush=True)
+        return Tally(self.num_passed + passed, self.num_failed + (not passed))
 
 
-def run_group(cases: list[Case]) -> list[Report]:
-    """Judges the cases of one problem: whether each passed, and a line about it."""
+def run_group(cases: Sequence[Case]) -> Tally:
+    """Judges cases of one problem."""
     gc.set_threshold(200_000, 20, 100)  # as tests/conftest.py does
-    comparison = Comparison(cases[0].problem)
-    reports = []
+    problem = cases[0].problem
+    comparison = Comparison(problem)
+    verdict = comparison.judge_one_device()
+    tally = Tally().add(verdict.passed, f"{Case(problem, Placement())}, and the oracle: {verdict.text}")
     for case in cases:
         verdict = comparison.judge(case)
-        reports.append((verdict.passed, f"{case}: {verdict.text}"))
+        tally = tally.add(verdict.passed, f"{case}: {verdict.text}")
     jax.clear_caches()
-    return reports
+    return tally
 
 
-def run_faults() -> list[Report]:
-    """Judges the same case with each fault and without: a fault passes if the comparison fails."""
+def run_faults() -> Tally:
+    """Judges one case with each fault and without. It passes with none, and a fault passes if it is found."""
     comparison = Comparison(FAULTY.problem)
-    without = comparison.judge(FAULTY)
-    reports = [(without.passed, f"no fault: {without.text}")]
+    verdict = comparison.judge(FAULTY)
+    tally = Tally().add(verdict.passed, f"no fault: {verdict.text}")
     for fault in FAULTS:
         verdict = comparison.judge(FAULTY, fault)
-        reports.append((not verdict.passed, f"{fault}: {verdict.text}"))
-    return reports
+        tally = tally.add(not verdict.passed, f"{fault}: {verdict.text}")
+    return tally
+
+
+def run_groups(cases: Sequence[Case], num_jobs: int) -> Iterator[Tally]:
+    """Judges cases, those of a problem together."""
+    by_problem: dict[Problem, list[Case]] = {}
+    for case in cases:
+        by_problem.setdefault(case.problem, []).append(case)
+    if num_jobs == 1:
+        yield from map(run_group, by_problem.values())
+        return
+    # A forked process would share XLA's threads. A new one from time to time gives memory back.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=4) as pool:
+        yield from pool.map(run_group, by_problem.values())
 
 
 def main() -> int:
@@ -65,9 +92,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
 
-    start, failures, num_reports = time.monotonic(), 0, 0
+    start = time.monotonic()
     if arguments.faults:
-        groups_of_reports = iter([run_faults()])
+        tallies = [run_faults()]
     else:
         if arguments.case is not None:
             cases = [arguments.case]
@@ -76,26 +103,10 @@ def main() -> int:
         else:
             cases = sample(arguments.seed, arguments.sample)
         print(f"{len(cases)} cases, --seed {arguments.seed}", flush=True)
-        by_problem = lambda case: str(case.problem)  # noqa: E731
-        groups = [list(group) for _, group in itertools.groupby(sorted(cases, key=by_problem), by_problem)]
-        groups_of_reports = in_processes(groups, arguments.jobs)
-    for passed, line in itertools.chain.from_iterable(groups_of_reports):
-        print("passed" if passed else "FAILED", line, flush=True)
-        failures, num_reports = failures + (not passed), num_reports + 1
-    print(f"{num_reports} run, {failures} failed, in {time.monotonic() - start:.0f} s")
-    return 1 if failures else 0
-
-
-def in_processes(groups: list[list[Case]], num_jobs: int):
-    """The groups' reports, as they come."""
-    if num_jobs == 1:
-        yield from map(run_group, groups)
-        return
-    # Forked processes would share XLA's threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=4) as pool:
-        for done in as_completed([pool.submit(run_group, group) for group in groups]):
-            yield done.result()
+        tallies = list(run_groups(cases, arguments.jobs))
+    num_passed, num_failed = map(sum, zip(*tallies, strict=True))
+    print(f"{num_passed} passed, {num_failed} failed, in {time.monotonic() - start:.0f} s")
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import BlockwiseTuning
-from kernels.context import Deal, deal_tokens
+from kernels.context import Deal
 from layers import GPTConfig
 from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.data.dealing import Dealer
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
@@ -78,7 +78,7 @@ class Model:
             self.params,
             functions.abstract_state.params,
         )
-        batch = jax.device_put(self._dealt(functions.deal, placement), batch_sharding(functions.mesh))
+        batch = jax.device_put(self._dealt(config, functions.deal), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
         assert int(sums.num_targets) == self.batch["target_mask"].sum()
         return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
@@ -113,17 +113,11 @@ class Model:
             context=ContextConfig(placement.exchange, placement.deal),
         )
 
-    def _dealt(self, deal: Deal, placement: Placement) -> dict[str, np.ndarray]:
-        """The batch as the data pipeline hands it to a run of this placement."""
-        if deal == "in_order":
-            return self.batch
-        masks = Counter(self.attention.masks)
-        rows = []
-        for ids, positions in zip(self.batch["segment_ids"], self.batch["positions"], strict=True):
-            documents = {"segment_ids": ids, "positions": positions} if self.attention.documents else {}
-            rows.append(deal_tokens(deal, self.length, placement.mesh[3], masks=masks, **documents))
-        places = np.stack(rows)
-        return {name: np.take_along_axis(x, places, axis=1) for name, x in self.batch.items()} | {"places": places}
+    def _dealt(self, config: TrainConfig, deal: Deal) -> dict[str, np.ndarray]:
+        """The batch as the data pipeline hands it to a run."""
+        dealer = Dealer.of(config, deal)
+        rows = [dealer({name: x[row] for name, x in self.batch.items()}) for row in range(BATCH_SIZE)]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _draw_batch(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Packed rows: documents of any length, cut where no shard's boundary is, then padding."""
