@@ -359,7 +359,8 @@ class GPT(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch W"]) -> Float[Array, "*batch V"]:
         """Returns logits in float32 or wider, as their sums; operands in the compute dtype."""
         kernel = self.head_kernel.astype(self.config.compute_dtype)
-        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=jnp.promote_types(kernel.dtype, jnp.float32))
+        dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
 
 
 def init_caches(

@@ -11,7 +11,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 
-
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last dim and multiplies by a learned scale, in float32 or wider.
 

@@ -119,9 +119,7 @@ def rotate(inputs: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, 
         return turned.astype(inputs.dtype)
 
 
-def _phases(
-    positions: Int[Array, "B T"], frequencies: np.ndarray, dtype: np.dtype
-) -> Float[Array, "B T half_H"]:
+def _phases(positions: Int[Array, "B T"], frequencies: np.ndarray, dtype: np.dtype) -> Float[Array, "B T half_H"]:
     # A float32 product of a position near 2^20 and a frequency near 1 is off by up to 0.06 rad. The whole turns in each
     # 1024 tokens are therefore taken off in float64, ahead of time, which leaves 4e-4 rad at 2^20.
     coarse = np.angle(np.exp(1j * _COARSE_TOKENS * frequencies)).astype(dtype)

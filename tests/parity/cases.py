@@ -41,6 +41,14 @@ def _window(q, k):
     return (k <= q) & (q - k < WINDOW)
 
 
+def _prefix(q, k):
+    return (k <= q) | (k < PREFIX)
+
+
+def _chunked(q, k):
+    return (k <= q) & (k // CHUNK == q // CHUNK)
+
+
 _CAUSAL, _WINDOW = CausalMask(), CausalMask() & LocalMask(WINDOW - 1, 0)
 ATTENTION = {
     "causal": Attention((_CAUSAL,), ((_causal,),)),
@@ -48,14 +56,11 @@ ATTENTION = {
     "window_and_global": Attention((_WINDOW, _CAUSAL), ((_window,), (_causal,))),
     "documents": Attention((_CAUSAL,), ((_causal,),), documents=True),
     "window_documents": Attention((_WINDOW,), ((_window,),), documents=True, has_reach=True),
-    "prefix": Attention((_CAUSAL | PrefixMask(PREFIX),), ((lambda q, k: (k <= q) | (k < PREFIX),),)),
-    # Positions decide, and they start over in each document.
-    "prefix_documents": Attention(
-        (_CAUSAL | PrefixMask(PREFIX),), ((lambda q, k: (k <= q) | (k < PREFIX),),), documents=True
-    ),
-    "chunked": Attention(
-        (ChunkedCausalMask(CHUNK),), ((lambda q, k: (k <= q) & (k // CHUNK == q // CHUNK),),), has_reach=True
-    ),
+    "prefix": Attention((_CAUSAL | PrefixMask(PREFIX),), ((_prefix,),)),
+    "chunked": Attention((ChunkedCausalMask(CHUNK),), ((_chunked,),), has_reach=True),
+    # In these, what a mask allows depends on positions, which start over in each document.
+    "prefix_documents": Attention((_CAUSAL | PrefixMask(PREFIX),), ((_prefix,),), documents=True),
+    "chunked_documents": Attention((ChunkedCausalMask(CHUNK),), ((_chunked,),), documents=True, has_reach=True),
     "sinks": Attention((_CAUSAL,), ((_causal,),), sinks=True),
     "soft_cap": Attention((_CAUSAL,), ((_causal,),), soft_cap=2.0),
     "heads_differ": Attention((MultiHeadMask([_CAUSAL, _WINDOW] * 4),), ((_causal, _window) * 4,)),
