@@ -124,7 +124,7 @@ class GPTConfig:
         check_choice("model.remat", self.remat, RematPolicy)
         for name in ("compute_dtype", "param_dtype"):
             check_choice(f"model.{name}", getattr(self, name), DTypeName)
-            if getattr(self, name) == "float64" and not jax.config.jax_enable_x64:
+            if getattr(self, name) == "float64" and not jax.config.read("jax_enable_x64"):
                 raise ValueError(
                     f"model.{name}='float64' needs JAX's 64-bit types, without which every array would be float32; "
                     "set JAX_ENABLE_X64=1 in the environment, or use float32"
