@@ -113,7 +113,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     functions = make_step_functions(config, mesh)
     sharding = batch_sharding(mesh)
     rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
-    batches, validation_shares = make_batches(config, corpus, "in_order", on_progress, rows_of)
+    batches, validation_shares = make_batches(config, corpus, functions.deal, on_progress, rows_of)
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)

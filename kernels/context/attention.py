@@ -90,7 +90,23 @@ class MeshLayout(NamedTuple):
         """Of arrays `[B, T, N, …]`."""
         return P(self.batch_axes, self.sequence_axis, self.head_axis)
 
-    def map(self, function: Callable, arguments: tuple[AttentionInputs | Cotangent, ...], out_specs: Any) -> Any:
+    def specs(self, inputs: AttentionInputs, *, by_heads: bool = False) -> AttentionInputs:
+        """The partition of each input that there is; `by_heads`: where every rank has whole rows of some heads."""
+        batch, tokens = self.batch_axes, P(self.batch_axes, self.sequence_axis)
+        heads, of_rows = self.heads, tokens
+        if by_heads:
+            heads, of_rows = P(batch, None, (self.head_axis, self.sequence_axis)), P(batch)
+        specs = AttentionInputs(heads, heads, heads, P(self.head_axis), *[of_rows] * 4, tokens)
+        return AttentionInputs(*(None if x is None else spec for x, spec in zip(inputs, specs, strict=True)))
+
+    def map(
+        self,
+        function: Callable,
+        arguments: tuple[AttentionInputs] | tuple[AttentionInputs, Cotangent],
+        out_specs: Any,
+        *,
+        by_heads: bool = False,
+    ) -> Any:
         """Calls a function on every device with its part of the arguments, whose missing arrays stay None.
 
         Inside a caller's `jax.shard_map` it maps over the axes that are left, if any are.
@@ -99,15 +115,7 @@ class MeshLayout(NamedTuple):
         axes = frozenset(self.mesh.axis_names) - manual
         if not axes:
             return function(*arguments)
-        tokens = P(self.batch_axes, self.sequence_axis)
-        specs_of = {
-            AttentionInputs: AttentionInputs(self.heads, self.heads, self.heads, P(self.head_axis), *[tokens] * 5),
-            Cotangent: Cotangent(self.heads, self.heads, self.heads),
-        }
-        specs = tuple(
-            type(given)(*(None if x is None else spec for x, spec in zip(given, specs_of[type(given)], strict=True)))
-            for given in arguments
-        )
+        specs = self.specs(arguments[0], by_heads=by_heads), *[Cotangent(*[self.heads] * 3)] * (len(arguments) - 1)
         specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (specs, out_specs))
         mapped = jax.shard_map(
             function,
@@ -276,17 +284,23 @@ def _attend_one(
 
         return layout.map(attend_on_device, (inputs,), layout.heads), None
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
+    if name == "heads":
+        inputs = layout.map(
+            lambda inputs: on_mesh.part(inputs).bring(inputs), (inputs,), layout.specs(inputs, by_heads=True)
+        )
     return attend_by_halves(_forward, _backward, on_mesh, inputs, call)
 
 
 def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> tuple[Array, Array]:
+    by_heads = on_mesh.exchange == "heads"
+
     def forward(inputs: AttentionInputs):
         if on_mesh.exchange is None:
             return on_mesh.halves.forward(inputs, on_mesh.local_call, on_mesh.halves.tuning)
         return on_mesh.part(inputs).forward(inputs, on_mesh.local_call, on_mesh.halves)
 
     heads = on_mesh.layout.heads
-    output, lse = on_mesh.layout.map(forward, (inputs,), (heads, heads))
+    output, lse = on_mesh.layout.map(forward, (inputs,), (heads, heads), by_heads=by_heads)
     if on_mesh.exchange is None:
         return output, lse
     # Names of their own, so that a remat policy that makes attention anew on each device doesn't exchange keys anew.
@@ -299,5 +313,6 @@ def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, co
             return on_mesh.halves.backward(inputs, on_mesh.local_call, on_mesh.halves.tuning, cotangent)
         return on_mesh.part(inputs).backward(inputs, on_mesh.local_call, on_mesh.halves, cotangent)
 
-    heads = on_mesh.layout.heads
-    return on_mesh.layout.map(backward, (inputs, cotangent), (heads,) * 3)
+    by_heads = on_mesh.exchange == "heads"
+    out_specs = on_mesh.layout.specs(inputs, by_heads=by_heads)[:3]
+    return on_mesh.layout.map(backward, (inputs, cotangent), out_specs, by_heads=by_heads)

@@ -176,8 +176,8 @@ def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float
     lse = call.batch * call.q_len * call.num_heads * call.softmax_dtype.itemsize
     from_others = (split.num_ranks - 1) / split.num_ranks
     forward = (queries + keys + lse) * from_others
-    # The queries, the output's gradient and the keys again, and the gradients of all three back.
-    backward = (1.5 * queries + 2 * keys + 2 * lse) * from_others
+    # The output's gradient, lse and delta, and the gradients of queries, keys and values back.
+    backward = (queries + keys + 2 * lse) * from_others
     return forward, backward, 2 * (queries + keys)
 
 

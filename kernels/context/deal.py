@@ -266,7 +266,7 @@ def _documents(segment_ids: Int[np.ndarray, " T"] | None, length: int) -> tuple[
     """The places at which each token's document begins and ends."""
     if segment_ids is None:
         return np.zeros(length, np.int64), np.full(length, length)
-    starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] + 1))
+    starts = np.flatnonzero(np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]]))
     lengths = np.diff(starts, append=length)
     return np.repeat(starts, lengths), np.repeat(starts + lengths, lengths)
 

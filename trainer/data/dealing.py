@@ -20,7 +20,7 @@ from kernels import Mask
 from kernels.context import Deal, check_deal, deal_tokens
 from trainer.config import TrainConfig
 
-Sequence = Mapping[str, Shaped[np.ndarray, " T"]]
+PackedSequence = Mapping[str, Shaped[np.ndarray, " T"]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Dealer:
             config.data.keep_documents_apart,
         )
 
-    def __call__(self, sequence: Sequence) -> Sequence:
+    def __call__(self, sequence: PackedSequence) -> PackedSequence:
         """The sequence's arrays, dealt out, and `places`; in order there is nothing to do, and no `places`."""
         if self.deal == "in_order":
             return sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -54,12 +53,6 @@ class AttentionPlan:
         return asdict(self)
 
 
-def layers_per_mask(config: TrainConfig) -> dict[Mask, int]:
-    """The masks of the model, in the order of the layers, and how many layers have each."""
-    model = config.model
-    return Counter(model.masks[layer % len(model.masks)] for layer in range(model.num_layers))
-
-
 def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | None]:
     """How the tokens of each sequence are dealt out to the ranks of `mesh.context`, and how keys are exchanged.
 
@@ -75,7 +68,7 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
     """
     if config.mesh.context == 1:
         return "in_order", None
-    calls = {attention_call(config, mask, target): float(count) for mask, count in layers_per_mask(config).items()}
+    calls = {attention_call(config, mask, target): float(count) for mask, count in config.model.layers_per_mask.items()}
     context = config.context
     try:
         plan = plan_context(calls, "context", config.mesh.context, deal=context.deal, exchange=context.exchange)
@@ -98,7 +91,7 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
     deal, context = plan_deal(config, target)
     split = Split.of("context", config.mesh.context, deal, config.sequence_length)
     plans = []
-    for index, (mask, num_layers) in enumerate(layers_per_mask(config).items()):
+    for index, (mask, num_layers) in enumerate(config.model.layers_per_mask.items()):
         call, exchange = attention_call(config, mask, target), None
         if context is not None:
             chosen = context.exchanges[index]

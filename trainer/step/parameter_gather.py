@@ -65,8 +65,7 @@ class ParameterGather:
         """
         if self._mesh.size == 1:
             return function
-        # An axis that splits nothing is mapped as well, so that the partitioner has nothing left to do.
-        axes = frozenset(axis for axis in AXES if axis in TOKEN_AXES or self._mesh.shape[axis] == 1)
+        axes = _mapped_axes(self._mesh)
         in_specs, out_specs = jax.tree.map(lambda spec: _only(spec, axes), (in_specs, out_specs))
         return jax.shard_map(
             function,
@@ -87,7 +86,7 @@ class ParameterGather:
         if not self._token_axes:
             return None
         routes = {
-            _name_in_layer(path_name(path)): replace(route, split_dim=route.split_dim - 1)
+            _name_in_layer(path_name(path)): route.of_one_layer()
             for path, route in jax.tree_util.tree_flatten_with_path(self._routes)[0]
             if route.is_of_layer_matrix
         }
@@ -127,6 +126,8 @@ class _Route:
     """The axes that `split_dim` lies on; none: the parameter is whole on every device."""
     sum_axes: tuple[str, ...]
     """The other axes over which its gradient is summed."""
+    unmapped: P
+    """The part of its partition that is left to XLA's partitioner."""
     wire_dtype: jnp.dtype
     """What it is gathered in."""
     dtype: jnp.dtype
@@ -135,26 +136,43 @@ class _Route:
     @staticmethod
     def of(name: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh, compute_dtype: jnp.dtype) -> _Route:
         token_axes, spec = _that_split(TOKEN_AXES, mesh), leaf.sharding.spec
+        unmapped = _only(spec, frozenset(AXES) - _mapped_axes(mesh))
         if STATE_AXES not in spec:
-            return _Route(False, 0, (), token_axes, leaf.dtype, leaf.dtype)
+            return _Route(False, 0, (), token_axes, unmapped, leaf.dtype, leaf.dtype)
         split_axes = _that_split(STATE_AXES, mesh)
         sum_axes = tuple(axis for axis in token_axes if axis not in split_axes)
         is_of_layer = _name_in_layer(name) is not None
         dtype = compute_dtype if is_of_layer else leaf.dtype
         wire_dtype = compute_dtype if split_axes else dtype
-        return _Route(is_of_layer, spec.index(STATE_AXES), split_axes, sum_axes, wire_dtype, dtype)
+        return _Route(is_of_layer, spec.index(STATE_AXES), split_axes, sum_axes, unmapped, wire_dtype, dtype)
+
+    def of_one_layer(self) -> _Route:
+        """For a layer's array, which lacks the stack's leading dim."""
+        return replace(self, split_dim=self.split_dim - 1, unmapped=P(*self.unmapped[1:]))
 
     def gather(self, shard: Array) -> Array:
+        def gather(shard: Array) -> Array:
+            return lax.all_gather(shard, self.split_axes, axis=self.split_dim, tiled=True)
+
         whole = shard.astype(self.wire_dtype)
-        if self.split_axes:
-            whole = lax.all_gather(whole, self.split_axes, axis=self.split_dim, tiled=True)
-        return whole.astype(self.dtype)
+        return (self._map_rest(gather)(whole) if self.split_axes else whole).astype(self.dtype)
 
     def reduce(self, gradient: Array) -> Array:
-        total = gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-        if self.split_axes:
-            total = lax.psum_scatter(total, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
-        return lax.psum(total, self.sum_axes)
+        def reduce(gradient: Array) -> Array:
+            if self.split_axes:
+                gradient = lax.psum_scatter(gradient, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
+            return lax.psum(gradient, self.sum_axes)
+
+        return self._map_rest(reduce)(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+
+    def _map_rest(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+        """Maps the axes that no one has mapped: the partitioner would gather over them what is sent over others."""
+        axes = {axis for entry in self.unmapped for axis in axes_of(entry)}
+        if not axes:
+            return function
+        return jax.shard_map(
+            function, in_specs=self.unmapped, out_specs=self.unmapped, axis_names=axes, check_vma=False
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -163,6 +181,11 @@ def _gather(route: _Route, shard: Array) -> Array:
 
 
 _gather.defvjp(lambda route, shard: (route.gather(shard), None), lambda route, _, gradient: (route.reduce(gradient),))
+
+
+def _mapped_axes(mesh: Mesh) -> frozenset[str]:
+    """Those of the tokens, and those that split nothing, so that XLA's partitioner has the less to do."""
+    return frozenset(axis for axis in AXES if axis in TOKEN_AXES or mesh.shape[axis] == 1)
 
 
 def _that_split(axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:

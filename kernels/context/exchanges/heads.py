@@ -2,7 +2,12 @@
 
 The kernels see whole rows, as on one device. Every rank does the same work, whatever the documents.
 
+Queries, keys and values are brought before the custom gradient begins: what it keeps for the backward pass is what the
+kernel was given, as much as it was given, and is not brought again. JAX's transpose brings their gradients home.
+
 Source: DeepSpeed-Ulysses (arXiv:2309.14509).
+
+Dimensions: B batch, t tokens of a rank, T of a row, N and K heads, n and k of them on a rank.
 """
 
 from __future__ import annotations
@@ -11,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from kernels.call import AttentionCall, AttentionInputs
-from kernels.context.exchanges.collected import Collected
+from kernels.attention.core import Halves
+from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.split import Split
 
 
@@ -40,36 +45,74 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
-class Heads(Collected):
-    """One rank's part. See `Collected`."""
+class Heads:
+    """One rank's part.
 
-    def queries(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
-        return self.order.sort(lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True))
+    Args:
+      inputs: what the rank holds, before or after `bring`.
+      call: of one rank.
+      split: of the rows.
+    """
 
-    def queries_back(self, x: Shaped[Array, "B T n ..."]) -> Shaped[Array, "B t N ..."]:
-        return lax.all_to_all(self.order.unsort(x), self.split.axis, split_axis=1, concat_axis=2, tiled=True)
+    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
+        self.call, self.split = call, split
+        self.order = split.row_order(inputs)
 
-    def keys(self, x: Shaped[Array, "B t K ..."]) -> Shaped[Array, "B T k ..."]:
-        # Fewer heads than ranks: several ranks get the same one.
-        return self.queries(jnp.repeat(x, self.num_copies, axis=2))
+    def bring(self, inputs: AttentionInputs) -> AttentionInputs:
+        """Whole rows of this rank's heads, but for the sinks, which stay those of all heads; differentiable."""
+        ids, positions = (
+            None if x is None else self.order.sort(self.split.gather(x))
+            for x in (inputs.query_segment_ids, inputs.query_positions)
+        )
+        return AttentionInputs(
+            self._to_heads(inputs.query),
+            self._to_heads(self._copied(inputs.key)),
+            self._to_heads(self._copied(inputs.value)),
+            inputs.sinks,
+            ids,
+            ids,
+            positions,
+            positions,
+            inputs.places,
+        )
 
-    def keys_back(self, x: Shaped[Array, "B T k ..."]) -> Shaped[Array, "B t K ..."]:
-        x = self.queries_back(x).astype(self.call.softmax_dtype)
-        return x.reshape(*x.shape[:2], -1, self.num_copies, *x.shape[3:]).sum(3)
+    def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
+        """Output and lse of this rank's queries."""
+        output, lse = halves.forward(self._of_kernel(inputs), local_call, halves.tuning)
+        return self._to_tokens(output), self._to_tokens(lse)
 
-    @property
-    def num_copies(self) -> int:
-        """Ranks that get the same key/value head."""
-        return max(1, self.split.num_ranks // self.call.num_kv_heads)
+    def backward(
+        self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
+    ) -> Gradients:
+        """Gradients of what `bring` returned."""
+        # One message for both: each is small.
+        of_rows = self._exchange(jnp.concatenate([cotangent.lse, cotangent.delta]))
+        lse, delta = map(self.order.sort, jnp.split(of_rows, 2))
+        cotangent = Cotangent(self._to_heads(cotangent.d_output), lse, delta)
+        return halves.backward(self._of_kernel(inputs), local_call, halves.tuning, cotangent)
 
-    def collect(self, inputs: AttentionInputs) -> AttentionInputs:
-        sinks, ids, positions = inputs.sinks, inputs.query_segment_ids, inputs.query_positions
+    def _of_kernel(self, inputs: AttentionInputs) -> AttentionInputs:
+        sinks = inputs.sinks
         if sinks is not None:
             num_heads = self.call.num_heads // self.split.num_ranks
             sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(self.split.axis) * num_heads, num_heads)
-        ids, positions = (None if x is None else self.order.sort(self.split.gather(x)) for x in (ids, positions))
-        query, key, value = self.queries(inputs.query), self.keys(inputs.key), self.keys(inputs.value)
-        return AttentionInputs(query, key, value, sinks, ids, ids, positions, positions)
+        return inputs._replace(sinks=sinks, places=None)
+
+    def _to_heads(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
+        return self.order.sort(self._exchange(x))
+
+    def _exchange(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
+        return lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True)
+
+    def _to_tokens(self, x: Shaped[Array, "B T n ..."]) -> Shaped[Array, "B t N ..."]:
+        return lax.all_to_all(self.order.unsort(x), self.split.axis, split_axis=1, concat_axis=2, tiled=True)
+
+    def _copied(self, x: Shaped[Array, "B t K ..."]) -> Shaped[Array, "B t K*copies ..."]:
+        """Fewer heads than ranks: several ranks get the same one. The sum of their gradients is the softmax's dtype."""
+        num_copies = max(1, self.split.num_ranks // self.call.num_kv_heads)
+        if num_copies == 1:
+            return x
+        return jnp.repeat(x.astype(self.call.softmax_dtype), num_copies, axis=2).astype(x.dtype)
 
 
 part = Heads

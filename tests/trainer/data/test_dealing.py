@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from kernels import CausalMask, LocalMask, MultiHeadMask
 from kernels.context import chunk_costs, deal_tokens, imbalance
 from layers import GPTConfig
+from tests.host_cpus import environment_of_cpus
 from trainer.config import DataConfig, EvaluationConfig, MeshConfig, TrainConfig
 from trainer.data import BatchShare, Dealer, make_batches
 
@@ -147,3 +152,23 @@ def test_padding_counts_as_what_it_costs(num_padded, rng):
 def test_a_length_that_cannot_be_dealt_out_is_refused():
     with pytest.raises(ValueError, match="a row of 36 tokens is not a multiple of twice 4 ranks"):
         Dealer("zigzag", 36, 4, {}, True)
+
+
+def test_dealt_batches_over_eight_devices_have_the_loss_of_one_device(tmp_path, random_texts):
+    """Validation batches, the last of them filled up with padding, and batches of the stream."""
+    for number, text in enumerate(random_texts(30)):
+        (tmp_path / f"{number}.txt").write_text(text)
+    script = Path(__file__).parent / "dealt_evaluation.py"
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], env=environment_of_cpus(8), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    *whole, has_places = report.pop("one device")
+    assert not has_places
+    assert len(report) == 2
+    for *evaluations, has_places in report.values():
+        assert has_places
+        for evaluation, expected in zip(evaluations, whole, strict=True):
+            assert evaluation["num_targets"] == expected["num_targets"] > 0
+            assert evaluation["nats_per_token"] == pytest.approx(expected["nats_per_token"], rel=1e-5)
