@@ -60,8 +60,7 @@ def apply_rope(
     base: float = 10_000.0,
     scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N H"]:
-    """Turns each feature pair (i, i + H/2) by an angle proportional to its token's position, in float32 or
-    wider.
+    """Turns each feature pair (i, i + H/2) by an angle proportional to its token's position, in float32 at least.
 
     Args:
       inputs: queries or keys.
