@@ -103,6 +103,7 @@ class Attention(nnx.Module):
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")
         self.implementation = implementation
+        self.compute_dtype = jnp.dtype(compute_dtype)
         self.decode_implementation = decode_implementation
         self.activation_sharding = activation_sharding
 
@@ -223,7 +224,9 @@ class Attention(nnx.Module):
         if positions is None:
             sharding = self.activation_sharding
             positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.places(length)
-        return make_rotation(positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling)
+        return make_rotation(
+            positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
+        )
 
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None

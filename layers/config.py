@@ -10,12 +10,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
 
+import jax
+
 from kernels import CausalMask, Mask, Tuning
 from kernels.backends import Task, find_backend
 from kernels.static_numbers import checked_soft_cap
 from layers.remat import parse_remat
 
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float64"]
 MLPKind = Literal["gelu", "swiglu"]
 RopeScalingKind = Literal["none", "linear", "ntk", "llama3"]
 
@@ -109,9 +111,9 @@ class GPTConfig:
     """One loop over the layers, so that compile time doesn't grow with depth. False: every layer compiled by itself,
     which spares the copies of activations into the loop's stacks and out of them."""
     compute_dtype: DTypeName = "bfloat16"
-    """Type of activations and of the matmuls' operands."""
+    """Type of activations and of the matmuls' operands; float64 for a reference, with JAX_ENABLE_X64=1."""
     param_dtype: DTypeName = "float32"
-    """Type that parameters are stored in."""
+    """Type that parameters are stored in; no narrower than float32 in training."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in every RMS norm."""
 
@@ -122,8 +124,13 @@ class GPTConfig:
         check_numbers(self, "model.")
         check_choice("model.mlp", self.mlp, MLPKind)
         check_remat(self.remat)
-        check_choice("model.compute_dtype", self.compute_dtype, DTypeName)
-        check_choice("model.param_dtype", self.param_dtype, DTypeName)
+        for name in ("compute_dtype", "param_dtype"):
+            check_choice(f"model.{name}", getattr(self, name), DTypeName)
+            if getattr(self, name) == "float64" and not jax.config.read("jax_enable_x64"):
+                raise ValueError(
+                    f"model.{name}='float64' needs JAX's 64-bit types, without which every array would be float32; "
+                    "set JAX_ENABLE_X64=1 in the environment, or use float32"
+                )
         check_implementation(self.implementation, "attention", "model.implementation")
         check_implementation(self.decode_implementation, "decoding", "model.decode_implementation")
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_base)

@@ -360,9 +360,10 @@ class GPT(nnx.Module):
         return self.embedding.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
 
     def logits(self, hidden: Float[Array, "*batch W"]) -> Float[Array, "*batch V"]:
-        """Returns float32 logits: operands in the compute dtype, sums in float32."""
+        """Returns logits in float32 or wider, as their sums; operands in the compute dtype."""
         kernel = self.head_kernel.astype(self.config.compute_dtype)
-        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+        dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
 
 
 def init_caches(

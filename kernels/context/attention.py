@@ -257,10 +257,12 @@ def _takes_masks_of_heads(
     layout: MeshLayout, call: AttentionCall, exchange: Exchange | None, implementation: str | Tuning | None
 ) -> bool:
     """Whether one call of the backend serves heads with different masks."""
-    if exchange in ("halo", "heads"):  # these are for one mask at a time
-        return False
-    backend, _ = choose_backend(local_call(layout, call, exchange)[1], implementation)
-    return backend.takes_masks_of_heads
+    if exchange in ("halo", "heads") and layout.mesh.shape[layout.sequence_axis] > 1:
+        return False  # these are for one mask at a time
+    name, local = local_call(layout, call, exchange)
+    backend, _ = choose_backend(local, implementation)
+    # A backend that JAX differentiates is called as it is where no keys are exchanged.
+    return backend.takes_masks_of_heads or (name is None and backend.differentiable is not None)
 
 
 def _attend_one(

@@ -28,6 +28,8 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ({"mlp": "relu"}, "model.mlp='relu' is not one of gelu, swiglu"),
         ({"remat": "some"}, r"model.remat='some'.* is not one of none, save_matmuls, .* nor of the form save\(NAME"),
         ({"compute_dtype": "float16"}, "model.compute_dtype='float16' is not one of float32, bfloat16"),
+        ({"compute_dtype": "float64"}, "compute_dtype='float64' needs JAX's 64-bit types.*set JAX_ENABLE_X64=1"),
+        ({"param_dtype": "float64"}, "param_dtype='float64' needs JAX's 64-bit types.*set JAX_ENABLE_X64=1"),
         ({"param_dtype": "int8"}, "model.param_dtype='int8' is not one of"),
         ({"masks": ()}, "model.masks is empty; give at least one"),
         ({"masks": ("CausalMask()",)}, r"model.masks holds 'CausalMask\(\)'; expected masks from kernels"),

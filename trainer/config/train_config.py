@@ -423,7 +423,7 @@ class TrainConfig:
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
             )
-        if self.model.param_dtype != "float32":
+        if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(
                 f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "
                 "updates vanish in less; set it to float32 (model.compute_dtype is what the matmuls run in)"

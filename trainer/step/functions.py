@@ -96,6 +96,8 @@ class StepFunctions:
     """Jitted: the state before the first step, made in its shards."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     """Jitted: one update. Donates the state."""
+    gradients: Callable[[Any, Batch], tuple[Any, CrossEntropy]]
+    """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
     eval_step: Callable[[Any, Batch], tuple[Array, Array]]
     """Jitted: (params, batch) → (sum of nats, number of targets)."""
 
@@ -246,6 +248,9 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             in_shardings=(shardings, of_batch),
             out_shardings=(shardings, of_scalar),
             donate_argnums=0,
+        ),
+        gradients=jax.jit(
+            mean_loss_gradient, in_shardings=(shardings.params, of_batch), out_shardings=(shardings.params, of_scalar)
         ),
         eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
     )
