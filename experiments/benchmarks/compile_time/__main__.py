@@ -88,12 +88,12 @@ def main(arguments: Arguments) -> int:
     """Measures, writes, prints, draws; returns the exit status."""
     console = Console()
     console = console if console.is_terminal else Console(width=160)
-    series = list(arguments.series())
     rows: list[Row] = []
     status = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         check_target(arguments.target, arguments.sources or ())
+        series = list(arguments.series())
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=sum(map(len, series)))
 
