@@ -145,13 +145,11 @@ class ActivationSharding:
         places = jnp.arange(length, dtype=jnp.int32)[None]
         if self.sequence_axis in manual_axes():
             places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
-            # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
-            places = jax.lax.optimization_barrier(places)
         return places
 
     def _constrain(self, array: Array, *spec: tuple[str, ...] | str | None) -> Array:
         manual = manual_axes()
         if manual.issuperset(self.mesh.axis_names):
             return array
-        spec = spec_without(PartitionSpec(*spec), manual)
-        return jax.lax.with_sharding_constraint(array, spec if manual else NamedSharding(self.mesh, spec))
+        left = spec_without(PartitionSpec(*spec), manual)
+        return jax.lax.with_sharding_constraint(array, left if manual else NamedSharding(self.mesh, left))

@@ -215,6 +215,8 @@ class TrainingLoop:
                 with self.account.measure("data_wait"):
                     batch = next(self.setup.batches)
             except TrainingFailed as failure:  # the steps so far are saved before it ends the run
+                if self.peers.count > 1:  # the others make this step, so there is none at which all could save
+                    raise
                 self.data_failure = failure
                 break
             with self.account.measure("step"), running("train_step"):

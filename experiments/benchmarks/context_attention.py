@@ -92,7 +92,8 @@ class Contender:
         self.arguments, self.cotangent = arguments, cotangent
         self.forward = jax.jit(attend).lower(*arguments).compile()
         self.both = jax.jit(both).lower(cotangent, *arguments).compile()
-        self.temporary_bytes = self.both.memory_analysis().temp_size_in_bytes
+        memory = self.both.memory_analysis()
+        self.temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
         self.seconds: list[tuple[float, float]] = []
         self.results = jax.block_until_ready(self.both(cotangent, *arguments))
         jax.block_until_ready(self.forward(*arguments))

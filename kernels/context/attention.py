@@ -95,8 +95,8 @@ class MeshLayout(NamedTuple):
         heads, of_rows = self.heads, tokens
         if by_heads:
             heads, of_rows = P(batch, None, (self.head_axis, self.sequence_axis)), P(batch)
-        specs = AttentionInputs(heads, heads, heads, P(self.head_axis), *[of_rows] * 4, tokens)
-        return AttentionInputs(*(None if x is None else spec for x, spec in zip(inputs, specs, strict=True)))
+        specs = [heads, heads, heads, P(self.head_axis), *[of_rows] * 4, tokens]
+        return AttentionInputs._make(None if x is None else spec for x, spec in zip(inputs, specs, strict=True))
 
     def map(
         self,
@@ -114,7 +114,7 @@ class MeshLayout(NamedTuple):
         axes = frozenset(self.mesh.axis_names) - manual
         if not axes:
             return function(*arguments)
-        specs = self.specs(arguments[0], by_heads=by_heads), *[Cotangent(*[self.heads] * 3)] * (len(arguments) - 1)
+        specs = self.specs(arguments[0], by_heads=by_heads), *[Cotangent._make([self.heads] * 3)] * (len(arguments) - 1)
         specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (specs, out_specs))
         mapped = jax.shard_map(
             function,

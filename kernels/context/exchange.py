@@ -58,4 +58,5 @@ def choose_exchange(call: AttentionCall, split: Split, exchange: Exchange | None
     served = [name for name in EXCHANGES if name not in refusals]
     costs = {name: exchange_cost(name, call, split) for name in served}
     fitting = [name for name in served if costs[name].fits] or [min(served, key=lambda name: costs[name].held_bytes)]
-    return ChosenExchange(exchange or min(fitting, key=lambda name: costs[name].seconds), costs, refusals)
+    fastest = min(fitting, key=lambda name: costs[name].seconds)
+    return ChosenExchange(fastest if exchange is None else exchange, costs, refusals)

@@ -93,7 +93,9 @@ def start() -> Iterator[Callable[[Path], Started]]:
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
         setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=SimpleNamespace(abstract_state=state))
         stop = SimpleNamespace(requested=False)
-        this = SimpleNamespace(console=console, record=record, account=account, stop=stop, peers=Peers())
+        this = SimpleNamespace(
+            console=console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
+        )
         loop = TrainingLoop(setup, workdir, this)
         try:
             loop.restore_and_compile()

@@ -102,7 +102,7 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
                 (round(cost.received_bytes[0]), round(cost.received_bytes[1])),
                 round(cost.held_bytes),
                 {name: each.seconds for name, each in chosen.costs.items()},
-                dict(chosen.refusals),
+                dict(chosen.refusals.items()),
             )
             call = kernel_call(chosen.name, call, split)
         try:

@@ -126,7 +126,6 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
-
     deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
 
     def make_model() -> GPT:
@@ -141,8 +140,14 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     def cross_entropy(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> CrossEntropy:
         """Sums over this device's tokens."""
         model = nnx.merge(graphdef, params)
-        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else (None, None)
-        hidden = model(batch["tokens"], *documents, batch.get("places"), gather_layer=gather_layer)
+        apart = config.data.keep_documents_apart
+        hidden = model(
+            batch["tokens"],
+            batch["segment_ids"] if apart else None,
+            batch["positions"] if apart else None,
+            batch.get("places"),
+            gather_layer=gather_layer,
+        )
         with jax.named_scope("loss"):
             return chunked_cross_entropy(
                 hidden,

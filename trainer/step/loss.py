@@ -106,10 +106,10 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
     """The loss and, if asked for, the gradients of its total; by one device or shared."""
     # Cast before the head is gathered, so that the gather moves the compute dtype.
     head = head_kernel.astype(hidden.dtype)
-    tokens = tuple(x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask))
+    arrays = [x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask)] + [head]
     sweep = functools.partial(_sweep_tokens, options=options, with_gradients=with_gradients)
     if (axis := options.shared_over) is None:
-        loss, gradients = sweep(*tokens, head)
+        loss, gradients = sweep(*arrays)
     else:
         shared = jax.shard_map(
             functools.partial(_sweep_share, sweep, axis),
@@ -118,7 +118,7 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
             axis_names={axis},
             check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
         )
-        loss, gradients = shared(*tokens, head)
+        loss, gradients = shared(*arrays)
     if gradients is None:
         return loss, None
     d_hidden, d_head = gradients
