@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask
+from layers.remat import REMAT_POLICIES
 from tests.parity.oracle import Allows
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -73,7 +74,7 @@ HEADS = ((8, 8), (16, 8), (8, 2), (8, 1))
 """Query heads and key/value heads."""
 EXCHANGES = ("gather", "halo", "ring", "heads")
 DEALS = ("in_order", "zigzag", "by_cost")
-REMATS = ("none", "full", "save_attention", "save_matmuls")
+REMATS = tuple(REMAT_POLICIES)
 KERNELS = ("reference", "blockwise")
 ACCUMULATIONS = (1, 2)
 LOSS_CHUNKS = (24, 4096)

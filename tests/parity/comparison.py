@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import traceback
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Comparison:
             is_expected = expected is not None and re.search(expected, str(error)) is not None
             return Verdict(is_expected, f"refused: {error}")
         except Exception as error:  # the other cases are worth running all the same
+            traceback.print_exc()
             return Verdict(False, f"{type(error).__name__}: {error}")
         if case.expected_refusal is not None:
             return Verdict(False, f"ran, and was to be refused with {case.expected_refusal!r}")

@@ -139,7 +139,8 @@ class Halo(Collected):
                     source, source_slot = holder[held[slot] + distance]
                     sources.setdefault(source_slot, []).append((source, rank))
             received = [lax.ppermute(piece[:, source], self.split.axis, moves) for source, moves in sources.items()]
-            found.append(sum(received[1:], start=received[0]))
+            # At an end of the row there may be none that any rank's run of this slot could get.
+            found.append(sum(received[1:], start=received[0]) if received else jnp.zeros_like(piece[:, slot]))
         return jnp.stack(found, axis=1)
 
 
