@@ -1,5 +1,7 @@
 """Bytes that attention over the context axis moves, against the least: by mask, devices and exchange.
 
+The least is that of exchanges that leave queries where they are. `heads` moves queries, too, and may need less.
+
     python -m experiments.benchmarks.context_bytes --output context_bytes.jsonl
 
 The attention of one layer of the 1.3B model (16 heads of 128, bfloat16), forward and backward, is compiled ahead of

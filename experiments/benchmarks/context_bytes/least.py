@@ -1,8 +1,8 @@
-"""The fewest bytes that attention over several ranks can do with, from the rows' intervals and the deal.
+"""The fewest bytes with which queries can stay on their ranks, from the rows' intervals and the deal.
 
 A rank receives the keys and values that its queries attend to and that it doesn't hold: once in the forward pass, and
 once more in the backward pass, since gathered keys aren't kept for every layer. In the backward pass it gives back as
-many gradients, summed in float32.
+many gradients, summed in float32. Where queries travel and not keys (the exchange `heads`), fewer bytes may do.
 
 Dimensions: T tokens of a row, R ranks.
 """
