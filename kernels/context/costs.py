@@ -62,6 +62,9 @@ _OTHER_LINKS = Links(25e9, False, 1e12, 16e9)
 # planned on the device, and those that the mask cuts evaluate it on positions. See docs/benchmarks.md, "Context".
 _SLOWER_WITH_QUERY_PLACES = 1.03
 _SLOWER_WITH_KEY_PLACES = 1.14
+# The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a
+# GPU's multiprocessors.
+_HIDDEN_SHARE_OF_HOPS = 0.75
 # A rank's work over the mean where documents of other lengths in each row decide it, as measured on packed rows of
 # 131,072 tokens, and what is left of it when each row is dealt out by cost.
 _IMBALANCE_OF_DOCUMENTS = 1.5
@@ -115,7 +118,8 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         kernels *= _SLOWER_WITH_QUERY_PLACES
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
-        seconds = max(0.0, seconds - kernels)  # hops are under way while kernels run
+        hidden = min(_HIDDEN_SHARE_OF_HOPS * seconds, kernels)  # hops are under way while kernels run
+        seconds -= hidden
     return ExchangeCost((forward, backward), held, kernels + seconds, held <= _MOST_OF_MEMORY * links.memory_bytes)
 
 

@@ -36,7 +36,8 @@ def require_host_memory(config: TrainConfig, device: jax.Device) -> None:
     }
     kinds = [memory.kind for memory in device.addressable_memories()]
     used = [flag for flag, is_used in offloading.items() if is_used]
-    if used and HOST_MEMORY not in kinds:
+    # The devices of a GPU topology list no memories, and XLA compiles the offload for them.
+    if used and kinds and HOST_MEMORY not in kinds:
         raise UserMistake(
             f"{' and '.join(used)} offloads to the host, but {device.device_kind} ({device.platform}) reaches no "
             f"{HOST_MEMORY} memory, only {', '.join(kinds)}; leave it out, or recompute more (--model.remat full)"
