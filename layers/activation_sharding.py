@@ -152,8 +152,6 @@ class ActivationSharding:
         places = jnp.arange(length, dtype=jnp.int32)[None]
         if self.sequence_axis in _manual_axes():
             places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
-            # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
-            places = jax.lax.optimization_barrier(places)
         return places
 
     def _on_each_device(self, function: Callable[..., Array], *, in_specs: Any, out_specs: Any) -> Callable[..., Array]:
@@ -177,8 +175,8 @@ class ActivationSharding:
         manual = _manual_axes()
         if manual.issuperset(self.mesh.axis_names):
             return array
-        spec = _without(PartitionSpec(*spec), manual)
-        return jax.lax.with_sharding_constraint(array, spec if manual else NamedSharding(self.mesh, spec))
+        rest = _without(PartitionSpec(*spec), manual)
+        return jax.lax.with_sharding_constraint(array, rest if manual else NamedSharding(self.mesh, rest))
 
     def _check_divides(self, query: Array, key: Array, mask: Mask) -> None:
         manual = _manual_axes()  # which have divided the arrays already

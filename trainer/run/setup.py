@@ -64,7 +64,7 @@ class Setup:
         """The description in the opening panel."""
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
-        gradient_bytes = bytes_per_device(self.functions.abstract_state.params)
+        gradient_bytes = bytes_per_device(self.functions.abstract_gradient)
         data = self.corpus.summary()
         return {
             "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
