@@ -37,8 +37,8 @@ _MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
 _FIELDS = {
     "train_step": ("model.remat", "loss.chunk_size", "optimizer.offload_moments", "gradient_accumulation", *_MESH),
     "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
-    "init_state": ("mesh.fsdp", "mesh.tensor"),
-    "restoring": ("optimizer.offload_moments", "mesh.fsdp", "mesh.tensor"),
+    "init_state": _MESH,
+    "restoring": ("optimizer.offload_moments", *_MESH),
 }
 
 

@@ -65,7 +65,7 @@ class Setup:
         """The description in the opening panel."""
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
-        gradient_bytes = bytes_per_device(self.functions.abstract_state.params)
+        gradient_bytes = bytes_per_device(self.functions.abstract_gradient)
         host_bytes = bytes_per_device(self.functions.abstract_state, on_host=True)
         data = self.corpus.summary()
         return {

@@ -86,6 +86,8 @@ class StepFunctions:
     """The model's structure: `nnx.merge(graphdef, state.params)` is the model."""
     abstract_state: TrainState
     """Shapes, dtypes and shardings of the state."""
+    abstract_gradient: Any
+    """Shapes, dtypes and shardings of what gradients are added up in."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     """Shapes, dtypes and shardings of a training batch."""
     deal: Deal
@@ -180,13 +182,10 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             return jax.tree.map(jnp.add, total, gradient(whole, micro_batch)), None
 
         micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, config.gradient_accumulation), batch)
-        first = jax.tree.map(lambda x: x[0], micro_batches)
-        # Added up in float32 or wider, whatever the layers' matrices are used in.
-        zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32 if s.ndim else s.dtype)),
-            jax.eval_shape(gradient, whole, first),
-        )
-        (grads, sums), _ = lax.scan(accumulate, zeros, micro_batches)
+        # In the parameters' dtype, whatever the layers' matrices are used in.
+        no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole, params)
+        no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(cross_entropy, whole, batch))
+        (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
         return gather.reduce(grads), gather.sum(sums)
 
     def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
@@ -244,6 +243,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         mesh=mesh,
         graphdef=graphdef,
         abstract_state=abstract_state,
+        abstract_gradient=abstract_state.params if config.gradient_accumulation == 1 else gather.abstract_whole,
         deal=deal,
         abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
         abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),

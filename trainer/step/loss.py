@@ -18,6 +18,7 @@ Shapes: B batch, T sequence, N tokens of the device, D width, V vocabulary, C to
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -113,7 +114,7 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
     else:
         shared = jax.shard_map(
             functools.partial(_sweep_share, sweep, axis),
-            in_specs=(P(), P(), P(), P()),
+            in_specs=P(),
             out_specs=(P(), (P(), P(None, axis)) if with_gradients else None),
             axis_names={axis},
             check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
@@ -125,7 +126,7 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
     return loss, (d_hidden.reshape(hidden.shape), d_head)
 
 
-def _sweep_share(sweep, axis: str, hidden, targets, target_mask, head):
+def _sweep_share(sweep: Callable, axis: str, hidden, targets, target_mask, head):
     """Sweeps this device's share of the tokens. Sums and d_hidden come back whole, d_head as a slice of V."""
     num_tokens, num_devices = targets.size, lax.axis_size(axis)
     share = -(-num_tokens // num_devices)
@@ -134,7 +135,7 @@ def _sweep_share(sweep, axis: str, hidden, targets, target_mask, head):
         padding = [(0, share * num_devices - num_tokens)] + [(0, 0)] * (x.ndim - 1)
         return lax.dynamic_slice_in_dim(jnp.pad(x, padding), lax.axis_index(axis) * share, share)
 
-    loss, gradients = sweep(*map(take_share, (hidden, targets, target_mask)), head)
+    loss, gradients = sweep(take_share(hidden), take_share(targets), take_share(target_mask), head)
     loss = lax.psum(loss, axis)
     if gradients is None:
         return loss, None

@@ -28,7 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -48,7 +48,7 @@ class ParameterGather:
     """
 
     def __init__(self, params: Any, mesh: Mesh, *, compute_dtype: str):
-        self._mesh = mesh
+        self._params, self._mesh = params, mesh
         self._token_axes = _that_split(TOKEN_AXES, mesh)
         dtype = jnp.dtype(compute_dtype)
         self._routes = jax.tree_util.tree_map_with_path(
@@ -75,6 +75,18 @@ class ParameterGather:
             axis_names=axes,
             # JAX would sum a gradient as soon as it can, and the kernels don't say over which axes they vary.
             check_vma=False,
+        )
+
+    @property
+    def abstract_whole(self) -> Any:
+        """Shapes and shardings of whole parameters, in the dtype that they are stored in."""
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(self._mesh, _only(leaf.sharding.spec, frozenset(AXES) - set(TOKEN_AXES))),
+            ),
+            self._params,
         )
 
     @property

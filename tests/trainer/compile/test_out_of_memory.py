@@ -164,7 +164,7 @@ def test_each_program_is_told_what_helps_it(config, monkeypatch):
         "  fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"
     ]
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert helps("init_state") == ["  --mesh.fsdp 2 … 4", *search]
+    assert helps("init_state") == ["  --mesh.fsdp 2 … 4", "  --mesh.context 2 … 4", *search]
 
 
 def test_what_a_compiler_or_the_host_refuses_is_told(config):
