@@ -36,7 +36,7 @@ from trainer.process.versions import installed_versions
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionShape:
     """A shape. `documents`: the median length of packed ones, log-normal with a deviation of 1; None: one."""
 
     length: int
@@ -48,13 +48,13 @@ class Case:
 
 
 CASES = {
-    "16x128_131k": Case(131_072),
-    "16x128_32k": Case(32_768),
-    "32_8x128_131k": Case(131_072, num_heads=32, num_kv_heads=8),
-    "12x64_131k": Case(131_072, num_heads=12, num_kv_heads=12, head_dim=64),
-    "12x64_32k": Case(32_768, num_heads=12, num_kv_heads=12, head_dim=64),
-    "packed_131k": Case(131_072, documents=4096),
-    "window_131k": Case(131_072, mask=CausalMask() & LocalMask(4095, 0)),
+    "16x128_131k": AttentionShape(131_072),
+    "16x128_32k": AttentionShape(32_768),
+    "32_8x128_131k": AttentionShape(131_072, num_heads=32, num_kv_heads=8),
+    "12x64_131k": AttentionShape(131_072, num_heads=12, num_kv_heads=12, head_dim=64),
+    "12x64_32k": AttentionShape(32_768, num_heads=12, num_kv_heads=12, head_dim=64),
+    "packed_131k": AttentionShape(131_072, documents=4096),
+    "window_131k": AttentionShape(131_072, mask=CausalMask() & LocalMask(4095, 0)),
 }
 CONTENDERS: tuple[tuple[Exchange, Deal], ...] = (
     ("gather", "in_order"),
@@ -117,7 +117,7 @@ def _seconds(run: Callable[[], Any], sample_ms: float) -> float:
     return (time.perf_counter() - begun) / num_runs
 
 
-def measure(name: str, case: Case, arguments: ContextArguments) -> list[dict[str, Any]]:
+def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> list[dict[str, Any]]:
     """One row for each contender that serves the case."""
     devices, rng = jax.devices(), np.random.default_rng()
     shapes = [case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads]

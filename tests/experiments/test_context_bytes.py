@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.benchmarks.context_bytes.__main__ import Arguments, Case, main
+from experiments.benchmarks.context_bytes.__main__ import BytesArguments, ContextMesh, main
 from experiments.benchmarks.context_bytes.cell import received_bytes
 from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
 from experiments.benchmarks.deal import random_row
@@ -60,7 +60,7 @@ def test_a_gather_moves_all_keys_and_a_halo_those_within_the_window(tmp_path, ca
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
         monkeypatch.setenv(name, environment_of_cpus(8)[name])
     output = tmp_path / "new" / "rows.jsonl"
-    assert main(Arguments(("local/4/16384",), ("window",), ("gather", "halo"), output=output)) == 0
+    assert main(BytesArguments(("local/4/16384",), ("window",), ("gather", "halo"), output=output)) == 0
     gather, halo = map(json.loads, output.read_text().splitlines())
     assert (gather["exchange"], halo["exchange"]) == ("gather", "halo")
     # XLA's CPU backend sends bfloat16 as float32, and gathers once for both passes.
@@ -81,7 +81,7 @@ def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys,
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
         monkeypatch.setenv(name, environment_of_cpus(8)[name])
     output = tmp_path / "rows.jsonl"
-    assert main(Arguments(("local/8/4096",), ("causal",), ("halo",), output=output)) == 0
+    assert main(BytesArguments(("local/8/4096",), ("causal",), ("halo",), output=output)) == 0
     row = json.loads(output.read_text())
     assert "needs a mask that reaches only so far" in row["message"]
     assert "forward_bytes" not in row
@@ -90,11 +90,11 @@ def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys,
 
 def test_mistakes_are_told_before_anything_is_compiled(capsys):
     with pytest.raises(UserMistake, match="unknown workloads causl; expected some of causal, window, packed"):
-        Arguments(workloads=("causl",))
+        BytesArguments(workloads=("causl",))
     with pytest.raises(UserMistake, match="unknown exchanges rng; expected some of chosen, gather, halo, ring, heads"):
-        Arguments(exchanges=("rng",))
+        BytesArguments(exchanges=("rng",))
     for text in ("v5p:2x2x2", "v5p:2x2x2/8", "v5p:2x2x2/eight/131072"):
         with pytest.raises(UserMistake, match="is no case; expected TOPOLOGY/RANKS/TOKENS, such as v5p:2x2x2/8/131072"):
-            Case.parse(text)
-    assert main(Arguments(cases=("v9:2x2/4/1024",))) == 2
+            ContextMesh.parse(text)
+    assert main(BytesArguments(cases=("v9:2x2/4/1024",))) == 2
     assert capsys.readouterr().err.startswith("error: unknown topology 'v9:2x2'; expected")

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.compile_time.sweep import describe_failure
-from experiments.benchmarks.context_bytes.cell import Cell, topology_of
+from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
 from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
 from experiments.benchmarks.deal import DISTRIBUTIONS, random_row
 from kernels import parse_mask
@@ -54,7 +54,7 @@ _NUM_DRAWN_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Case:
+class ContextMesh:
     """A topology, and how many of its devices share a row of how many tokens."""
 
     topology: str
@@ -62,7 +62,7 @@ class Case:
     length: int
 
     @staticmethod
-    def parse(text: str) -> Case:
+    def parse(text: str) -> ContextMesh:
         """Reads TOPOLOGY/RANKS/TOKENS.
 
         Raises:
@@ -70,7 +70,7 @@ class Case:
         """
         try:
             topology, num_ranks, length = text.split("/")
-            return Case(topology, int(num_ranks), int(length))
+            return ContextMesh(topology, int(num_ranks), int(length))
         except ValueError:
             raise UserMistake(
                 f"{text!r} is no case; expected TOPOLOGY/RANKS/TOKENS, such as v5p:2x2x2/8/131072"
@@ -78,7 +78,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class BytesArguments:
     """Counts the bytes on the wire of attention over several devices."""
 
     cases: tuple[str, ...] = (
@@ -108,17 +108,17 @@ class Arguments:
             if unknown := sorted(set(given) - set(known)):
                 raise UserMistake(f"unknown {name} {', '.join(unknown)}; expected some of {', '.join(known)}")
 
-    def cells(self) -> Iterator[tuple[str, Cell]]:
+    def cells(self) -> Iterator[tuple[str, BytesCell]]:
         """Each cell and the name of its workload."""
-        for case in map(Case.parse, self.cases):
+        for case in map(ContextMesh.parse, self.cases):
             for name in self.workloads:
                 for exchange in self.exchanges:
                     mask, packed = WORKLOADS[name]
                     chosen = None if exchange == _CHOSEN else exchange
-                    yield name, Cell(**asdict(case), mask=mask, packed=packed, exchange=chosen)
+                    yield name, BytesCell(**asdict(case), mask=mask, packed=packed, exchange=chosen)
 
 
-def main(arguments: Arguments) -> int:
+def main(arguments: BytesArguments) -> int:
     """Measures, writes and prints; returns the exit status."""
     console = Console()
     console = console if console.is_terminal else Console(width=160)
@@ -148,7 +148,7 @@ def main(arguments: Arguments) -> int:
     return status
 
 
-def run_cell(workload: str, cell: Cell, limit_s: float, rng: np.random.Generator) -> Row:
+def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Generator) -> Row:
     """Measures a cell in a process of its own, and sets the least beside it.
 
     Returns:
@@ -169,7 +169,7 @@ def run_cell(workload: str, cell: Cell, limit_s: float, rng: np.random.Generator
     return row | least_of(cell, row["deal"], rng)
 
 
-def least_of(cell: Cell, deal: Deal, rng: np.random.Generator) -> Row:
+def least_of(cell: BytesCell, deal: Deal, rng: np.random.Generator) -> Row:
     """The least that the ranks need, mean and greatest over them; of packed rows, the mean over several drawn ones."""
     mask = parse_mask(cell.mask)
     drawn = []
@@ -220,7 +220,7 @@ def make_table(rows: Sequence[Row]) -> Table:
 if __name__ == "__main__":
     with reader_may_leave():
         try:
-            parsed = tyro.cli(Arguments, description=__doc__)
+            parsed = tyro.cli(BytesArguments, description=__doc__)
         except UserMistake as mistake:
             print(f"error: {mistake}", file=sys.stderr)
             sys.exit(2)

@@ -30,7 +30,7 @@ LOCAL = "local"
 
 
 @dataclass(frozen=True)
-class Cell:
+class BytesCell:
     """What is compiled: the attention of one layer of the 1.3B model, a row of tokens to each group of ranks."""
 
     topology: str
@@ -74,7 +74,7 @@ def received_bytes(totals: tuple[CollectiveTotal, ...], num_ranks: int) -> float
     return sum(total.bytes * shares.get(total.operation, from_others) for total in totals)
 
 
-def measure(cell: Cell) -> Measured:
+def measure(cell: BytesCell) -> Measured:
     """Compiles the cell's forward pass, and both passes together.
 
     Raises:
@@ -110,12 +110,12 @@ def measure(cell: Cell) -> Measured:
     )
 
 
-def topology_of(cell: Cell) -> Topology | None:
+def topology_of(cell: BytesCell) -> Topology | None:
     """The topology to compile for; None: this machine's devices."""
     return None if cell.topology == LOCAL else parse_topology(cell.topology)
 
 
-def config_of(cell: Cell, num_devices: int) -> TrainConfig:
+def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
     """The 1.3B model on the topology's devices, with the cell's mask in every layer.
 
     Raises:
@@ -182,7 +182,7 @@ def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(dataclasses.asdict(measure(Cell(**json.loads(sys.argv[1]))))))
+        print(json.dumps(dataclasses.asdict(measure(BytesCell(**json.loads(sys.argv[1]))))))
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)

@@ -24,7 +24,7 @@ from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.split import Split
 
 
-class _Keys(NamedTuple):
+class _TravellingKeys(NamedTuple):
     """What travels."""
 
     key: Array
@@ -55,7 +55,7 @@ class Ring:
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
         self.split, self.num_hops = split, num_hops(call, split)
         positions = split.places(inputs) if inputs.query_positions is None else inputs.query_positions
-        self.own = _Keys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
+        self.own = _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
 
     def forward(
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves
@@ -90,7 +90,7 @@ class Ring:
         d_key, d_value = self._shift(of_keys, 1 - self.num_hops)
         return d_query.astype(local_call.dtype), d_key.astype(local_call.dtype), d_value.astype(local_call.dtype)
 
-    def _inputs(self, inputs: AttentionInputs, keys: _Keys) -> AttentionInputs:
+    def _inputs(self, inputs: AttentionInputs, keys: _TravellingKeys) -> AttentionInputs:
         return AttentionInputs(
             inputs.query,
             keys.key,

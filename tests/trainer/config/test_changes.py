@@ -14,6 +14,7 @@ from layers import GPTConfig, RopeScaling
 from trainer.config import (
     CheckpointConfig,
     CompilationConfig,
+    ContextConfig,
     DataConfig,
     EvaluationConfig,
     LossConfig,
@@ -77,6 +78,7 @@ CHANGED = dataclasses.replace(
         1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, 4.0, 3, momentum=0.9, offload_moments=True
     ),
     loss=LossConfig(chunk_size=32, z_loss=0.0),
+    context=ContextConfig("ring", "zigzag"),
     evaluation=EvaluationConfig(7, 3),
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
     checkpoint=CheckpointConfig(5, 6),
