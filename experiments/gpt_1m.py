@@ -9,7 +9,7 @@ Command:
 
 Hardware and expected numbers:
     Two H200s of one host: the model of experiments/gpt_1b_32k.py, every layer global; parameters and optimizer state
-    split over both. The step takes 55.2 GB on each GPU, and for each 103.9 GB of the host's memory, compiled ahead of
+    split over both. The step takes 57.2 GB on each GPU, and for each 103.9 GB of the host's memory, compiled ahead of
     time (JAX 0.11.2, 2026-11-24): `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2`.
     One device: refused, with the number that there is.
 

@@ -239,7 +239,7 @@ def attend_over_mesh(
 
 
 def local_call(
-    layout: MeshLayout, call: AttentionCall, exchange: Exchange | None
+    layout: MeshLayout, call: AttentionCall, exchange: Exchange | None, implementation: str | Tuning | None
 ) -> tuple[Exchange | None, AttentionCall]:
     """The exchange that a call over a mesh gets (None: the sequence axis is 1), and the call of one device's kernel.
 
@@ -249,7 +249,7 @@ def local_call(
     split, of_device = layout.split(call.q_len), layout.call_of_a_device(call)
     if split.num_ranks == 1:
         return None, of_device
-    name = choose_exchange(of_device, split, exchange).name
+    name = choose_exchange(of_device, split, exchange, implementation).name
     return name, kernel_call(name, of_device, split)
 
 
@@ -259,7 +259,7 @@ def _takes_masks_of_heads(
     """Whether one call of the backend serves heads with different masks."""
     if exchange in ("halo", "heads") and layout.mesh.shape[layout.sequence_axis] > 1:
         return False  # these are for one mask at a time
-    name, local = local_call(layout, call, exchange)
+    name, local = local_call(layout, call, exchange, implementation)
     backend, _ = choose_backend(local, implementation)
     # A backend that JAX differentiates is called as it is where no keys are exchanged.
     return backend.takes_masks_of_heads or (name is None and backend.differentiable is not None)
@@ -274,7 +274,7 @@ def _attend_one(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"] | None]:
     """Output and lse of one kernel's call."""
     split, of_device = layout.split(call.q_len), layout.call_of_a_device(call)
-    name, local = local_call(layout, call, exchange)
+    name, local = local_call(layout, call, exchange, implementation)
     backend, tuning = choose_backend(local, implementation)
     if name is None and backend.differentiable is not None:
         # Such a backend may have no lse to give. JAX differentiates it, and the map over the mesh.

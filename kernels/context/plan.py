@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.call import AttentionCall
 from kernels.context.costs import Exchange
 from kernels.context.deal import Deal, check_deal, choose_deal
 from kernels.context.exchange import ChosenExchange, choose_exchange
 from kernels.context.split import Split
+
+if TYPE_CHECKING:
+    from kernels.tuning import Tuning
 
 
 class ContextPlan(NamedTuple):
@@ -36,6 +39,7 @@ def plan_context(
     *,
     deal: Deal | None = None,
     exchange: Exchange | None = None,
+    implementation: str | Tuning | None = None,
 ) -> ContextPlan:
     """Chooses the deal and the exchanges that take the least time, by the cost model.
 
@@ -45,6 +49,7 @@ def plan_context(
       num_ranks: its size.
       deal: None for the fastest.
       exchange: of all calls; None for the fastest of each.
+      implementation: as for `kernels.dot_product_attention`.
 
     Raises:
       ValueError: no deal of the rows' length serves; or a named exchange can't serve a call.
@@ -63,7 +68,7 @@ def plan_context(
         try:
             check_deal(candidate, length, num_ranks)
             split = Split.of(axis, num_ranks, candidate, length)
-            chosen = tuple(choose_exchange(call, split, exchange) for call in calls)
+            chosen = tuple(choose_exchange(call, split, exchange, implementation) for call in calls)
         except ValueError as error:
             refusal = refusal or error
             continue

@@ -145,6 +145,16 @@ def test_keys_that_do_not_fit_travel_round_a_ring():
     assert choose_exchange(call, split).name == "ring"
 
 
+def test_an_exchange_whose_kernel_the_fastest_backend_does_not_serve_is_passed_over():
+    # Whole rows of a million tokens have more tiles than splash can list; a rank's own queries have fewer.
+    call = call_of(length=2**20, num_ranks=16, kind="TPU v5")
+    split = Split.of("context", 16, "zigzag", 2**20)
+    chosen = choose_exchange(call, split)
+    assert chosen.name == "ring"
+    assert "served by blockwise, and not by splash" in chosen.refusals["heads"]
+    assert choose_exchange(call, split, "heads").name == "heads"
+
+
 def test_a_named_exchange_is_used_or_refused_with_the_reason():
     split = Split.of("context", 8, "in_order", 131_072)
     assert choose_exchange(call_of(), split, "ring").name == "ring"

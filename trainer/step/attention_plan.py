@@ -71,7 +71,14 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
     calls = {attention_call(config, mask, target): float(count) for mask, count in config.model.layers_per_mask.items()}
     context = config.context
     try:
-        plan = plan_context(calls, "context", config.mesh.context, deal=context.deal, exchange=context.exchange)
+        plan = plan_context(
+            calls,
+            "context",
+            config.mesh.context,
+            deal=context.deal,
+            exchange=context.exchange,
+            implementation=config.model.implementation,
+        )
     except ValueError as error:
         raise UserMistake(f"context: {error}") from error
     return plan.deal, plan
