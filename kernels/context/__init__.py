@@ -4,10 +4,11 @@
 `attend_over_mesh` is the call.
 """
 
-from kernels.context.attention import MeshLayout, attend_over_mesh, manual_axes, spec_without
+from kernels.context.attention import attend_over_mesh
 from kernels.context.costs import Exchange, ExchangeCost
 from kernels.context.deal import Deal, check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
+from kernels.context.layout import MeshLayout, manual_axes, spec_without
 from kernels.context.plan import ContextPlan, plan_context
 from kernels.context.split import Split
 

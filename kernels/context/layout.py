@@ -1,0 +1,145 @@
+"""Which axes of a mesh split which dims of attention's arrays, and the map of a function over its devices.
+
+A caller may be inside a `jax.shard_map` of its own, as the training step is: some axes are then "manual" already, and
+arrays are one device's part along them.
+
+Dimensions: B batch, T tokens, N query heads, K key/value heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from kernels.call import AttentionCall, AttentionInputs, Cotangent
+from kernels.context.deal import Deal, check_deal
+from kernels.context.split import Split
+from kernels.masks import Mask
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes that a `jax.shard_map` around this call maps over: arrays here are one device's part along them."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def spec_without(spec: P, axes: frozenset[str]) -> P:
+    """The partition of what is left of an array that is split over some axes already."""
+
+    def keep(entry: tuple[str, ...] | str | None) -> tuple[str, ...] | None:
+        named = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return tuple(axis for axis in named if axis not in axes) or None
+
+    return P(*map(keep, spec))
+
+
+class MeshLayout(NamedTuple):
+    """Which axes of a mesh split which dims of attention's arrays.
+
+    Attributes:
+      mesh: the devices.
+      batch_axes: split B.
+      sequence_axis: splits T.
+      head_axis: splits N and K.
+      deal: which tokens of a row each rank of the sequence axis holds.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    sequence_axis: str
+    head_axis: str
+    deal: Deal = "in_order"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many parts each axis cuts the caller's arrays into: 1 where a caller's `jax.shard_map` has cut them."""
+        manual = manual_axes()
+        return {axis: 1 if axis in manual else size for axis, size in self.mesh.shape.items()}
+
+    def split(self, length: int) -> Split:
+        """The split of the rows that the caller's arrays hold `length` tokens of."""
+        num_ranks = self.mesh.shape[self.sequence_axis]
+        return Split.of(self.sequence_axis, num_ranks, self.deal, length // self.sizes[self.sequence_axis] * num_ranks)
+
+    def call_of_a_device(self, call: AttentionCall) -> AttentionCall:
+        """A call's part on each device, before keys are exchanged."""
+        sizes = self.sizes
+        return call._replace(
+            batch=call.batch // math.prod(sizes[axis] for axis in self.batch_axes),
+            q_len=call.q_len // sizes[self.sequence_axis],
+            kv_len=call.kv_len // sizes[self.sequence_axis],
+            num_heads=call.num_heads // sizes[self.head_axis],
+            num_kv_heads=call.num_kv_heads // sizes[self.head_axis],
+        )
+
+    @property
+    def heads(self) -> P:
+        """Of arrays `[B, T, N, …]`."""
+        return P(self.batch_axes, self.sequence_axis, self.head_axis)
+
+    def specs(self, inputs: AttentionInputs, *, by_heads: bool = False) -> AttentionInputs:
+        """The partition of each input that there is; `by_heads`: where every rank has whole rows of some heads."""
+        batch, tokens = self.batch_axes, P(self.batch_axes, self.sequence_axis)
+        heads, of_rows = self.heads, tokens
+        if by_heads:
+            heads, of_rows = P(batch, None, (self.head_axis, self.sequence_axis)), P(batch)
+        specs = [heads, heads, heads, P(self.head_axis), *[of_rows] * 4, tokens]
+        return AttentionInputs._make(None if x is None else spec for x, spec in zip(inputs, specs, strict=True))
+
+    def map(
+        self,
+        function: Callable,
+        arguments: tuple[AttentionInputs] | tuple[AttentionInputs, Cotangent],
+        out_specs: Any,
+        *,
+        by_heads: bool = False,
+    ) -> Any:
+        """Calls a function on every device with its part of the arguments, whose missing arrays stay None.
+
+        Inside a caller's `jax.shard_map` it maps over the axes that are left, if any are.
+        """
+        manual = manual_axes()
+        axes = frozenset(self.mesh.axis_names) - manual
+        if not axes:
+            return function(*arguments)
+        specs = self.specs(arguments[0], by_heads=by_heads), *[Cotangent._make([self.heads] * 3)] * (len(arguments) - 1)
+        specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (specs, out_specs))
+        mapped = jax.shard_map(
+            function,
+            mesh=None if manual else self.mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            axis_names=axes,
+            # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.
+            check_vma=False,
+        )
+        return mapped(*arguments)
+
+    def check(self, query: Array, key: Array, mask: Mask | None) -> None:
+        """Raises ValueError if the mesh doesn't divide a call's arrays, or can't give each head its own mask."""
+        sizes = self.sizes
+        num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
+        for what, size, axes, num_shards in (
+            ("batch size", query.shape[0], " × ".join(self.batch_axes), num_batch_shards),
+            ("sequence length", query.shape[1], self.sequence_axis, sizes[self.sequence_axis]),
+            ("number of query heads", query.shape[2], self.head_axis, sizes[self.head_axis]),
+            ("number of key/value heads", key.shape[2], self.head_axis, sizes[self.head_axis]),
+        ):
+            if size % num_shards:
+                raise ValueError(
+                    f"{what} {size} is not a multiple of the mesh's {axes}={num_shards}; change one of them"
+                )
+        if mask is not None and mask.num_heads is not None and sizes[self.head_axis] > 1:
+            raise ValueError(
+                f"a MultiHeadMask gives each head its own static mask, but with the mesh's "
+                f"{self.head_axis}={sizes[self.head_axis]} one program serves different heads; "
+                f"set {self.head_axis} to 1 or use one mask for all heads"
+            )
+        split = self.split(query.shape[1])
+        if split.num_ranks > 1:
+            check_deal(self.deal, split.length, split.num_ranks, split.chunk_size)
