@@ -24,7 +24,10 @@ from kernels.varying import vary, varying_axes
 
 
 class AttentionInputs(NamedTuple):
-    """The traced arguments. Segment ids are given for both sides or neither, and so are positions."""
+    """The traced arguments. Segment ids are given for both sides or neither, and so are positions.
+
+    `places` is for `kernels.context` alone: where in its row each token stands, if ranks hold tokens in another order.
+    """
 
     query: Float[Array, "B T N H"]
     key: Float[Array, "B S K H"]
@@ -34,6 +37,7 @@ class AttentionInputs(NamedTuple):
     key_value_segment_ids: Int[Array, "B S"] | None = None
     query_positions: Int[Array, "B T"] | None = None
     key_value_positions: Int[Array, "B S"] | None = None
+    places: Int[Array, "B T"] | None = None
 
 
 class AttentionCall(NamedTuple):

@@ -103,6 +103,7 @@ class Attention(nnx.Module):
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")
         self.implementation = implementation
+        self.compute_dtype = jnp.dtype(compute_dtype)
         self.decode_implementation = decode_implementation
         self.activation_sharding = activation_sharding
 
@@ -132,6 +133,7 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
+        places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Attends within each document.
 
@@ -140,17 +142,20 @@ class Attention(nnx.Module):
           segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
           positions: each token's place in its document, counting up by one there. None: its place in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
+          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
         """
+        if self.activation_sharding is not None:
+            self.activation_sharding.check_places(positions, places)
         if rotation is None:
-            rotation = self.make_rotation(inputs.shape[1], positions)
+            rotation = self.make_rotation(inputs.shape[1], places if positions is None else positions)
         query, key, value = self._project(inputs, rotation)
         # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
         # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
-        attended = self._attend(query, key, value, segment_ids, mask_positions)
+        attended = self._attend(query, key, value, segment_ids, mask_positions, places)
         return checkpoint_name(self.output(attended), "projection")
 
     def prefill(
@@ -175,7 +180,7 @@ class Attention(nnx.Module):
           What a call returns, and the cache.
         """
         query, key, value = self._project(inputs, rotation)
-        outputs = self.output(self._attend(query, key, value, segment_ids=None, positions=None))
+        outputs = self.output(self._attend(query, key, value))
         return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens, from_start=True)
 
     def decode(
@@ -219,7 +224,9 @@ class Attention(nnx.Module):
         if positions is None:
             sharding = self.activation_sharding
             positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.places(length)
-        return make_rotation(positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling)
+        return make_rotation(
+            positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
+        )
 
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None
@@ -242,8 +249,9 @@ class Attention(nnx.Module):
         query: Float[Array, "B T N H"],
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K H"],
-        segment_ids: Int[Array, "B T"] | None,
-        positions: Int[Array, "B T"] | None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T N H"]:
         sinks = None if self.sinks is None else self.sinks[...]
         if self.activation_sharding is not None:
@@ -254,9 +262,14 @@ class Attention(nnx.Module):
                 self.mask,
                 segment_ids=segment_ids,
                 positions=positions,
+                places=places,
                 sinks=sinks,
                 logits_soft_cap=self.logits_soft_cap,
                 implementation=self.implementation,
+            )
+        if places is not None:
+            raise ValueError(
+                "places are for tokens that are dealt out over a mesh; give the layer an activation_sharding"
             )
         return dot_product_attention(
             query,

@@ -6,16 +6,19 @@ A field's docstring is its help text on the command line. Both classes validate 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, get_args, get_type_hints
+
+import jax
 
 from kernels import CausalMask, Mask, Tuning
 from kernels.backends import Task, find_backend
 from kernels.static_numbers import checked_soft_cap
+from layers.remat import parse_remat
 
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float64"]
 MLPKind = Literal["gelu", "swiglu"]
-RematPolicy = Literal["none", "full", "save_attention", "save_matmuls"]
 RopeScalingKind = Literal["none", "linear", "ntk", "llama3"]
 
 _INT32_MAX = 2**31 - 1
@@ -99,16 +102,18 @@ class GPTConfig:
     also says how it runs; None: the fastest that serves the call."""
     decode_implementation: str | Tuning | None = None
     """The same for the tokens that are written one after another: dense, triton, blockwise or None."""
-    remat: RematPolicy = "full"
-    """What the backward pass recomputes. none: nothing; full: each block from its input; save_attention: all
-    but the attention kernel; save_matmuls: only what is elementwise."""
+    remat: str = "full"
+    """What the backward pass recomputes. none: nothing; save_matmuls: only what is elementwise; save_attention: all but
+    the attention kernel; full: each block from its input; offload_attention: as save_attention, but what is kept, the
+    blocks' inputs too, waits in the host's memory; offload_inputs: as full, with the inputs there. Or by names, such as
+    "save(attention_output, attention_lse) & offload(layer_input)"; see layers/remat.py."""
     scan_layers: bool = True
     """One loop over the layers, so that compile time doesn't grow with depth. False: every layer compiled by itself,
     which spares the copies of activations into the loop's stacks and out of them."""
     compute_dtype: DTypeName = "bfloat16"
-    """Type of activations and of the matmuls' operands."""
+    """Type of activations and of the matmuls' operands; float64 for a reference, with JAX_ENABLE_X64=1."""
     param_dtype: DTypeName = "float32"
-    """Type that parameters are stored in."""
+    """Type that parameters are stored in; no narrower than float32 in training."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in every RMS norm."""
 
@@ -118,9 +123,14 @@ class GPTConfig:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         check_numbers(self, "model.")
         check_choice("model.mlp", self.mlp, MLPKind)
-        check_choice("model.remat", self.remat, RematPolicy)
-        check_choice("model.compute_dtype", self.compute_dtype, DTypeName)
-        check_choice("model.param_dtype", self.param_dtype, DTypeName)
+        check_remat(self.remat)
+        for name in ("compute_dtype", "param_dtype"):
+            check_choice(f"model.{name}", getattr(self, name), DTypeName)
+            if getattr(self, name) == "float64" and not jax.config.read("jax_enable_x64"):
+                raise ValueError(
+                    f"model.{name}='float64' needs JAX's 64-bit types, without which every array would be float32; "
+                    "set JAX_ENABLE_X64=1 in the environment, or use float32"
+                )
         check_implementation(self.implementation, "attention", "model.implementation")
         check_implementation(self.decode_implementation, "decoding", "model.decode_implementation")
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_base)
@@ -162,6 +172,11 @@ class GPTConfig:
                 )
 
     @property
+    def layers_per_mask(self) -> dict[Mask, int]:
+        """The masks, in the order of the layers, and how many layers have each."""
+        return dict(Counter(self.masks[layer % len(self.masks)] for layer in range(self.num_layers)))
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the whole network, the embedding among them."""
         attention = self.width * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
@@ -169,6 +184,14 @@ class GPTConfig:
         mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
         return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
+
+
+def check_remat(remat: str) -> None:
+    """Raises ValueError if this is no remat policy."""
+    try:
+        parse_remat(remat)
+    except ValueError as error:
+        raise ValueError(f"model.remat={remat!r}: {error}") from None
 
 
 def check_implementation(implementation: str | Tuning | None, task: Task, argument: str) -> None:

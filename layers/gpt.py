@@ -13,22 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
-from layers.config import GPTConfig, RematPolicy
+from layers.config import GPTConfig
 from layers.initializers import small_init
 from layers.mlp import MLP
 from layers.norm import RMSNorm
+from layers.remat import parse_remat
 from layers.rotary import Rotation
-
-_SAVED_NAMES: dict[RematPolicy, tuple[str, ...]] = {
-    "full": (),
-    "save_attention": ("attention_output", "attention_lse"),
-    "save_matmuls": ("attention_output", "attention_lse", "projection"),
-}
 
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
 GatherLayer = Callable[[nnx.State], nnx.State]
@@ -95,10 +91,12 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
+        places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
-            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation)
+            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation, places)
         return self._add_mlp(hidden)
 
     def prefill(
@@ -185,6 +183,7 @@ class GPT(nnx.Module):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
         *,
         gather_layer: GatherLayer | None = None,
     ) -> Float[Array, "B T W"]:
@@ -194,6 +193,7 @@ class GPT(nnx.Module):
           tokens: token ids, less than vocab_size.
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
           positions: each token's place in its document. None: its place in the sequence.
+          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
           gather_layer: makes the parameters that a layer computes with, in the compute dtype, of those that are stored,
             where they are used: in the loop over layers, and again where the backward pass recomputes. None: the
             stored ones, cast.
@@ -201,12 +201,12 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], positions)
+        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], places if positions is None else positions)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
             if gather_layer is not None:
                 state = gather_layer(state)
-            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation)
+            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation, places)
 
         stacks = self._split_stacks(cast=gather_layer is None)
         return self.final_norm(self._apply_blocks(apply_block, stacks, self._embed(tokens)))
@@ -311,8 +311,8 @@ class GPT(nnx.Module):
         num_repeats, num_left_over = divmod(self.config.num_layers, len(graphdefs))
         # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
         # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
-        apply_in_scan = _rematerialized(apply_block, self.config.remat, prevent_cse=num_repeats == 1)
-        apply_after_scan = _rematerialized(apply_block, self.config.remat, prevent_cse=True)
+        apply_in_scan = self._rematerialized(apply_block, prevent_cse=num_repeats == 1)
+        apply_after_scan = self._rematerialized(apply_block, prevent_cse=True)
 
         def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, None]:
             for graphdef, state in zip(graphdefs, layer_states, strict=True):
@@ -328,10 +328,18 @@ class GPT(nnx.Module):
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
     ) -> Float[Array, "B T W"]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
-        apply = jax.jit(_rematerialized(apply_block, self.config.remat, prevent_cse=True), static_argnums=(0,))
+        apply = jax.jit(self._rematerialized(apply_block, prevent_cse=True), static_argnums=(0,))
         for graphdef, state in self._split_layers(stacks):
             hidden = apply(graphdef, state, hidden)
         return hidden
+
+    def _rematerialized(self, apply_block: ApplyBlock, *, prevent_cse: bool) -> ApplyBlock:
+        policy = parse_remat(self.config.remat)
+        if policy is None:
+            return apply_block
+        if self.activation_sharding is not None and self.activation_sharding.exchanges_keys:
+            policy = policy.keeping_attention()
+        return policy.apply(apply_block, prevent_cse=prevent_cse)
 
     def _split_layers(self, stacks: Stacks) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
         """The blocks in the order of the layers, unstacked."""
@@ -352,9 +360,10 @@ class GPT(nnx.Module):
         return self.embedding.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
 
     def logits(self, hidden: Float[Array, "*batch W"]) -> Float[Array, "*batch V"]:
-        """Returns float32 logits: operands in the compute dtype, sums in float32."""
+        """Returns logits in float32 or wider, as their sums; operands in the compute dtype."""
         kernel = self.head_kernel.astype(self.config.compute_dtype)
-        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=jnp.float32)
+        dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
 
 
 def init_caches(
@@ -406,13 +415,6 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
         repeat, pattern_index = divmod(layer, pattern_length)
         blocks[layer] = jax.tree.map(lambda leaf, repeat=repeat: leaf[repeat][None], params["blocks"][pattern_index])
     return _with_matrices_in(jnp.dtype(config.compute_dtype), params | {"blocks": blocks})
-
-
-def _rematerialized(apply_block: ApplyBlock, remat: RematPolicy, *, prevent_cse: bool) -> ApplyBlock:
-    if remat == "none":
-        return apply_block
-    policy = jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[remat])
-    return jax.checkpoint(apply_block, policy=policy, prevent_cse=prevent_cse, static_argnums=(0,))
 
 
 def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:

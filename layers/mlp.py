@@ -81,7 +81,7 @@ class MLP(nnx.Module):
 
 
 def gelu(inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
-    """GELU in its tanh approximation, computed in float32.
+    """GELU in its tanh approximation, computed in float32 or wider.
 
     Args:
       inputs: any float type.
@@ -95,7 +95,7 @@ def gelu(inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
 
 
 def swiglu(gate: Float[Array, "*batch F"], inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
-    """silu(gate) · inputs, computed in float32.
+    """silu(gate) · inputs, computed in float32 or wider.
 
     Args:
       gate, inputs: of one float type.
@@ -115,22 +115,23 @@ def swiglu(gate: Float[Array, "*batch F"], inputs: Float[Array, "*batch F"]) -> 
 
 @jax.checkpoint
 def _swiglu(gate: Array, inputs: Array) -> Array:
-    gate32 = gate.astype(jnp.float32)
-    return (gate32 * _sigmoid(gate32) * inputs.astype(jnp.float32)).astype(inputs.dtype)
+    dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+    wide_gate = gate.astype(dtype)
+    return (wide_gate * _sigmoid(wide_gate) * inputs.astype(dtype)).astype(inputs.dtype)
 
 
 @jax.checkpoint
 def _gelu(inputs: Array) -> Array:
-    return _gelu32(inputs.astype(jnp.float32)).astype(inputs.dtype)
+    return _wide_gelu(inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))).astype(inputs.dtype)
 
 
 @jax.custom_jvp
-def _gelu32(x: Array) -> Array:
+def _wide_gelu(x: Array) -> Array:
     return x * _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * jnp.square(x)))
 
 
-@_gelu32.defjvp
-def _gelu32_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+@_wide_gelu.defjvp
+def _wide_gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     (x,), (tangent,) = primals, tangents
     square = jnp.square(x)
     gate = _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 
 class RMSNorm(nnx.Module):
-    """Divides by the root mean square over the last dim and multiplies by a learned scale, in float32.
+    """Divides by the root mean square over the last dim and multiplies by a learned scale, in float32 or wider.
 
     Args:
       num_features: size of the last dim.
@@ -34,7 +34,8 @@ class RMSNorm(nnx.Module):
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Returns the normalised inputs, in the inputs' own type."""
         with jax.named_scope("norm"):
-            values = inputs.astype(jnp.float32)
+            dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+            values = inputs.astype(dtype)
             mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
             values = values * jax.lax.rsqrt(mean_square + self.epsilon)
-            return (values * self.scale[...].astype(jnp.float32)).astype(inputs.dtype)
+            return (values * self.scale[...].astype(dtype)).astype(inputs.dtype)

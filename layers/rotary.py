@@ -60,7 +60,7 @@ def apply_rope(
     base: float = 10_000.0,
     scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N H"]:
-    """Turns each feature pair (i, i + H/2) by an angle proportional to its token's position, in float32.
+    """Turns each feature pair (i, i + H/2) by an angle proportional to its token's position, in float32 at least.
 
     Args:
       inputs: queries or keys.
@@ -74,7 +74,9 @@ def apply_rope(
     Source: Su et al., RoFormer, arXiv:2104.09864; pairs are halves of the head dim, as in GPT-NeoX and Hugging Face's
     Llama.
     """
-    return rotate(inputs, make_rotation(positions, inputs.shape[-1], base=base, scaling=scaling))
+    inputs = jnp.asarray(inputs)
+    rotation = make_rotation(positions, inputs.shape[-1], base=base, scaling=scaling, dtype=inputs.dtype)
+    return rotate(inputs, rotation)
 
 
 def make_rotation(
@@ -83,6 +85,7 @@ def make_rotation(
     *,
     base: float = 10_000.0,
     scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
+    dtype: jnp.dtype | str = "float32",
 ) -> Rotation:
     """The angles of `apply_rope`, for many layers to share.
 
@@ -90,9 +93,11 @@ def make_rotation(
       positions: each token's position in its document.
       head_dim: features of a head; even.
       base, scaling: as for `apply_rope`.
+      dtype: of the inputs to turn. The angles are float32 or wider.
     """
     with jax.named_scope("rope"):
-        phases = _phases(int32_positions("positions", positions), inverse_frequencies(head_dim, base, scaling))
+        frequencies = inverse_frequencies(head_dim, base, scaling)
+        phases = _phases(int32_positions("positions", positions), frequencies, jnp.promote_types(dtype, jnp.float32))
         return Rotation(jnp.cos(phases), jnp.sin(phases))
 
 
@@ -108,14 +113,14 @@ def rotate(inputs: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, 
     """
     with jax.named_scope("rope"):
         cos, sin = (angle[:, :, None, :] for angle in rotation)
-        first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
+        first, second = jnp.split(inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32)), 2, axis=-1)
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.astype(inputs.dtype)
 
 
-def _phases(positions: Int[Array, "B T"], frequencies: np.ndarray) -> Float[Array, "B T half_H"]:
+def _phases(positions: Int[Array, "B T"], frequencies: np.ndarray, dtype: np.dtype) -> Float[Array, "B T half_H"]:
     # A float32 product of a position near 2^20 and a frequency near 1 is off by up to 0.06 rad. The whole turns in each
     # 1024 tokens are therefore taken off in float64, ahead of time, which leaves 4e-4 rad at 2^20.
-    coarse = np.angle(np.exp(1j * _COARSE_TOKENS * frequencies)).astype(np.float32)
+    coarse = np.angle(np.exp(1j * _COARSE_TOKENS * frequencies)).astype(dtype)
     num_coarse, num_fine = jnp.divmod(positions[..., None], _COARSE_TOKENS)
-    return num_coarse.astype(jnp.float32) * coarse + num_fine.astype(jnp.float32) * frequencies.astype(np.float32)
+    return num_coarse.astype(dtype) * coarse + num_fine.astype(dtype) * frequencies.astype(dtype)

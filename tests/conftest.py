@@ -42,6 +42,7 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--num-kills", type=int, default=4, help="SIGKILLs of a run that has to end as if without them")
     parser.addoption("--rng-seed", type=int, help="seed of the `rng` fixture (default: a fresh one for each test)")
 
 

@@ -1,8 +1,9 @@
-"""`python -m trainer --config FILE [--workdir DIR] [--section.field value ...]`.
+"""`python -m trainer --config FILE [--workdir DIR] [--distributed …] [--section.field value ...]`.
 
-Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 75 stopped
-by SIGTERM, Ctrl-C or a closed terminal after saving (run the same command again to go on); 130 stopped by a second
-Ctrl-C, without saving. Everything that can be checked without a device is checked before JAX starts one.
+Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 69 another
+process of the run is gone; 70 the watchdog ended a run that hung; 75 stopped by SIGTERM, Ctrl-C or a closed terminal
+after saving; 130 stopped by a second Ctrl-C, without saving. After 69, 70 and 75 the same command goes on from the
+newest checkpoint. Everything that can be checked without a device is checked before JAX starts one.
 
 Only the standard library is imported up here: the signals are watched before the seconds that the rest takes.
 """
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.process.exit_status import FAILED, MISTAKE, PREEMPTED
+from trainer.process.signals import StopRequest
 from trainer.process.standard_streams import outlive_readers
 
 
@@ -38,20 +40,25 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
+            from trainer.hosts.launch import find_launch
             from trainer.workdir import claim_workdir
 
             command = parse_command_line(arguments)
+            line = ["python", "-m", "trainer", *arguments]
+            if (launch := find_launch(command.distributed, os.environ)) is not None:
+                from trainer.together import train_together
+
+                return train_together(command, launch, line=line, started=started, ending=ending)
             workdir = claim_workdir(command.workdir, command.train)
             from trainer.train import train  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-            line = ["python", "-m", "trainer", *arguments]
             return train(command.train, workdir, command=line, started=started, ending=ending)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
-            return 2
+            return MISTAKE
         except TrainingFailed as failure:
             print(f"error: {failure}", file=sys.stderr)
-            return 1
+            return FAILED
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ calls `train`. The code calls into these folders, each named for what it does:
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 from collections.abc import Callable, Sequence
 
 import jax
 
+from kernels import Target
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
@@ -26,10 +29,13 @@ from trainer.compile.stages import use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.hosts.agreement import require_same
+from trainer.hosts.membership import ALONE, Membership
+from trainer.hosts.peers import Peers
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Start
+from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
 from trainer.run.attempt import Attempt, attempt
@@ -39,11 +45,14 @@ from trainer.run.progress import Progress
 from trainer.run.resume import restore
 from trainer.run.saver import Saver, Snapshot
 from trainer.run.setup import Setup
-from trainer.run.window import RunningWindow, not_finite
+from trainer.run.skipped_updates import too_many_skipped
+from trainer.run.watchdog import Watchdog
+from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
-from trainer.step.attention_plan import plan_attention
+from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
+from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.workdir import Workdir
 
@@ -55,6 +64,7 @@ def train(
     command: Sequence[str],
     started: float,
     ending: threading.Event | None = None,
+    membership: Membership = ALONE,
 ) -> int:
     """Trains, from the workdir's newest checkpoint if there is one.
 
@@ -64,18 +74,19 @@ def train(
       command: the command line, for the record.
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
+      membership: of this process among those that train together.
 
     Returns:
       The exit status: 0 when all steps are done, 75 when a signal stopped the run after saving.
 
     Raises:
       UserMistake: data, mesh or model can't be used as the config says.
-      TrainingFailed: the devices can't start, a device or this machine is out of memory, a loss or gradient was not
-        finite, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
+      TrainingFailed: the devices can't start, a device or this machine is out of memory, too many updates in a row were
+        skipped, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
         called `sys.exit`.
     """
-    with attempt(config, workdir, command=command, started=started, ending=ending) as this:
-        setup = prepare(config, this.console.note)
+    with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
+        setup = prepare(config, this.console.note, this.peers)
         this.opened(setup)
         loop = TrainingLoop(setup, workdir, this)
         try:
@@ -87,19 +98,28 @@ def train(
             loop.close()
 
 
-def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
+def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peers | None = None) -> Setup:
     """Opens the data, makes the mesh and builds the step functions, in the order that finds mistakes soonest.
 
-    Nothing is compiled yet. `on_progress` is called with a line about work that takes long.
+    Nothing is compiled yet. `on_progress` is called with a line about work that takes long. All `peers` must be at it.
 
     Raises:
-      UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, or the
-        attention backend can't serve a mask or a sample.
+      UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, the
+        attention backend can't serve a mask or a sample, or processes differ in their data.
       TrainingFailed: the devices can't be started.
     """
-    if config.wandb.project is not None:
+    peers = peers or Peers()
+    if peers.count > 1 and config.samples.prompts:
+        raise UserMistake(
+            f"samples.prompts={config.samples.prompts} aren't continued by several processes together yet; leave them "
+            "out (--samples.prompts with nothing behind it), and continue texts from a checkpoint, with "
+            "python -m trainer.sample"
+        )
+    if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
+    plan_deal(config, Target("cpu", "cpu"))  # what it refuses, it refuses for every device
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
+    require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
@@ -107,8 +127,10 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None]) -> Setup:
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
-    batches, validation_batches = make_batches(config, corpus, on_progress)
-    validation_batches = jax.device_put(validation_batches, batch_sharding(mesh))
+    sharding = batch_sharding(mesh)
+    rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
+    batches, validation_shares = make_batches(config, corpus, functions.deal, on_progress, rows_of)
+    validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
     return Setup(config, corpus, functions, attention, batches, validation_batches, samples, flops, peak)
@@ -126,14 +148,21 @@ class TrainingLoop:
     def __init__(self, setup: Setup, workdir: Workdir, this: Attempt):
         self.setup, self.config, self.workdir = setup, setup.config, workdir
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
+        self.peers = this.peers
         self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
-        self.observers = make_observers(setup.config, workdir, this.console, this.record, self.history, self.times)
+        listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
+        self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
-        self.checkpoints = Checkpoints(workdir.checkpoints, setup.config.checkpoint.num_kept, this.console.note)
+        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
+        num_kept, saving = setup.config.checkpoint.num_kept, self.watchdog.saving
+        self.checkpoints = Checkpoints(
+            workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
+        )
         self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
         self.data_failure: TrainingFailed | None = None
+        self.is_amid_skipped = False
         self.state: TrainState
         self.programs: CompiledSteps
 
@@ -151,20 +180,25 @@ class TrainingLoop:
                     self.state = jax.block_until_ready(self.programs.init_state())
         self.history.add_first(self.programs.reports)
         self.record.put(resumed_from=resumed.origin, config_changes=changes_to_json(self.config_history.changes))
-        logged = LoggedEntries(self.workdir.metrics, self.progress.step, self.console)
-        self.evaluator.evaluations |= logged.evaluations
+        logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)
+        evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
+        self.evaluator.evaluations |= {entry["step"]: entry for entry in evaluations}
         self.observers.started(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
     def train(self) -> int:
         """Steps to the end, or to a stop signal; returns the exit status."""
         progress, num_steps = self.progress, self.config.num_steps
-        with self.history.watch((self.programs.train_step, self.programs.eval_step), lambda: progress.step):
+        own = (self.programs.train_step, self.programs.eval_step)
+        with (
+            self.history.watch(own, lambda: progress.step),
+            self.watchdog.watching(lambda: self.programs.is_compiling),
+        ):
             self.evaluator.evaluate_if_due(progress.step, self.programs.eval_step, self.state)
             while progress.step < num_steps and not self.stop.requested and self.data_failure is None:
                 self.run_window()
                 self.evaluator.evaluate_if_due(progress.step, self.programs.eval_step, self.state)
                 if progress.step % self.config.checkpoint.every_num_steps == 0:
-                    self.saver.save(self.snapshot)
+                    self.save_if_good()
                 for warning in self.history.take_warnings():
                     self.console.warning(warning)
             self.saver.save_at_last(self.snapshot)
@@ -181,6 +215,8 @@ class TrainingLoop:
                 with self.account.measure("data_wait"):
                     batch = next(self.setup.batches)
             except TrainingFailed as failure:  # the steps so far are saved before it ends the run
+                if self.peers.count > 1:  # the others make this step, so there is none at which all could save
+                    raise
                 self.data_failure = failure
                 break
             with self.account.measure("step"), running("train_step"):
@@ -193,9 +229,17 @@ class TrainingLoop:
         if window.num_steps > 0:
             done = window.result(self.times, self.history)
             self.observers.window(done)
-            if done.overflow is not None:
+            self.is_amid_skipped = done.is_amid_skipped
+            if done.failure is not None:
                 self.saver.finish(tries_again=False)
-                raise not_finite(done.overflow, self.checkpoints.newest)
+                raise too_many_skipped(done.failure, self.checkpoints.newest)
+
+    def save_if_good(self) -> None:
+        """Saves, unless the last update was skipped: such checkpoints could push out the last good one."""
+        if self.is_amid_skipped:
+            self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
+        else:
+            self.saver.save(self.snapshot)
 
     def snapshot(self) -> Snapshot:
         """What a checkpoint of this very step holds."""

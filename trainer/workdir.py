@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
@@ -51,6 +52,10 @@ class Workdir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def stacks(self, process: int | Literal["*"]) -> Path:
+        """Where a process of the run leaves every thread's stack when it hangs; "*": where all of them do."""
+        return self.path / f"stacks-{process}.txt"
+
     def write_config(self, config: TrainConfig) -> None:
         """Keeps the config that the run goes on with.
 
@@ -58,6 +63,13 @@ class Workdir:
           OSError: it can't be written.
         """
         write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
+
+
+class FollowedWorkdir(Workdir):
+    """The workdir of a run whose process 0 has claimed it. This process writes only its share of checkpoints."""
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Does nothing: process 0 writes it."""
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:

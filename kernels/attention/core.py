@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,29 @@ if TYPE_CHECKING:
     from kernels.tuning import Tuning
 
 
+class Halves(NamedTuple):
+    """A backend's two halves, hashable.
+
+    Attributes:
+      forward: `(inputs, call, tuning)` to output and lse.
+      backward: `(inputs, call, tuning, cotangent)` to the gradients of query, key and value.
+      tuning: with nothing left open.
+    """
+
+    forward: Callable[..., tuple[Array, Array]]
+    backward: Callable[..., Gradients]
+    tuning: Any
+
+    @staticmethod
+    def of(backend: Backend, tuning: Tuning | None, call: AttentionCall) -> Halves:
+        """Those of a backend that serves the call."""
+        module: ModuleType = backend.load()
+        if backend.differentiable is not None:
+            function = getattr(module, backend.differentiable)
+            return Halves(_function_forward, _function_backward, function)
+        return Halves(module.forward, module.backward, module.resolve(tuning, call))
+
+
 def attend(
     backend: Backend, inputs: AttentionInputs, call: AttentionCall, tuning: Tuning | None
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -41,7 +64,7 @@ def attend(
         return getattr(module, backend.differentiable)(inputs, call)
 
     def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        return attend_by_halves(module.forward, module.backward, module.resolve(tuning, call), inputs, call)
+        return attend_by_halves(*Halves.of(backend, tuning, call), inputs, call)
 
     if backend.takes_masks_of_heads:
         return attend_one_mask(inputs, call)
@@ -71,6 +94,30 @@ def _attend_backward(
 
 
 attend_by_halves.defvjp(_attend_forward, _attend_backward)
+
+
+def _function_forward(inputs: AttentionInputs, call: AttentionCall, function: Callable):
+    return function(inputs, call)
+
+
+def _function_backward(
+    inputs: AttentionInputs, call: AttentionCall, function: Callable, cotangent: Cotangent
+) -> Gradients:
+    """The backward half that JAX's derivative of a function of (inputs, call) makes.
+
+    The function divides by the softmax's sum over the keys of this call, and a half by the sum over the whole row's. So
+    dO is scaled by the ratio of the two, and the gradient of lse makes up for the two deltas' difference.
+    """
+
+    def attend(query, key, value):
+        return function(inputs._replace(query=query, key=key, value=value), call)
+
+    (output, lse), pull_back = jax.vjp(attend, *inputs[:3])
+    attends = lse != -jnp.inf
+    ratio = jnp.where(attends, jnp.exp(lse - jnp.where(attends, cotangent.lse, 0)), 0)
+    d_output = (cotangent.d_output * ratio[..., None]).astype(call.dtype)
+    own_delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
+    return pull_back((d_output, jnp.where(attends, own_delta - ratio * cotangent.delta, 0)))
 
 
 def sinks_gradient(sinks: Float[Array, " N"], cotangent: Cotangent) -> Float[Array, " N"]:

@@ -1,13 +1,34 @@
-"""Attention over several devices, each of which holds a part of every row's tokens."""
+"""Attention over several devices, each of which holds a part of every row's tokens.
 
+`deal` decides which tokens each rank holds, `exchange` how ranks get at each other's keys and values, and
+`attend_over_mesh` is the call.
+"""
+
+from kernels.context.attention import MeshLayout, attend_over_mesh, manual_axes, spec_without
+from kernels.context.costs import Exchange, ExchangeCost
 from kernels.context.deal import Deal, check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
+from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
+from kernels.context.plan import ContextPlan, plan_context
+from kernels.context.split import Split
 
 __all__ = [
+    "ChosenExchange",
+    "ContextPlan",
     "Deal",
+    "Exchange",
+    "ExchangeCost",
+    "MeshLayout",
+    "Split",
+    "attend_over_mesh",
     "check_deal",
     "choose_deal",
+    "choose_exchange",
     "chunk_costs",
     "deal_tokens",
     "default_chunk_size",
     "imbalance",
+    "kernel_call",
+    "manual_axes",
+    "plan_context",
+    "spec_without",
 ]

@@ -2,8 +2,11 @@
 
 A row of T tokens is cut into chunks. Every rank gets as many chunks as any other, and chunks of nearly the same cost in
 all. A chunk costs the tiles that a kernel visits for its queries, under the layers' masks and the row's documents,
-found from the rows' intervals in closed form. In a long document later chunks cost more, so they come out zigzagged; a
-document that lies within a chunk stays whole.
+found from the rows' intervals in closed form. Neighbouring chunks are dealt out together as far as that is level: a
+long document comes out zigzagged, and few short ones are parted.
+
+Chunks lie on a grid, wherever documents begin. A chunk so has whole tiles, as many as any other, and a document that
+lies in two chunks of different ranks costs the tiles that it would cost on one.
 
 Everything here is NumPy on the host: the data pipeline deals rows out before they reach a device.
 
@@ -28,10 +31,12 @@ Flash Attention, github.com/zhuzilin/ring-flash-attention). by_cost: chunks in a
 
 # The side of the tiles that costs are counted in, in tokens: a kernel's own differ little from it.
 _TILE = 128
-# Pairs of chunks swapped between the busiest and the idlest rank, at most, after the first deal.
+# Pairs of runs swapped between the busiest and the idlest rank, at most, after the first deal.
 _MAX_SWAPS = 64
 # The swaps end when no rank has more than this much above the mean.
 _LEVEL = 1.002
+# The imbalance up to which neighbouring chunks stay together: less than a kernel's other tiles make of it.
+_LEVEL_TOGETHER = 1.005
 # The imbalance up to which a deal that is known ahead of time is taken rather than one for each row.
 _LEVEL_ENOUGH = 1.02
 
@@ -185,10 +190,9 @@ def chunk_costs(
 
 
 def deal_chunks(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarray, "R n"]:
-    """Gives every rank as many chunks as any other, of nearly equal cost.
+    """Gives every rank as many chunks as any other, of nearly equal cost, in as few runs as that takes.
 
-    The costliest chunks come first, one for each rank, each to the rank that has the least so far. Then the busiest
-    and the idlest rank swap chunks while that helps.
+    At first a rank gets its chunks in one run. Runs are halved until all ranks have the same cost.
 
     Args:
       costs: of each chunk; C is a multiple of `num_ranks`.
@@ -196,27 +200,50 @@ def deal_chunks(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarra
 
     Returns:
       int64: the chunks of each rank, rising.
+
+    >>> deal_chunks(np.ones(8), 2).tolist(), deal_chunks(np.arange(8.0), 2).tolist()
+    ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]])
+    """
+    of_rank = len(costs) // num_ranks
+    run = of_rank & -of_rank
+    while True:
+        costs_of_runs = costs.reshape(-1, run).sum(1)
+        dealt = _deal_runs(costs_of_runs, num_ranks)
+        if run == 1 or imbalance(costs_of_runs[dealt]) <= _LEVEL_TOGETHER:
+            return (dealt[:, :, None] * run + np.arange(run)).reshape(num_ranks, -1)
+        run //= 2
+
+
+def _deal_runs(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarray, "R n"]:
+    """Deals out runs of chunks, or single chunks: the costliest first, one to each rank, each to the idlest so far.
+
+    Then the busiest and the idlest rank swap runs while that helps.
     """
     by_cost = np.argsort(-costs, kind="stable").reshape(-1, num_ranks)
     dealt, totals = np.empty_like(by_cost), np.zeros(num_ranks)
-    for index, chunks in enumerate(by_cost):
+    for index, runs in enumerate(by_cost):
         idlest_first = np.argsort(totals, kind="stable")
-        dealt[index, idlest_first] = chunks
-        totals[idlest_first] += costs[chunks]
+        dealt[index, idlest_first] = runs
+        totals[idlest_first] += costs[runs]
     dealt = dealt.T.copy()
     for _ in range(_MAX_SWAPS):
         if totals.max() <= _LEVEL * totals.mean() or not _swap(dealt, totals, costs):
             break
-    return np.sort(dealt, axis=1)
+    # Runs of one cost stand in for each other. Each rank gets its share of them side by side.
+    kinds = np.unique(costs, return_inverse=True)[1]
+    ranks = np.repeat(np.arange(num_ranks), dealt.shape[1])
+    owners = np.empty_like(ranks)
+    owners[np.argsort(kinds, kind="stable")] = ranks[np.lexsort((ranks, kinds[dealt.ravel()]))]
+    return np.argsort(owners, kind="stable").reshape(dealt.shape)
 
 
 def _swap(dealt: Int[np.ndarray, "R n"], totals: Float[np.ndarray, " R"], costs: Float[np.ndarray, " C"]) -> bool:
-    """Swaps a chunk of the busiest rank with one of the idlest, so that both come closest to their mean, if any do."""
+    """Swaps a run of the busiest rank with one of the idlest, so that both come closest to their mean, if any do."""
     busiest, idlest = int(totals.argmax()), int(totals.argmin())
     gap = totals[busiest] - totals[idlest]
     dealt[idlest] = dealt[idlest, np.argsort(costs[dealt[idlest]], kind="stable")]
     own, theirs = costs[dealt[busiest]], costs[dealt[idlest]]
-    # Half of the gap should move: the chunks to look at are those on either side of own − gap / 2.
+    # Half of the gap should move: the runs to look at are those on either side of own − gap / 2.
     above = np.searchsorted(theirs, own - gap / 2)
     partners = np.stack([np.maximum(above - 1, 0), np.minimum(above, len(theirs) - 1)])
     left_over = np.abs(gap - 2 * (own - theirs[partners]))
@@ -239,7 +266,7 @@ def _documents(segment_ids: Int[np.ndarray, " T"] | None, length: int) -> tuple[
     """The places at which each token's document begins and ends."""
     if segment_ids is None:
         return np.zeros(length, np.int64), np.full(length, length)
-    starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] + 1))
+    starts = np.flatnonzero(np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]]))
     lengths = np.diff(starts, append=length)
     return np.repeat(starts, lengths), np.repeat(starts + lengths, lengths)
 

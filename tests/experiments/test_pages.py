@@ -7,8 +7,9 @@ import re
 import jax
 import pytest
 
-from experiments import gpt_1b_32k, gpt_32k, gpt_32k_window, smoke
+from experiments import gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
 from kernels import CausalMask
+from trainer.__main__ import main
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
@@ -74,6 +75,27 @@ def test_the_large_page_refuses_a_machine_without_an_accelerator(monkeypatch):
     model = gpt_1b_32k.get_config().model
     assert (model.num_layers, model.width, model.num_heads, model.head_dim) == (24, 2048, 16, 128)
     assert model.num_parameters == pytest.approx(1.31e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("page", "length"), [(gpt_128k, 131_072), (gpt_1m, 1_048_576)], ids=["gpt_128k", "gpt_1m"])
+def test_a_page_for_two_gpus_refuses_fewer(page, length, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    name = page.__name__.removeprefix("experiments.")
+    assert main(["--config", f"experiments/{name}.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: experiments/{name}.py trains 1.3B parameters on {length:,} tokens and needs two")
+    assert "run experiments/gpt_32k.py" in said
+    assert f"python -m trainer.compile --config experiments/{name}.py --topology h200:2" in said
+    assert said.count("\n") == 1
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    config = page.get_config()
+    assert (config.name, config.sequence_length) == (name, length)
+    assert config.model.num_parameters == pytest.approx(1.31e9, rel=0.01)
+    told = (
+        r"mesh data=1 × fsdp=1 × tensor=1 × context=2 needs 2 device\(s\), got 1 \(cpu\); set the sizes under mesh so"
+    )
+    with pytest.raises(UserMistake, match=told):
+        make_mesh(config.mesh, jax.devices()[:1])
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

@@ -131,12 +131,40 @@ def test_random_packed_rows_are_dealt_out_level(num_ranks, most, rng):
     for _ in range(12):
         ids, positions = packed_row(LENGTH, lengths_of_documents(rng))
         places = deal_tokens("by_cost", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
-        # Counted in tiles of another size than the deal's own.
-        costs = chunk_costs(masks, LENGTH, 64, segment_ids=ids, positions=positions)
-        assert imbalance(costs[places[::64] // 64].reshape(num_ranks, -1)) <= most
+        # In the deal's own tiles, and in tiles of half their side: a kernel's lie between the two.
+        for side, bound in ((128, most), (64, 1.10)):
+            costs = chunk_costs(masks, LENGTH, side, segment_ids=ids, positions=positions)
+            assert imbalance(costs[places[::side] // side].reshape(num_ranks, -1)) <= bound
     # One whole document in order is far from level.
     whole = chunk_costs({CausalMask(): 1.0}, LENGTH, 64)
     assert imbalance(whole.reshape(num_ranks, -1)) > most
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_long_document_comes_out_zigzagged_and_one_of_level_cost_in_order(num_ranks):
+    for mask, deal in ((CausalMask(), "zigzag"), (FullMask(), "in_order")):
+        places = deal_tokens("by_cost", LENGTH, num_ranks, masks={mask: 1.0})
+        np.testing.assert_array_equal(places, deal_tokens(deal, LENGTH, num_ranks))
+    # Only the first tokens have less than the window to attend to.
+    windows = deal_tokens("by_cost", LENGTH, num_ranks, masks={CausalMask() & LocalMask(16_383, 0): 1.0})
+    assert (np.diff(windows) != 1).sum() < 4 * num_ranks
+
+
+def test_few_documents_are_parted(rng):
+    """Most documents shorter than a chunk lie on one rank, and longer ones on few more than they need to."""
+    masks, num_ranks = {CausalMask(): 1.0, CausalMask() & LocalMask(1023, 0): 4.0}, 4
+    chunk_size, num_runs, is_parted = default_chunk_size(LENGTH, num_ranks), [], []
+    for _ in range(8):
+        ids, positions = packed_row(LENGTH, lambda: rng.lognormal(np.log(300), 1))
+        places = deal_tokens("by_cost", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
+        num_runs.append(1 + (np.diff(places) != 1).sum())
+        ranks = np.empty(LENGTH, int)
+        ranks[places] = np.repeat(np.arange(num_ranks), LENGTH // num_ranks)
+        starts = np.flatnonzero(np.diff(ids, prepend=0))
+        of_first, of_last = np.minimum.reduceat(ranks, starts), np.maximum.reduceat(ranks, starts)
+        is_parted += (of_first < of_last)[np.diff(starts, append=LENGTH) < chunk_size].tolist()
+    assert np.median(num_runs) <= LENGTH // chunk_size / 4
+    assert np.mean(is_parted) < 0.1
 
 
 def test_the_simplest_level_deal_is_chosen():

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from trainer.compile.topology import Topology
+from trainer.compile.topology import parse_topology
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"
@@ -71,7 +71,7 @@ CASES = {
 
 def count_kernels(topology: str, cases: list[str]) -> dict[str, int]:
     """Pallas kernels in the compiled forward and backward of each case."""
-    environment = os.environ | Topology.parse(topology).environment()
+    environment = os.environ | parse_topology(topology).environment()
     command = [sys.executable, "-c", COMPILE, topology, *cases]
     finished = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert finished.returncode == 0, finished.stderr[-3000:]

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, PrefixMask
 from layers import GPT, ActivationSharding, GPTConfig, RopeScaling
+from layers.remat import REMAT_POLICIES
 
 WINDOW = CausalMask() & LocalMask(5, 0)
 # 5 layers over a pattern of 2: two repeats in the scan and one layer left over. The reference compiles fastest; that
@@ -132,15 +133,17 @@ def test_remat_changes_no_gradient(rng, packed):
     inputs = (packed.tokens, packed.segment_ids, packed.positions)
     loss, gradients = loss_and_gradients(with_config(model, remat="none"), *inputs)
     assert all(jnp.abs(gradient).max() > 0 for gradient in parameters(gradients).values())
-    for remat in ("full", "save_attention", "save_matmuls"):
-        remat_loss, remat_gradients = loss_and_gradients(with_config(model, remat=remat), *inputs)
+    unrolled = {"remat": "save(attention_lse) & offload(layer_input, projection)", "scan_layers": False}
+    policies = ("full", "save_attention", "save_matmuls", "offload_attention")
+    for changes in (*({"remat": remat} for remat in policies), unrolled):
+        remat_loss, remat_gradients = loss_and_gradients(with_config(model, **changes), *inputs)
         np.testing.assert_allclose(remat_loss, loss, rtol=1e-6)
         for path, gradient in parameters(gradients).items():
             np.testing.assert_allclose(
                 parameters(remat_gradients)[path],
                 gradient,
                 atol=1e-5 * float(jnp.abs(gradient).max()),
-                err_msg=f"{remat}: {path}",
+                err_msg=f"{changes}: {path}",
             )
 
 
@@ -181,7 +184,7 @@ def test_remat_policies_recompute_what_they_say(on_mesh):
     config = dataclasses.replace(CONFIG, num_layers=1, masks=(CausalMask(),), implementation="blockwise", sinks=False)
     num = {
         remat: (count_equations(jaxpr, "while"), count_equations(jaxpr, "dot_general"))
-        for remat in ("none", "full", "save_attention", "save_matmuls")
+        for remat in REMAT_POLICIES
         for jaxpr in [gradient_jaxpr(dataclasses.replace(config, remat=remat), sharding)]
     }
     none_loops, none_matmuls = num["none"]
@@ -191,6 +194,32 @@ def test_remat_policies_recompute_what_they_say(on_mesh):
     assert num["save_attention"][0] == none_loops
     assert num["save_matmuls"] == (none_loops, none_matmuls)
     assert num["save_attention"][1] > none_matmuls
+    assert num["offload_attention"] == num["save_attention"]
+    assert num["offload_inputs"] == num["full"]
+
+
+@pytest.mark.parametrize("num_layers", [1, 4], ids=["layer by itself", "loop"])
+def test_what_is_offloaded_waits_in_the_hosts_memory(num_layers):
+    """What a policy sends to the host is what it names, and is fetched again once."""
+    config = dataclasses.replace(CONFIG, num_layers=num_layers, masks=(CausalMask(),), implementation="blockwise")
+    hidden, output, lse = (1, 32, 16), (1, 32, 4, 4), (1, 32, 4)
+    for scan_layers in {True, num_layers > 1}:
+        of_policy = {"full": [], "offload_inputs": [hidden], "offload_attention": [hidden, output, lse]}
+        for remat, expected in of_policy.items():
+            jaxpr = gradient_jaxpr(dataclasses.replace(config, remat=remat, scan_layers=scan_layers), None)
+            sent, fetched = moved(jaxpr, jax.memory.Space.Host), moved(jaxpr, jax.memory.Space.Device)
+            times = 1 if scan_layers else num_layers
+            assert sorted(sent) == sorted(expected * times)
+            assert sorted(fetched) == sorted(expected * times)
+
+
+def moved(jaxpr, space):
+    """Shapes of what is moved into a memory."""
+    return [
+        equation.outvars[0].aval.shape
+        for equation in all_equations(jaxpr)
+        if equation.primitive.name == "device_put" and equation.outvars[0].aval.memory_space == space
+    ]
 
 
 @pytest.mark.parametrize(

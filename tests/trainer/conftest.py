@@ -70,9 +70,9 @@ class TrainerCommand:
 
     config: Path
 
-    def start(self, *arguments: object, **environment: str) -> subprocess.Popen[str]:
-        """The command, running; its output is unbuffered."""
-        line = [sys.executable, "-u", "-m", "trainer", *map(str, arguments)]
+    def start(self, *arguments: object, module: str = "trainer", **environment: str) -> subprocess.Popen[str]:
+        """The command, running; its output is unbuffered. `module` and its own arguments take the trainer's place."""
+        line = [sys.executable, "-u", "-m", *module.split(), *map(str, arguments)]
         if "--config" not in arguments:
             line += ["--config", str(self.config)]
         env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment
@@ -86,15 +86,18 @@ class TrainerCommand:
             stdin=subprocess.DEVNULL,
         )
 
-    def run(self, *arguments: object, **environment: str) -> Finished:
+    def run(self, *arguments: object, module: str = "trainer", **environment: str) -> Finished:
         """The command, run to its end."""
         begun = time.perf_counter()
-        return self.finish(self.start(*arguments, **environment), begun)
+        return self.finish(self.start(*arguments, module=module, **environment), begun)
 
     @staticmethod
     def finish(process: subprocess.Popen[str], begun: float = math.nan) -> Finished:
         """What a started command came to; `begun` is the `time.perf_counter()` that its seconds count from."""
-        output, errors = process.communicate(timeout=240)
+        try:
+            output, errors = process.communicate(timeout=240)
+        finally:
+            process.kill()  # one that takes too long must not outlive its test
         return Finished(process.returncode, output, errors, time.perf_counter() - begun)
 
 

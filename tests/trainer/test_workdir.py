@@ -30,6 +30,7 @@ from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.files.atomic import write_atomically
+from trainer.hosts.peers import Peers
 from trainer.observers.metrics import LoggedEntries, MetricsFile
 from trainer.observers.observer import VALIDATION_LOSS, Start, make_entry
 from trainer.observers.record import RunRecord
@@ -92,7 +93,10 @@ def start() -> Iterator[Callable[[Path], Started]]:
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
         setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=SimpleNamespace(abstract_state=state))
         stop = SimpleNamespace(requested=False)
-        loop = TrainingLoop(setup, workdir, SimpleNamespace(console=console, record=record, account=account, stop=stop))
+        this = SimpleNamespace(
+            console=console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
+        )
+        loop = TrainingLoop(setup, workdir, this)
         try:
             loop.restore_and_compile()
             for _ in range(5):

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ DIGESTS = "SHA256SUMS"
 # A step as Python writes it. `str.isdigit` would also accept "²", "１２" and "007", which no save writes.
 _STEP = "[1-9][0-9]{0,17}"
 _NUM_NAMED = 5
+_OF_A_PROCESS = re.compile(r"state/ocdbt\.process_([0-9]+)/")  # Orbax's
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,23 @@ def list_checkpoints(folder: Path) -> Listing:
     return Listing(tuple(sorted(steps)), tuple(unfinished), tuple(foreign))
 
 
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its digests; None if every file is as it was written."""
+def owner(name: str) -> int:
+    """The process that wrote a file of a checkpoint, by the file's name in it. Process 0 writes what all share.
+
+    >>> owner("state/ocdbt.process_3/d/0123"), owner("state/_METADATA")
+    (3, 0)
+    """
+    of_a_process = _OF_A_PROCESS.match(name)
+    return int(of_a_process[1]) if of_a_process else 0
+
+
+def find_damage(path: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str | None:
+    """What is wrong with a checkpoint, by its digests; None if every file is as it was written.
+
+    Args:
+      path: the checkpoint.
+      is_mine: whether to look at a file, by its name.
+    """
     try:
         if not os.path.lexists(path / DIGESTS):
             return f"{DIGESTS} is missing"
@@ -93,21 +109,24 @@ def find_damage(path: Path) -> str | None:
                 return f"line {number} of {DIGESTS} {'lists a file again' if separator else 'is not one of sha256sum'}"
             if line:
                 expected[name] = digest
-        found = digests(path)
+        if not expected:
+            return f"{DIGESTS} is empty"
+        found = digests(path, is_mine)
     except FileNotFoundError as error:
         return f"{printable(str(error.filename))} is missing"
     except (OSError, ValueError) as error:
         return f"{DIGESTS} can't be read: {error}"
-    return _first_difference(expected, found)
+    return _first_difference({name: digest for name, digest in expected.items() if is_mine(name)}, found)
 
 
-def digests(path: Path) -> dict[str, str]:
-    """SHA-256 of each file of a checkpoint, except the list of digests itself, by name."""
+def digests(path: Path, is_mine: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint that `is_mine`, except the list of digests itself, by name."""
     found = {}
     for file in sorted(path.rglob("*")):
-        if file.is_file() and file.name != DIGESTS:
+        name = str(file.relative_to(path))
+        if is_mine(name) and file.is_file() and file.name != DIGESTS:
             with file.open("rb") as content:
-                found[str(file.relative_to(path))] = hashlib.file_digest(content, "sha256").hexdigest()
+                found[name] = hashlib.file_digest(content, "sha256").hexdigest()
     return found
 
 
@@ -208,8 +227,6 @@ def printable(name: str) -> str:
 
 
 def _first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
-    if not expected:
-        return f"{DIGESTS} is empty"
     for name, digest in expected.items():
         if name not in found:
             return f"{printable(name)} is missing"

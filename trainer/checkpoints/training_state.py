@@ -13,6 +13,9 @@
 A checkpoint is written into `N.tmp` and renamed to `N` once everything in it is on the disk. So a kill leaves either
 all of it or nothing under that name. Reading verifies the digests first. Orbax notices a missing or a truncated file,
 but its data files have no checksum: it restores flipped bits without a word, and training would go on from garbage.
+
+Where several processes train together, each writes its shards, and syncs and digests the files that it has written.
+Process 0 does the rest, once all have succeeded. When one fails, the save has failed for all.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from trainer.checkpoints.folder import (
@@ -40,11 +44,14 @@ from trainer.checkpoints.folder import (
     digests,
     find_damage,
     list_checkpoints,
+    owner,
     read_metadata,
 )
+from trainer.checkpoints.shared_save import SharedSave
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
+from trainer.hosts.peers import Peers
 
 _NUM_REMOVALS = 10
 _BETWEEN_REMOVALS_S = 0.1
@@ -79,15 +86,32 @@ class Checkpoints:
         verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
         it.
       on_note: called with a line about what isn't the run's own, and about what can't be removed.
+      peers: the processes that save and restore together; each must make the same calls. None: this one alone.
+      saving: made and entered when a save begins, and left when it ends, in another thread.
     """
 
-    def __init__(self, folder: Path, num_kept: int, on_note: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        folder: Path,
+        num_kept: int,
+        on_note: Callable[[str], None] = lambda line: None,
+        *,
+        peers: Peers | None = None,
+        saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self._folder = folder.absolute()
-        self._num_kept = num_kept
-        self._orbax = ocp.StandardCheckpointer()
+        self._num_kept, self._watched = num_kept, saving
+        self._peers = peers or Peers()
+        self._num_saves, self._share = 0, SharedSave(self._peers, 0)
+        self._orbax = self._make_orbax()
         self._saving: threading.Thread | None = None
         self._failure: TrainingFailed | None = None
         self._abandoned: set[Path] = set()
+        known = self._peers.of_first("checkpoints", lambda: json.dumps(self._take_stock(on_note)))
+        self._steps: list[int] = json.loads(known)
+
+    def _take_stock(self, on_note: Callable[[str], None]) -> Sequence[int]:
+        """Removes what earlier kills left, and returns the steps that have a checkpoint."""
         listing = list_checkpoints(self._folder)
         if foreign := listing.describe_foreign():
             on_note(foreign)
@@ -96,7 +120,7 @@ class Checkpoints:
                 shutil.rmtree(unfinished)
             except OSError as error:
                 on_note(f"{unfinished} can't be removed: {error.strerror}; it is left there and takes up space")
-        self._steps = list(listing.steps)
+        return listing.steps
 
     @property
     def newest_step(self) -> int:
@@ -122,7 +146,7 @@ class Checkpoints:
         damaged: list[Damaged] = []
         for step in reversed(self._steps):
             path = self._path(step)
-            reason = find_damage(path)
+            reason = self._find_damage(path)
             if reason is None:
                 metadata = read_metadata(path)
                 state = self._restore(path, abstract_state)
@@ -150,17 +174,21 @@ class Checkpoints:
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
         self._remove_abandoned()
         unfinished = self._folder / f"{step}.tmp"
+        before, self._num_saves = self._share, self._num_saves + 1
+        self._share = SharedSave(self._peers, self._num_saves)
+        metadata = Metadata(step, data_state, config_history)
+        watched = contextlib.ExitStack()
+        watched.enter_context(self._watched())
         try:
-            if os.path.lexists(unfinished):
-                set_aside(unfinished, "foreign")
-            unfinished.mkdir()
-            metadata = Metadata(step, data_state, config_history)
-            write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
-            self._orbax.save(unfinished / "state", state)
+            self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
+            before.forget()
+            self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state))
         except Exception as error:
+            watched.close()
             self._abandon(unfinished)
             raise self._failed_save(step, error) from error
-        self._saving = threading.Thread(target=self._finish, args=(step, unfinished), name=f"checkpoint-{step}")
+        arguments = (watched, step, unfinished)
+        self._saving = threading.Thread(target=self._finish_inside, args=arguments, name=f"checkpoint-{step}")
         self._saving.start()
 
     def wait(self) -> None:
@@ -190,32 +218,69 @@ class Checkpoints:
 
     def _restore(self, path: Path, abstract_state: Any) -> Any:
         try:
-            return self._orbax.restore(path / "state", abstract_state)
+            return self._restore_fields(path / "state", abstract_state)
         except Exception as error:
             if reason_of(error) is not None:
                 raise
             raise cannot_restore(path, error) from error
 
+    def _restore_fields(self, path: Path, abstract_state: Any) -> Any:
+        """Reads a state. A field that has a default has it where an older version didn't save the field."""
+        defaults = getattr(abstract_state, "_field_defaults", {})
+        held = self._orbax.metadata(path).item_metadata.tree
+        absent = {name: default for name, default in defaults.items() if name not in held}
+        if not absent:
+            return self._orbax.restore(path, abstract_state)
+        fields = abstract_state._asdict()
+        shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, fields.pop(name)) for name in absent}
+        return type(abstract_state)(**self._orbax.restore(path, fields), **jax.device_put(absent, shardings))
+
     def _path(self, step: int) -> Path:
         return self._folder / str(step)
 
+    def _make_orbax(self) -> ocp.StandardCheckpointer:
+        if self._peers.count == 1:
+            return ocp.StandardCheckpointer()
+        # With its processes named, Orbax meets through the coordination service; otherwise by a collective, which would
+        # wait for the steps' collectives, and they for it.
+        return ocp.StandardCheckpointer(
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=set(range(self._peers.count))),
+        )
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        self._share.barrier(key, timeout_ms / 1000)
+
+    def _find_damage(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint. Each process looks at a share of the files, and all come to the same."""
+        count, index = self._peers.count, self._peers.index
+        reason = find_damage(path, lambda name: owner(name) % count == index)
+        reasons = self._peers.exchange(f"restore/{path.name}", reason or "")
+        return next(filter(None, reasons), None)
+
+    def _begin(self, unfinished: Path, metadata: Metadata) -> None:
+        if os.path.lexists(unfinished):
+            set_aside(unfinished, "foreign")
+        unfinished.mkdir()
+        write_atomically(unfinished / "run.json", json.dumps(metadata.to_json()) + "\n")
+
+    def _finish_inside(self, watched: contextlib.ExitStack, step: int, unfinished: Path) -> None:
+        with watched:
+            self._finish(step, unfinished)
+
     def _finish(self, step: int, unfinished: Path) -> None:
         try:
-            self._orbax.wait_until_finished()
-            listed = "".join(f"{digest}  {name}\n" for name, digest in digests(unfinished).items())
-            write_atomically(unfinished / DIGESTS, listed)
-            for path in (unfinished, *unfinished.rglob("*")):
-                sync(path)
-            path = self._path(step)
-            if os.path.lexists(path):
-                set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
-            unfinished.replace(path)
-            sync(self._folder)
+            parts = self._share.part("written", lambda: self._write(unfinished))
+            found = dict(item for part in parts for item in json.loads(part).items())
+            self._share.part("published", lambda: self._publish(step, unfinished, found))
             self._steps.append(step)
         except Exception as error:  # wait() raises it, in the thread that can tell the user
             self._abandon(unfinished)
             self._failure = self._failed_save(step, error)
             self._failure.__cause__ = error
+            return
+        if not self._peers.is_first:
+            self._steps = self._steps[-self._num_kept :]
             return
         try:
             self._remove_oldest()
@@ -225,13 +290,36 @@ class Checkpoints:
             )
             self._failure.__cause__ = error
 
+    def _write(self, unfinished: Path) -> str:
+        """Waits until this process has written its share; returns the digests of the files, as JSON."""
+        self._orbax.wait_until_finished()
+        found = digests(unfinished, lambda name: owner(name) == self._peers.index)
+        for name in found:
+            sync(unfinished / name)  # each machine syncs what it has written itself
+        return json.dumps(found)
+
+    def _publish(self, step: int, unfinished: Path, found: Mapping[str, str]) -> None:
+        """Lists the digests, and gives the checkpoint its name."""
+        if not self._peers.is_first:
+            return
+        write_atomically(unfinished / DIGESTS, "".join(f"{found[name]}  {name}\n" for name in sorted(found)))
+        for path in (unfinished, *unfinished.rglob("*")):
+            sync(path)
+        path = self._path(step)
+        if os.path.lexists(path):
+            set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
+        unfinished.replace(path)
+        sync(self._folder)
+
     def _abandon(self, unfinished: Path) -> None:
         """Waits until nothing more is being written, removes what a failed save has written, and restarts Orbax."""
         for end in (self._orbax.wait_until_finished, self._orbax.close):
             with contextlib.suppress(Exception):  # the save's own error, perhaps
                 end()
-        self._orbax = ocp.StandardCheckpointer()
-        self._abandoned.add(unfinished)
+        self._orbax = self._make_orbax()
+        self._share.part("abandoned", lambda: None)
+        if self._peers.is_first:
+            self._abandoned.add(unfinished)
         self._remove_abandoned()
 
     def _remove_abandoned(self) -> None:

@@ -42,6 +42,10 @@ class TrainCommand:
     """Python file that defines get_config() -> TrainConfig."""
     workdir: Path
     """Where the run's files go."""
+    distributed: str
+    """Whether several processes train together: auto (where SLURM, Open MPI or a TPU slice has started several), on
+    (where JAX finds them in another way, as in a Kubernetes Job), off, or HOST:PORT,PROCESSES,INDEX: process 0's
+    address, the number of processes, and which one this is."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
 
@@ -58,8 +62,11 @@ def parse_command_line(arguments: Sequence[str]) -> TrainCommand:
     parser = OptionParser()
     parser.add_argument("--config", type=read_path)
     parser.add_argument("--workdir", type=read_path)
+    parser.add_argument("--distributed", default="auto")
     files, overrides = parser.parse_known_args(arguments)
-    options = {"config": files.config, "workdir": files.workdir or Path("runs/NAME")}
+    workdir, distributed = files.workdir or Path("runs/NAME"), files.distributed
+    options = {"config": files.config, "workdir": workdir, "distributed": distributed}
     command = apply_overrides(TrainCommand, options, overrides, program=PROGRAM)
     workdir = files.workdir or Path("runs") / command.train.name
-    return TrainCommand(command.config, workdir.absolute(), command.train)  # as Orbax has it, in every message
+    # Absolute, as Orbax has it, in every message.
+    return TrainCommand(command.config, workdir.absolute(), distributed, command.train)

@@ -9,7 +9,7 @@ fit.py              judges whether a program fits in the devices' memory
 fit_search.py       searches for the smallest change of the config that makes it fit
 out_of_memory.py    explains an error about memory in one message
 
-topology.py         TPUs that aren't there, to compile for
+topology/           TPUs and GPUs that aren't there, to compile for
 step_profile.py     compiles a config's step and gathers what is known without running it
 hlo.py, collectives.py
                     read the optimized program: its loops and its collectives

@@ -10,19 +10,9 @@ from typing import Any
 import jax
 
 from trainer.compile.stages import MemoryReport
-from trainer.compile.topology import GENERATIONS, GIB
+from trainer.compile.topology import DeviceMemory, documented_memory
 from trainer.step.functions import StepFunctions
 from trainer.step.sharding import bytes_per_device
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The memory that a program may take on each device."""
-
-    size: int
-    """Bytes."""
-    source: str
-    """How the size is known, in words."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +23,8 @@ class StateMemory:
     optimizer_state: int
     """The optimizer's moments and the counters."""
     batch: int
+    optimizer_state_on_host: int = 0
+    """The moments that wait in the host's memory, for each device."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +109,7 @@ def device_memory(device: Any, num_devices: int) -> DeviceMemory | None:
     if "bytes_limit" in stats:
         share = ", the share that XLA_PYTHON_CLIENT_MEM_FRACTION sets" if device.platform == "gpu" else ""
         return DeviceMemory(stats["bytes_limit"], f"its runtime's limit{share}")
-    for generation in GENERATIONS:
-        if generation.device_kind == device.device_kind:
-            source = f"libtpu's limit for {generation.name}, {generation.memory_gib:g} GiB by its data sheet"
-            return DeviceMemory(round(generation.usable_gib * GIB), source)
-    return None
+    return documented_memory(device.device_kind)
 
 
 def state_memory(functions: StepFunctions) -> StateMemory:
@@ -129,8 +117,9 @@ def state_memory(functions: StepFunctions) -> StateMemory:
     state = functions.abstract_state
     return StateMemory(
         parameters=bytes_per_device(state.params),
-        optimizer_state=bytes_per_device((state.step, state.opt_state)),
+        optimizer_state=bytes_per_device((state.step, state.opt_state, state.skipping)),
         batch=bytes_per_device(functions.abstract_batch),
+        optimizer_state_on_host=bytes_per_device(state.opt_state, on_host=True),
     )
 
 

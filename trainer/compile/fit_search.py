@@ -3,10 +3,11 @@
 Each remedy (a field set to another value) is compiled. The fields are tried in the order of what they cost a run, the
 least harmful first. The first field that can make the step fit is taken, with the least value that does:
 
-1. `model.remat`: a policy that recomputes more. Takes time, changes no number.
+1. `model.remat`: a policy that recomputes more, or waits for the host's memory. Takes time, changes no number.
 2. `loss.chunk_size`: halved, down to 128. Smaller matmuls.
-3. `gradient_accumulation`: more micro-batches to a step. Smaller matmuls throughout.
-4. `mesh.fsdp`, 5. `mesh.context`, 6. `mesh.tensor`: more of the devices that there are, in the order of what they make
+3. `optimizer.offload_moments`: moments in the host's memory. Each update copies them to the device and back.
+4. `gradient_accumulation`: more micro-batches to a step. Smaller matmuls throughout.
+5. `mesh.fsdp`, 6. `mesh.context`, 7. `mesh.tensor`: more of the devices that there are, in the order of what they make
    the devices send.
 
 The least value of a field is tried first: it often suffices. The greatest is tried next: if that doesn't fit either,
@@ -22,14 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from layers.config import RematPolicy
+from layers.remat import REMAT_POLICIES, offloads
 from trainer.compile.step_profile import StepProfile
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 
 _SMALLEST_CHUNK = 128
-# From the most memory to the least.
-REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "save_matmuls", "save_attention", "full")
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ def search_remedy(
     compile_with: Callable[[Remedy], StepProfile],
     *,
     seconds: float,
+    can_offload: bool = True,
     on_try: Callable[[Try], None],
 ) -> SearchResult:
     """Looks for the smallest remedy.
@@ -120,6 +120,7 @@ def search_remedy(
       num_devices: devices that there are.
       compile_with: compiles the config with a remedy.
       seconds: no compilation begins after these.
+      can_offload: whether the host has memory that isn't the devices' own.
       on_try: called with each try.
     """
     deadline = time.monotonic() + seconds
@@ -137,7 +138,7 @@ def search_remedy(
         return tried
 
     try:
-        for changes in single_remedies(config, num_devices):
+        for changes in single_remedies(config, num_devices, can_offload=can_offload):
             if _narrow_down(changes, attempt):
                 break
     except _OutOfTime:
@@ -158,11 +159,18 @@ def _narrow_down(changes: Sequence[Remedy], attempt: Callable[[Remedy], Try]) ->
     return True
 
 
-def single_remedies(config: TrainConfig, num_devices: int) -> list[list[Remedy]]:
-    """Every remedy worth trying: the fields in the order of harm, each from its least value to its greatest."""
+def single_remedies(config: TrainConfig, num_devices: int, *, can_offload: bool = True) -> list[list[Remedy]]:
+    """Every remedy worth trying: the fields in the order of harm, each from its least value to its greatest.
+
+    Args:
+      config: the experiment whose step doesn't fit.
+      num_devices: devices that there are.
+      can_offload: whether the host has memory that isn't the devices' own.
+    """
     fields = [
-        [Remedy("model.remat", policy) for policy in _stricter(config.model.remat)],
+        [Remedy("model.remat", policy) for policy in _stricter(config.model.remat, can_offload)],
         [Remedy("loss.chunk_size", size) for size in _halvings(_tokens_at_once(config))],
+        [Remedy("optimizer.offload_moments", True)] if can_offload and not config.optimizer.offload_moments else [],
         [
             Remedy("gradient_accumulation", count)
             for count in range(config.gradient_accumulation + 1, config.batch_size + 1)
@@ -176,8 +184,10 @@ def single_remedies(config: TrainConfig, num_devices: int) -> list[list[Remedy]]
     return [changes for changes in valid if changes]
 
 
-def _stricter(policy: RematPolicy) -> Sequence[RematPolicy]:
-    return REMAT_POLICIES[REMAT_POLICIES.index(policy) + 1 :]
+def _stricter(policy: str, can_offload: bool) -> list[str]:
+    """The named policies that keep less on the device; for one spelled out, the one that keeps least."""
+    names = [name for name in REMAT_POLICIES if can_offload or not offloads(name)]
+    return names[names.index(policy) + 1 :] if policy in names else names[-1:]
 
 
 def _tokens_at_once(config: TrainConfig) -> int:

@@ -35,10 +35,10 @@ _BESIDE_A_CORE = re.compile(r"memory space (?:vmem|smem|sflag)|shared memory", r
 _MESH = ("mesh.fsdp", "mesh.context", "mesh.tensor")
 # The fields that reduce the memory of each program. Other programs have none.
 _FIELDS = {
-    "train_step": ("model.remat", "loss.chunk_size", "gradient_accumulation", *_MESH),
+    "train_step": ("model.remat", "loss.chunk_size", "optimizer.offload_moments", "gradient_accumulation", *_MESH),
     "eval_step": ("loss.chunk_size", "gradient_accumulation", *_MESH),
     "init_state": _MESH,
-    "restoring": _MESH,
+    "restoring": ("optimizer.offload_moments", *_MESH),
 }
 
 
@@ -189,7 +189,8 @@ def _describe_program(memory: Mapping[str, int]) -> str:
 
 def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str], device: jax.Device) -> Iterator[str]:
     fields = _FIELDS.get(program, ())
-    helpful = [values for values in single_remedies(config, jax.device_count()) if values[0].field in fields]
+    possible = single_remedies(config, jax.device_count(), can_offload=device.platform != "cpu")
+    helpful = [values for values in possible if values[0].field in fields]
     remedies = [f"{values[0]}{f' … {values[-1].value}' if len(values) > 1 else ''}" for values in helpful]
     if program == "sampling":
         remedies = ["fewer or shorter samples.prompts, a smaller --samples.num-tokens, or none in training"]

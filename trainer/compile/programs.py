@@ -21,6 +21,11 @@ class CompiledSteps:
     eval_step: RecompilingFunction
     reports: tuple[CompileReport, ...]
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether one of them is being compiled again. Any thread may ask."""
+        return self.train_step.is_compiling or self.eval_step.is_compiling
+
 
 def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
     """Compiles each program of a run once, before its first use.

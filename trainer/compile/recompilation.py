@@ -120,6 +120,11 @@ class RecompilingFunction:
         self._latest, self.report = self._compile(args, *self._split(kwargs))
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether some thread is inside a compilation of this function."""
+        return self._compiling_thread is not None
+
+    @property
     def is_compiling_here(self) -> bool:
         """Whether the calling thread is inside a compilation of this function."""
         return self._compiling_thread == threading.get_ident()

@@ -46,8 +46,12 @@ class MemoryReport:
     `peak_memory_in_bytes` is the same on GPUs, but leaves temporaries out on CPUs (jaxlib 0.10.2 to 0.12). On TPUs
     libtpu compares `peak_memory_in_bytes` with the chip's memory, so temporaries are what it leaves after the others.
     The size that is stated for them there can exceed the whole chip in a program that libtpu accepts (libtpu 0.0.42
-    and 0.0.48).
+    and 0.0.48). What is offloaded to the host is in that peak, too: its arguments and outputs beside the device's, and
+    of the device's temporaries and the host's the larger (libtpu 0.0.42 and 0.0.50).
     """
+    host: int = 0
+    """Bytes of the host's pinned memory that the program takes for each device: offloaded arguments, outputs and
+    temporaries. On CPUs, whose memory is the host's, they are counted above."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +179,16 @@ def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
     arguments, outputs, aliased, temporaries, code = (
         getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp", "generated_code")
     )
+    host_arguments, host_outputs, host_aliased, host_temporaries = (
+        getattr(stats, f"host_{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")
+    )
+    host_state = host_arguments + host_outputs - host_aliased
     if _platform(compiled) == "tpu":
-        temporaries = max(stats.peak_memory_in_bytes - (arguments + outputs - aliased), 0)
+        stated = stats.peak_memory_in_bytes - (arguments + outputs - aliased) - host_state
+        temporaries = max(min(stated, temporaries) if host_temporaries else stated, 0)
     peak = arguments + outputs - aliased + temporaries + code
-    return MemoryReport(arguments, outputs, aliased, temporaries, code, peak)
+    host = host_state + host_temporaries
+    return MemoryReport(arguments, outputs, aliased, temporaries, code, peak, host)
 
 
 def _platform(compiled: jax.stages.Compiled) -> str | None:

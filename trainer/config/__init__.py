@@ -3,6 +3,7 @@
 from trainer.config.train_config import (
     CheckpointConfig,
     CompilationConfig,
+    ContextConfig,
     DataConfig,
     EvaluationConfig,
     LossConfig,
@@ -12,11 +13,13 @@ from trainer.config.train_config import (
     TokenChoice,
     TrainConfig,
     WandbConfig,
+    WatchdogConfig,
 )
 
 __all__ = [
     "CheckpointConfig",
     "CompilationConfig",
+    "ContextConfig",
     "DataConfig",
     "EvaluationConfig",
     "LossConfig",
@@ -26,4 +29,5 @@ __all__ = [
     "TokenChoice",
     "TrainConfig",
     "WandbConfig",
+    "WatchdogConfig",
 ]

@@ -15,7 +15,9 @@ from trainer.config.file import config_from_json, config_to_json, flag_types
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
-Aspect = Literal["free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "tokenizer", "seed"]
+Aspect = Literal[
+    "free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "optimizer", "tokenizer", "seed"
+]
 
 # Which aspect of a run each field of TrainConfig touches. A test checks that no field is missing.
 #   free        changes no parameter and no loss, except by the order of floating-point sums
@@ -24,7 +26,7 @@ Aspect = Literal["free", "training", "schedule", "evaluation", "sequences", "cor
 #   evaluation  which tokens a validation loss is measured on, or how
 #   sequences   how documents are packed; the run then begins a new epoch
 #   corpus      where the documents are; the checkpoint's data state tells whether they are still the same
-#   model, tokenizer, seed
+#   model, optimizer, tokenizer, seed
 #               refused, for the reasons below
 ASPECT_OF_FIELD: dict[str, Aspect] = {
     "name": "free",
@@ -73,6 +75,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "data.token_cache_gib": "free",
     "data.keep_documents_apart": "evaluation",
     "data.num_prefetch_batches": "free",
+    "optimizer.kind": "optimizer",
     "optimizer.learning_rate": "schedule",
     "optimizer.schedule": "schedule",
     "optimizer.num_warmup_steps": "schedule",
@@ -81,14 +84,20 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "optimizer.beta1": "training",
     "optimizer.beta2": "training",
     "optimizer.epsilon": "training",
+    "optimizer.momentum": "training",
     "optimizer.weight_decay": "training",
     "optimizer.clip_norm": "training",
+    "optimizer.skip_grad_norm_above": "training",
+    "optimizer.max_skipped_in_a_row": "free",
+    "optimizer.offload_moments": "free",
     "loss.chunk_size": "free",
     "loss.z_loss": "training",
     "mesh.data": "free",
     "mesh.fsdp": "free",
     "mesh.tensor": "free",
     "mesh.context": "free",
+    "context.exchange": "free",
+    "context.deal": "free",
     "evaluation.every_num_steps": "free",
     "evaluation.num_sequences": "evaluation",
     "samples.temperature": "free",
@@ -99,12 +108,17 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "samples.seed": "free",
     "checkpoint.every_num_steps": "free",
     "checkpoint.num_kept": "free",
+    "watchdog.enabled": "free",
+    "watchdog.factor": "free",
+    "watchdog.min_seconds": "free",
+    "watchdog.first_seconds": "free",
     "compilation.cache_dir": "free",
     "wandb.project": "free",
     "wandb.mode": "free",
 }
 _REFUSED: dict[Aspect, str] = {
     "model": "the parameters are of another model",
+    "optimizer": "the moments are of another optimizer",
     "tokenizer": "the parameters were trained on other tokens",
     "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
 }
@@ -196,10 +210,11 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         )
 
 
+def field_values(config: TrainConfig) -> dict[str, Any]:
+    """Each field of a config, as `section.field` → its JSON value."""
+    return {name: config_to_json(functools.reduce(getattr, name.split("."), config)) for name in flag_types()}
+
+
 def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:
-    values = ((name, _get(before, name), _get(after, name)) for name in flag_types())
-    return [ConfigChange(step, name, old, new) for name, old, new in values if old != new]
-
-
-def _get(config: TrainConfig, name: str) -> Any:
-    return config_to_json(functools.reduce(getattr, name.split("."), config))
+    new = field_values(after)
+    return [ConfigChange(step, name, old, new[name]) for name, old in field_values(before).items() if old != new[name]]

@@ -7,6 +7,11 @@ from collections.abc import Iterable
 
 # What other trainers call a field: theirs, in lower case with underscores → ours.
 OTHER_WORDS = {
+    "optimizer": "optimizer.kind",
+    "optim": "optimizer.kind",
+    "optimizer_type": "optimizer.kind",
+    "optimizer_memory_host_offload": "optimizer.offload_moments",
+    "cpu_offload": "optimizer.offload_moments",
     "lr": "optimizer.learning_rate",
     "max_lr": "optimizer.learning_rate",
     "peak_lr": "optimizer.learning_rate",
@@ -89,6 +94,7 @@ OTHER_WORDS = {
     "dtype": "model.compute_dtype",
     "precision": "model.compute_dtype",
     "gradient_checkpointing": "model.remat",
+    "remat_policy": "model.remat",
     "attn_implementation": "model.implementation",
     "dp": "mesh.data",
     "tp": "mesh.tensor",

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kernels.context import Deal, Exchange
 from layers import GPTConfig
-from layers.config import check_numbers
+from layers.config import check_choice, check_numbers
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up and a cosine or warm-up–stable–decay schedule."""
+    """AdamW or Muon, with warm-up and a cosine or warm-up–stable–decay schedule."""
 
     learning_rate: float = 6e-4
     """Peak learning rate."""
@@ -94,6 +95,17 @@ class OptimizerConfig:
     """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
     clip_norm: float = 1.0
     """Global gradient norm above which gradients are scaled down."""
+    skip_grad_norm_above: float | None = None
+    """Skip an update whose gradient norm is more than this many times the mean of recent ones. None: never."""
+    max_skipped_in_a_row: int = 8
+    """Updates skipped in a row, as not finite or by `skip_grad_norm_above`, at which the run stops; 1: at the first."""
+    kind: Literal["adamw", "muon"] = "adamw"
+    """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
+    momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
+    momentum: float = 0.95
+    """muon only: decay of the block matrices' momentum, which is Nesterov's."""
+    offload_moments: bool = False
+    """Keep the moments in the host's pinned memory, and have them on the devices only for the update."""
 
     def __post_init__(self):
         for name in ("learning_rate", "epsilon", "clip_norm"):
@@ -102,12 +114,22 @@ class OptimizerConfig:
         for name in ("decay_fraction", "final_learning_rate_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie between 0 and 1")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1 - 2**-24:  # nearer to 1 is 1 in float32
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and less than 1")
         for name in ("weight_decay", "num_warmup_steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
+        if self.skip_grad_norm_above is not None and not 1 < self.skip_grad_norm_above < math.inf:
+            raise ValueError(
+                f"optimizer.skip_grad_norm_above={self.skip_grad_norm_above} must be more than 1 and finite, as it is "
+                "a multiple of the mean; None skips no gradient that is finite"
+            )
+        if self.max_skipped_in_a_row < 1:
+            raise ValueError(
+                f"optimizer.max_skipped_in_a_row={self.max_skipped_in_a_row} must be at least 1, which stops at the "
+                "first update that is skipped"
+            )
         if self.schedule == "wsd" and self.decay_fraction == 0 and self.final_learning_rate_fraction < 1:
             raise ValueError(
                 "optimizer.decay_fraction=0 leaves no step in which the learning rate could fall to "
@@ -172,6 +194,23 @@ class MeshConfig:
             if getattr(self, axis.name) < 1:
                 raise ValueError(f"mesh.{axis.name}={getattr(self, axis.name)} must be at least 1")
         check_numbers(self, "mesh.")
+
+
+@dataclass(frozen=True)
+class ContextConfig:
+    """Attention over mesh.context, chosen by a cost model where nothing is said."""
+
+    exchange: Exchange | None = None
+    """How ranks get at each other's keys. gather: all keys to all ranks; halo: those within the windows' reach; ring:
+    from rank to rank; heads: whole sequences of some heads to each rank. None: the fastest for each mask."""
+    deal: Deal | None = None
+    """Which tokens a rank holds. in_order: one part of the sequence; zigzag: a part from either end; by_cost: chunks,
+    so that all ranks have the same to do. None: the simplest that is level."""
+
+    def __post_init__(self):
+        for name, choices in (("exchange", Exchange), ("deal", Deal)):
+            if getattr(self, name) is not None:
+                check_choice(f"context.{name}", getattr(self, name), choices)
 
 
 @dataclass(frozen=True)
@@ -255,6 +294,31 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """Ends a run that hangs, with status 70: something takes far longer than it did before. Compiling is left out."""
+
+    enabled: bool = True
+    """Watch steps, waits for data, evaluations and saves."""
+    factor: float = 10.0
+    """Times the median of its kind after which something counts as hung."""
+    min_seconds: float = 600.0
+    """Seconds up to which nothing counts as hung, however quick it was before: disks and networks pause for minutes."""
+    first_seconds: float = 3600.0
+    """Seconds after which the first of a kind count as hung, which have nothing to be compared with."""
+
+    def __post_init__(self):
+        if not 1 < self.factor < math.inf:
+            raise ValueError(f"watchdog.factor={self.factor} must be more than 1 and finite")
+        for name in ("min_seconds", "first_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"watchdog.{name}={getattr(self, name)} must be positive and finite; "
+                    "watchdog.enabled False watches nothing"
+                )
+        check_numbers(self, "watchdog.")
+
+
+@dataclass(frozen=True)
 class CompilationConfig:
     """How the step is compiled."""
 
@@ -305,9 +369,11 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -357,7 +423,7 @@ class TrainConfig:
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "
                 "program can't have another mask on each device; set mesh.tensor to 1, or use one mask for all heads"
             )
-        if self.model.param_dtype != "float32":
+        if self.model.param_dtype not in ("float32", "float64"):
             raise ValueError(
                 f"model.param_dtype={self.model.param_dtype!r}: training updates parameters in float32, since small "
                 "updates vanish in less; set it to float32 (model.compute_dtype is what the matmuls run in)"

@@ -1,17 +1,21 @@
 """From files to batches: corpora, tokenizers, packing and resumable iterators. Nothing here touches a device."""
 
-from trainer.data.batches import TrainIterator, make_batches, make_train_iterator, make_validation_batches
+from trainer.data.batch_reader import BatchShare
+from trainer.data.batches import make_batches, make_train_iterator, make_validation_batches
 from trainer.data.corpora import Corpus, load_corpus
+from trainer.data.dealing import Dealer
 from trainer.data.documents import Documents
 from trainer.data.errors import DataError
-from trainer.data.packing import Batch, PackedSequences
+from trainer.data.packing import PackedSequences
 from trainer.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from trainer.data.train_iterator import TrainIterator
 
 __all__ = [
-    "Batch",
+    "BatchShare",
     "ByteTokenizer",
     "Corpus",
     "DataError",
+    "Dealer",
     "Documents",
     "HuggingFaceTokenizer",
     "PackedSequences",

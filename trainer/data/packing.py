@@ -20,8 +20,6 @@ from jaxtyping import Int64, Shaped
 
 from trainer.data.documents import Documents
 
-Batch = dict[str, Shaped[np.ndarray, "B T"]]
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -133,12 +131,14 @@ class PackedSequences:
         """Share of all positions that holds no target."""
         return 1 - self.documents.num_tokens / (len(self) * self.sequence_length)
 
+    def document_lengths(self, index: int) -> Int64[np.ndarray, " P"]:
+        """The lengths of the pieces of one sequence, in order. No token is read for them."""
+        return self.pieces.length[self._pieces_of(index)]
+
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         sequence = empty_sequence(self.sequence_length)
-        first = self._ends[index - 1] if index else 0
-        pieces = self._pieces_by_sequence[first : self._ends[index]]
         lengths, parts = [], []
-        for piece in pieces.tolist():
+        for piece in self._pieces_of(index).tolist():
             start, length = self.pieces.start.item(piece), self.pieces.length.item(piece)
             lengths.append(length)
             parts.append((self.pieces.document.item(piece), start, start + length + 1))
@@ -154,6 +154,10 @@ class PackedSequences:
             sequence["positions"][place] = np.arange(length)
             offset += length
         return sequence
+
+    def _pieces_of(self, index: int) -> Int64[np.ndarray, " P"]:
+        first = self._ends[index - 1] if index else 0
+        return self._pieces_by_sequence[first : self._ends[index]]
 
 
 def empty_sequence(sequence_length: int) -> dict[str, Shaped[np.ndarray, " T"]]:

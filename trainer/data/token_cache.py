@@ -2,7 +2,8 @@
 
 An entry is a folder named by a key. It is built beside its final place and renamed into it, so it is there
 whole or not at all. Builders of one key wait for each other, across processes and, where the file system shares
-locks, across hosts. A killed builder's leavings are cleared by the next one.
+locks, across hosts: of processes that start at once, the first builds. On a file system without locks each builds in
+a folder of its own, and the first to end is used by all. A killed builder's leavings are cleared by the next one.
 
 entry.json holds the length and the hash of each of an entry's files. They are checked each time that the entry is
 opened: an entry that a disk or a person has damaged is built again. While an entry is in use, its entry.json has a
@@ -19,6 +20,7 @@ import json
 import math
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,8 +37,8 @@ from trainer.data.token_files import TokenFile, open_tokens
 OnProgress = Callable[[str], None]
 
 _ABOUT = "entry.json"
-# What flock fails with on file systems that have no locks.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
+# What flock fails with on file systems that have no locks: NFS, others, and Lustre mounted without them.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _CHUNK_BYTES = 8 * 2**20
 _MAX_HASH_THREADS = 8
 # Checking more than this takes seconds, so a line tells of it.
@@ -110,7 +112,7 @@ class TokenCache:
             DataError: the cache cannot be written; or whatever `build` raises, leaving no entry.
         """
         directory = self.directory.expanduser()
-        folder, partial = directory / key, directory / f"{key}.partial"
+        folder = directory / key
         try:
             return self._open(folder)
         except FileNotFoundError:
@@ -119,9 +121,10 @@ class TokenCache:
             self.on_progress(f"{folder}: this entry of the token cache is damaged ({damage}); it is made again")
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            with _exclusive(directory / f"{key}.lock"):
+            with _exclusive(directory / f"{key}.lock") as is_locked:
                 with contextlib.suppress(FileNotFoundError, _Damaged):
                     return self._open(folder)  # Another process has built it while we waited.
+                partial = directory / (f"{key}.partial" if is_locked else f"{key}.{uuid.uuid4().hex}.partial")
                 _remove(partial)
                 partial.mkdir()
                 try:
@@ -133,16 +136,29 @@ class TokenCache:
                     raise
                 (partial / _ABOUT).write_text(json.dumps(_sealed({"about": about, "files": files})))
                 _sync(*partial.iterdir(), partial)
-                _remove(folder)
-                partial.rename(folder)
-                _sync(directory)
-                entry = self._open(folder)
+                entry = self._publish(partial, folder)
             self._trim(directory)
         except (OSError, _Damaged) as error:
             raise DataError(
                 f"the token cache {directory} cannot be written: {error}; "
                 "free some space, or set data.token_cache_dir to a writable folder"
             ) from error
+        return entry
+
+    def _publish(self, partial: Path, folder: Path) -> Entry:
+        """Moves what was built to its place, unless a builder that didn't wait for this one has been there first."""
+        try:
+            entry = self._open(folder)
+        except (FileNotFoundError, _Damaged):
+            _remove(folder)
+            try:
+                partial.rename(folder)
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+            _sync(folder.parent)
+            entry = self._open(folder)
+        _remove(partial)
         return entry
 
     def _open(self, folder: Path) -> Entry:
@@ -248,22 +264,23 @@ def _measure(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _exclusive(path: Path, flags: int = 0) -> Iterator[None]:
+def _exclusive(path: Path, flags: int = 0) -> Iterator[bool]:
     """Holds a file's lock. The file may be removed by whoever held it before, so it is then made anew.
 
-    Where the file system has no locks, builders don't wait for each other. One that asks not to wait (LOCK_NB), to
-    remove what nobody uses, can't know that and gets the OSError.
+    Where the file system has no locks, builders don't wait for each other, and get False. One that asks not to wait
+    (LOCK_NB), to remove what nobody uses, can't know that and gets the OSError.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor, is_locked = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), True
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
             except OSError as error:
                 if error.errno not in _NO_LOCKS or flags & fcntl.LOCK_NB:
                     raise
+                is_locked = False
             if os.path.exists(path) and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                yield
+                yield is_locked
                 return
         finally:
             os.close(descriptor)

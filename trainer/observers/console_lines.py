@@ -33,8 +33,10 @@ class ConsoleLines(Observer):
         self._console.warning(str(recompile))
 
     def window(self, window: LogWindow) -> None:
-        if window.overflow is not None:
+        if window.failure is not None:
             return  # the message that ends the run tells it
+        if window.skipped is not None:
+            self._console.warning(window.skipped)
         place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"
         short = (
             f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  MFU {window.mfu_causal:.1%}  {left}"
@@ -67,5 +69,6 @@ def describe_reports(reports: Sequence[CompileReport]) -> list[str]:
             f"memory of a step, per device: {format_bytes(memory.peak)} at the peak: "
             f"state and batch {format_bytes(memory.arguments)}, temporaries {format_bytes(memory.temporaries)}, "
             f"program {format_bytes(memory.code)}"
+            + (f"; {format_bytes(memory.host)} in the host's memory" if memory.host else "")
         )
     return lines

@@ -94,9 +94,9 @@ class MetricsFile(Observer):
             self._log.close()
 
 
-def last_logged_step(metrics: Path) -> int:
-    """The last step in `metrics.jsonl`; 0 if there is none."""
-    return max((entry["step"] for entry in read_entries(metrics)), default=0)
+def last_logged(metrics: Path) -> tuple[int, float]:
+    """The last step in `metrics.jsonl`, and the Unix time of its entry; zeros if there is none."""
+    return max(((entry["step"], entry.get("time") or 0.0) for entry in read_entries(metrics)), default=(0, 0.0))
 
 
 def read_entries(metrics: Path) -> Iterator[dict[str, Any]]:

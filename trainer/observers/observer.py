@@ -64,8 +64,14 @@ class LogWindow:
     """Expected seconds to the last step."""
     entries: Sequence[LogEntry] = ()
     """One for each step."""
-    overflow: str | None = None
-    """Names the first step whose loss or gradient isn't finite, which ends the run; None: all are finite."""
+    num_skipped: int = 0
+    """Updates that were skipped in the whole run."""
+    is_amid_skipped: bool = False
+    """The last update was skipped."""
+    skipped: str | None = None
+    """Tells of the updates that were skipped in this window; None: none was."""
+    failure: str | None = None
+    """Names the step at which too many updates in a row had been skipped, which ends the run; None: there is none."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 `status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
 the number of steps done. If an attempt ended without a word, by SIGKILL for example, the next attempt's `attempts` call
-it "killed", with its last known step. `trainer/compile/history.py` says what `compile` holds.
+it "killed", with its last known step. `num_skipped_updates` counts the steps that changed nothing
+(`trainer/step/skipping.py`). `trainer/observers/goodput.py` says what `goodput` is, and `trainer/compile/history.py`
+what `compile` holds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
-from trainer.observers.observer import Ending, LogWindow, Observer, Start
+from trainer.observers.goodput import UsefulSteps, goodput
+from trainer.observers.observer import Ending, LogEntry, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.process.versions import installed_versions
@@ -54,47 +57,51 @@ class RunRecord:
     If the record can't be written, the console is warned and a later `update` writes it.
 
     Args:
-      path: of `record.json`.
+      path: of `record.json`; None: another process writes the run's, and this one is kept in memory.
       command: the command line.
       started: wall-clock time of the start, in seconds since the epoch.
       account: of this attempt's time.
       console: warned when the record can't be written, and of an earlier attempt that was killed.
-      last_logged_step: the last step in the metrics log. A killed attempt's record may be older.
+      last_logged: the last step in the metrics log and its Unix time. A killed attempt's record may be older.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | None,
         command: Sequence[str],
         started: float,
         account: TimeAccount,
         console: Console,
-        last_logged_step: int = 0,
+        last_logged: tuple[int, float] = (0, 0.0),
     ):
         self._path = path
         self._account = account
+        self.useful_step_s: float | None = None
+        """What `goodput` is measured by; None: unknown before the first step of this attempt."""
         self._lock = threading.Lock()  # a stop signal is recorded by another thread
-        self._writes = LogWrites(path, console)
-        previous = _read_previous(path, console)
+        self._writes = None if path is None else LogWrites(path, console)
+        previous = {} if path is None else _read_previous(path, console)
         attempts = list(previous.get("attempts", []))
         if previous:
             attempt = {name: previous[name] for name in _OF_AN_ATTEMPT if name in previous}
             if attempt.get("status") == "running":
-                attempt |= _killed(attempt, last_logged_step)
+                attempt |= _killed(attempt, *last_logged)
                 console.warning(attempt["message"])
             attempts.append(attempt)
         self._fields: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "status": "running",
             "message": None,
-            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
+            "started": datetime.fromtimestamp(started, UTC).isoformat(timespec="milliseconds"),
             "updated": None,
             "command": list(command),
             "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
             "resumed_from": None,
             "config_changes": [],
             "step": previous.get("step", 0),
+            "num_skipped_updates": previous.get("num_skipped_updates", 0),
             "steps": previous.get("steps"),
+            "goodput": None,
             "attempts": attempts,
         }
         self.update()
@@ -108,10 +115,13 @@ class RunRecord:
         """Sets top-level fields and writes the file."""
         with self._lock:
             self._fields |= fields
-            self._fields["updated"] = datetime.now(UTC).isoformat(timespec="seconds")
+            self._fields["updated"] = datetime.now(UTC).isoformat(timespec="milliseconds")
             self._fields["time"] = self._account.to_json()
-            content = json.dumps(self._fields, indent=2) + "\n"
-            self._writes.attempt(lambda: write_atomically(self._path, content))
+            if self.useful_step_s is not None:
+                self._fields["goodput"] = goodput([*self._fields["attempts"], self._fields], self.useful_step_s)
+            if self._path is not None and self._writes is not None:
+                path, content = self._path, json.dumps(self._fields, indent=2) + "\n"
+                self._writes.attempt(lambda: write_atomically(path, content))
 
     def __getitem__(self, name: str) -> Any:
         return self._fields[name]
@@ -128,9 +138,11 @@ class RecordUpdates(Observer):
 
     def __init__(self, record: RunRecord, history: CompileHistory, times: StepTimes):
         self._record, self._history, self._times = record, history, times
+        self._useful = UsefulSteps()
         self._last_update = time.perf_counter()
 
     def started(self, start: Start) -> None:
+        self._count(start.entries)
         self._record.update(compile=self._history.to_json())
 
     def advanced(self, step: int) -> None:
@@ -140,6 +152,8 @@ class RecordUpdates(Observer):
         self._record.update(compile=self._history.to_json())
 
     def window(self, window: LogWindow) -> None:
+        self._count(window.entries)
+        self._record.put(num_skipped_updates=window.num_skipped)
         # An update waits for the disk, so a run of fast steps can't afford one for every window.
         if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
             self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
@@ -157,6 +171,11 @@ class RecordUpdates(Observer):
             evaluation=evaluation,
             **({} if self._times.first_s is None else {"steps": self._times.to_json()}),
         )
+
+    def _count(self, entries: Iterable[LogEntry]) -> None:
+        for entry in entries:
+            self._useful.add(entry)
+        self._record.useful_step_s = self._useful.seconds
 
 
 def describe_devices(devices: Sequence[jax.Device]) -> dict[str, Any]:
@@ -197,10 +216,21 @@ def _read_previous(path: Path, console: Console) -> dict[str, Any]:
         return {}
 
 
-def _killed(attempt: Mapping[str, Any], last_logged_step: int) -> dict[str, Any]:
+def _killed(attempt: Mapping[str, Any], last_logged_step: int, last_logged_at: float) -> dict[str, Any]:
     """The corrected fields of an attempt whose record still says that it is running."""
-    step = attempt.get("step", 0)
+    step, time_account = attempt.get("step", 0), attempt.get("time")
     if "compile" in attempt:  # otherwise the log is still the attempt's before it
         step = max(step, last_logged_step)
+        if isinstance(time_account, dict):
+            time_account = _with_unrecorded(time_account, attempt.get("updated"), last_logged_at)
     message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
-    return {"status": "killed", "step": step, "message": message}
+    return {"status": "killed", "step": step, "message": message, "time": time_account}
+
+
+def _with_unrecorded(time_account: dict[str, Any], updated: Any, ended: float) -> dict[str, Any]:
+    """An account with the seconds after the record's last update, `unrecorded_s`."""
+    try:
+        unrecorded_s = max(0.0, ended - datetime.fromisoformat(updated).timestamp())
+        return time_account | {"unrecorded_s": unrecorded_s, "total_s": time_account["total_s"] + unrecorded_s}
+    except (KeyError, TypeError, ValueError):  # a record of somebody else's making
+        return time_account

@@ -33,6 +33,7 @@ class Summary(Observer):
                 f"{loss} at step {evaluation['step']}; the corpus's unigram entropy is "
                 f"{ending.unigram_nats_per_token:.4f} nats/token"
             )
+        facts |= self._describe_goodput()
         facts["time"] = ", ".join(
             f"{name.removesuffix('_s').replace('_', ' ')} {format_seconds(seconds)}"
             for name, seconds in self._record["time"].items()
@@ -56,6 +57,19 @@ class Summary(Observer):
             title = f"stopped at {done}, with nothing to save yet; run the same command again"
         commands = next_commands(self._config, workdir, has_checkpoint=checkpoint is not None)
         self._console.closing(title, facts, commands)
+
+    def _describe_goodput(self) -> dict[str, str]:
+        told = self._record["goodput"]
+        if told is None:
+            return {}
+        seconds = {
+            name: format_seconds(told[f"{name}_s"]) for name in ("useful_step", "lost_step", "total", "downtime")
+        }
+        parts = [f"{seconds['useful_step']} of {seconds['total']} went into steps that the state holds"]
+        if told["num_attempts"] > 1:
+            parts.append(f"{seconds['lost_step']} into steps that it doesn't")
+            parts.append(f"{told['num_attempts']} attempts, with {seconds['downtime']} between them")
+        return {"goodput": f"{told['fraction']:.1%}: {', '.join(parts)}"}
 
     def _draw_losses(self, unigram_nats_per_token: float) -> bool:
         """Returns whether the losses could be drawn. A run that ended well doesn't fail if they can't."""

@@ -6,10 +6,13 @@ import bisect
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 Activity = Literal["compile", "data_wait", "step", "evaluation", "checkpoint"]
+NUM_RECENT = 100
+"""Spans of which the account keeps the seconds."""
 
 
 class TimeAccount:
@@ -27,18 +30,23 @@ class TimeAccount:
 
     def __init__(self, started: float):
         self._started = started
-        self._seconds: dict[Activity, float] = dict.fromkeys(
-            ("compile", "data_wait", "step", "evaluation", "checkpoint"), 0.0
-        )
+        self._seconds: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
+        self._recent = {activity: deque[float](maxlen=NUM_RECENT) for activity in self._seconds}
+        self.under_way: tuple[Activity, float] | None = None
+        """What is being measured, and the `time.perf_counter()` of its begin. Any thread may read it."""
 
     @contextlib.contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:
         """Counts the time inside as one activity's. Must not be nested; `move` corrects for what happens inside."""
         begun = time.perf_counter()
+        self.under_way = (activity, begun)
         try:
             yield
         finally:
-            self._seconds[activity] += time.perf_counter() - begun
+            self.under_way = None
+            seconds = time.perf_counter() - begun
+            self._seconds[activity] += seconds
+            self._recent[activity].append(seconds)
 
     def move(self, seconds: float, source: Activity, target: Activity) -> None:
         """Moves seconds that were counted as one activity's to another."""
@@ -47,6 +55,10 @@ class TimeAccount:
 
     def seconds(self, activity: Activity) -> float:
         return self._seconds[activity]
+
+    def recent(self, activity: Activity) -> list[float]:
+        """Seconds of the last spans of an activity, as they were measured. Any thread may ask."""
+        return list(self._recent[activity])
 
     def total(self) -> float:
         return time.perf_counter() - self._started

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from trainer.process.exit_status import INTERRUPTED
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_WORD_S = 2.0  # a disk or terminal that hangs must not keep a process that was told to leave
-PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: run the same command again
-INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 
 
 class StopRequest:

@@ -8,17 +8,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.metrics import last_logged_step
+from trainer.hosts.membership import ALONE, Membership
+from trainer.hosts.stop import SharedStopRequest
+from trainer.hosts.watch import Farewell
+from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import drain_event_loops
-from trainer.process.signals import PREEMPTED, StopRequest
+from trainer.process.exit_status import INTERRUPTED, PREEMPTED, STALLED
+from trainer.process.last_words import leave, print_stacks, write_stacks
 from trainer.run.setup import Setup
-from trainer.terminal.console import Console
+from trainer.terminal.console import Console, QuietConsole
 from trainer.workdir import Workdir
 
 
@@ -31,6 +36,7 @@ class Attempt:
       command: the command line, for the record.
       account: of the attempt's time.
       over: set once a stop signal can no longer change the exit status.
+      membership: of this process among those that train together. Only process 0 prints and writes.
     """
 
     def __init__(
@@ -40,19 +46,29 @@ class Attempt:
         command: Sequence[str],
         account: TimeAccount,
         over: threading.Event,
+        membership: Membership,
     ):
-        self.account, self.console, self.over = account, Console(), over
+        self.account, self.over, self.peers = account, over, membership.peers
+        is_first = self.peers.is_first
+        self.console = Console() if is_first else QuietConsole(f"process {self.peers.index}")
         self.console.description(config.description)
         for note in workdir.notes:
             self.console.warning(note)
         started_at = time.time() - account.total()
         self.record = RunRecord(
-            workdir.record, command, started_at, account, self.console, last_logged_step(workdir.metrics)
+            workdir.record if is_first else None,
+            command,
+            started_at,
+            account,
+            self.console,
+            last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
-        self.stop = StopRequest(self._on_stop_signal, self._on_second_ctrl_c)
+        self.stop = SharedStopRequest(self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch)
+        membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
-        self._config, self._workdir = config, workdir
+        self._config, self._workdir, self._membership = config, workdir, membership
+        self._writing_stacks = threading.Lock()
 
     def opened(self, setup: Setup) -> None:
         """Records and prints what is about to run."""
@@ -64,24 +80,58 @@ class Attempt:
         self.over.set()
         self.record.update(status="failed", message=message)
 
+    def stalled(self, message: str) -> NoReturn:
+        """Ends a process that hangs, with `STALLED`: its record and its stacks say where. Any thread may call it."""
+        stacks = self._workdir.stacks(0 if self.peers.count == 1 else "*")
+        message = f"{message}; the threads' stacks are in {stacks}; run the same command again to go on"
+        leave(
+            STALLED,
+            self._write_stacks,
+            lambda: self.fail(message),
+            lambda: print_stacks(f"error: {message}"),
+            lambda: self._membership.announce_end(Farewell(STALLED, message)),
+        )
+
     def _on_stop_signal(self, name: str) -> None:
         if self.over.is_set() or self.record["status"] != "running":
             self.console.note(f"{name}: the run is ending already")
         elif self.under_way is not None:
             self.console.note(f"{name}: finishing {self.under_way()}, then saving; Ctrl-C (again) leaves at once")
         else:
-            self.record.update(status="preempted", message=f"{name} before the first step of this attempt")
+            message = f"{name} before the first step of this attempt"
+            self.record.update(status="preempted", message=message)
             self.console.note(f"{name}: stopped before the first step; run the same command again")
+            self._membership.announce_end(Farewell(PREEMPTED, message))
             os._exit(PREEMPTED)  # Python runs no handler while XLA compiles; nothing is lost
 
     def _on_second_ctrl_c(self) -> None:
+        message = "left at once by Ctrl-C after a stop signal, without saving"
         if self.record["status"] == "running":  # otherwise the run's end is recorded already
-            self.record.update(status="preempted", message="left at once by Ctrl-C after a stop signal, without saving")
+            self.record.update(status="preempted", message=message)
+        self._membership.announce_end(Farewell(INTERRUPTED, message))
+
+    def _record_end(self, farewell: Farewell) -> None:
+        """Another process has ended, and this one is about to."""
+        if self.record["status"] == "running":
+            status = "preempted" if farewell.status in (PREEMPTED, INTERRUPTED) else "failed"
+            self.record.update(status=status, message=farewell.message)
+        if farewell.status == STALLED:  # the cause may be here, and the other have waited for it
+            self._write_stacks()
+
+    def _write_stacks(self) -> None:
+        with self._writing_stacks:  # this watchdog and another process may call at the same time
+            write_stacks(self._workdir.stacks(self.peers.index))
 
 
 @contextlib.contextmanager
 def attempt(
-    config: TrainConfig, workdir: Workdir, *, command: Sequence[str], started: float, ending: threading.Event | None
+    config: TrainConfig,
+    workdir: Workdir,
+    *,
+    command: Sequence[str],
+    started: float,
+    ending: threading.Event | None,
+    membership: Membership = ALONE,
 ) -> Iterator[Attempt]:
     """Heeds stop signals inside, and records how the attempt ended.
 
@@ -91,13 +141,14 @@ def attempt(
       command: the command line, for the record.
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
+      membership: of this process among those that train together.
 
     Raises:
       TrainingFailed: memory ran out inside, or something called `sys.exit`.
     """
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
     drain_event_loops()
-    this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event())
+    this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event(), membership)
     # Outermost, so that this run still answers signals while its end is being recorded.
     with this.stop:
         try:
@@ -109,6 +160,8 @@ def attempt(
             raise TrainingFailed(message) from exit
         except BaseException as error:
             named = isinstance(error, UserMistake | TrainingFailed)
+            if not named:
+                membership.blame()
             error_type = "" if named else type(error).__name__
             this.fail(": ".join(filter(None, (error_type, str(error)))))
             raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+
 from trainer.observers.observer import Ending, Observers
 from trainer.observers.record import measured_memory
-from trainer.process.signals import PREEMPTED
+from trainer.process.exit_status import COMPLETED, PREEMPTED
 from trainer.run.evaluator import Evaluator
 from trainer.run.setup import Setup
-
-COMPLETED = 0
 
 
 def tell_ending(
@@ -34,7 +34,7 @@ def tell_ending(
             checkpoint=newest_checkpoint,
             evaluation=evaluator.newest,
             unigram_nats_per_token=setup.corpus.unigram_nats_per_token,
-            memory=measured_memory(setup.devices[0]),
+            memory=measured_memory(jax.local_devices()[0]),
         )
     )
     return COMPLETED if is_completed else PREEMPTED

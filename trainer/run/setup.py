@@ -8,12 +8,13 @@ from typing import Any
 import jax
 
 from trainer.config import TrainConfig
-from trainer.data import Corpus, TrainIterator
+from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention
 from trainer.step.flops import DevicePeak, FlopCounter
 from trainer.step.functions import Batch, StepFunctions
+from trainer.step.global_batch import make_global_batch
 from trainer.step.sharding import batch_sharding, bytes_per_device
 from trainer.terminal.units import format_bytes, format_count
 
@@ -42,9 +43,9 @@ class Setup:
     def tokens_per_step(self) -> int:
         return self.config.batch_size * self.config.sequence_length
 
-    def put(self, batch: Any) -> Batch:
-        """A batch of NumPy arrays, on the devices."""
-        return jax.device_put(batch, batch_sharding(self.functions.mesh))
+    def put(self, share: BatchShare) -> Batch:
+        """The batch of which this process has read a share, on the devices."""
+        return make_global_batch(share, batch_sharding(self.functions.mesh))
 
     def to_json(self) -> dict[str, Any]:
         """The description in the run record."""
@@ -65,6 +66,7 @@ class Setup:
         devices, config = self.devices, self.config
         state_bytes = bytes_per_device(self.functions.abstract_state)
         gradient_bytes = bytes_per_device(self.functions.abstract_gradient)
+        host_bytes = bytes_per_device(self.functions.abstract_state, on_host=True)
         data = self.corpus.summary()
         return {
             "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
@@ -78,5 +80,6 @@ class Setup:
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
             + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
             "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "
-            "per device, before activations",
+            "per device, before activations"
+            + (f"; {format_bytes(host_bytes)} of state per device in the host's memory" if host_bytes else ""),
         }

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from trainer.compile.history import CompileHistory
-from trainer.errors import TrainingFailed
+from trainer.data import BatchShare
 from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.process.signals import StopRequest
 from trainer.run.setup import Setup
+from trainer.run.skipped_updates import find_failure, tell_skipped
 from trainer.step.flops import StepFlops
 from trainer.step.functions import StepMetrics
 
@@ -37,7 +37,7 @@ class RunningWindow:
         self._waited, self._compiled = account.seconds("data_wait"), account.seconds("compile")
         self._metrics: list[StepMetrics] = []  # on the device
         self._history: list[StepMetrics] = []  # the same on the host
-        self._flops, self._num_tokens = StepFlops(0, 0), 0
+        self._flops = StepFlops(0, 0)
 
     @property
     def num_steps(self) -> int:
@@ -56,19 +56,19 @@ class RunningWindow:
         is_due = step == config.num_steps or any(step % period == 0 for period in periods)
         return self.num_steps > 0 and (times.first_s is None or stop.requested or is_due)
 
-    def add(self, batch: Any, metrics: StepMetrics) -> int | None:
+    def add(self, batch: BatchShare, metrics: StepMetrics) -> int | None:
         """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
-          batch: on the host.
+          batch: on the host. The FLOPs of all its rows count, not only of those that this process has read.
           metrics: on the device, which may not have computed them yet.
 
         Returns:
           The last step that is known to be done; None: nothing was waited for.
         """
         self._metrics.append(metrics)
-        self._flops = StepFlops(*map(sum, zip(self._flops, self._setup.flops(batch["segment_ids"]), strict=True)))
-        self._num_tokens += batch["segment_ids"].size
+        flops = self._setup.flops.of_documents(batch.document_lengths)
+        self._flops = StepFlops(*map(sum, zip(self._flops, flops, strict=True)))
         if len(self._metrics) <= _MAX_STEPS_AHEAD:
             return None
         jax.block_until_ready(self._metrics[-1 - _MAX_STEPS_AHEAD])
@@ -92,12 +92,14 @@ class RunningWindow:
         data_wait_s = self._account.seconds("data_wait") - self._waited
         capacity = seconds * self._setup.peak.flops_per_s * len(self._setup.devices)
         mfu = (self._flops.causal / capacity, self._flops.noncausal / capacity)
-        times.add_window(len(metrics), seconds, self._num_tokens, mfu)
+        num_tokens = len(metrics) * self._setup.tokens_per_step
+        times.add_window(len(metrics), seconds, num_tokens, mfu)
         step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
+        optimizer = self._setup.config.optimizer
         speed = {
             "step_s": seconds / len(metrics),
             "data_wait_s": data_wait_s,
-            "tokens_per_s": self._num_tokens / seconds,
+            "tokens_per_s": num_tokens / seconds,
             "mfu_causal": mfu[0],
             "mfu_noncausal": mfu[1],
         }
@@ -113,22 +115,11 @@ class RunningWindow:
             mfu_causal=mfu[0],
             left_s=(times.typical_step_s() or seconds) * (num_steps - step),
             entries=[make_entry(number, entry) for number, entry in enumerate(entries, self._first_step)],
-            overflow=_find_overflow(metrics, self._first_step),
+            num_skipped=int(metrics[-1].num_skipped),
+            is_amid_skipped=bool(metrics[-1].num_skipped_in_a_row),
+            skipped=tell_skipped(metrics, self._first_step, optimizer),
+            failure=find_failure(metrics, self._first_step, optimizer),
         )
-
-
-def not_finite(overflow: str, checkpoint: Path | None) -> TrainingFailed:
-    """The error that ends a run whose loss or gradient overflowed.
-
-    Args:
-      overflow: from the window.
-      checkpoint: the newest; None: there is none yet.
-    """
-    return TrainingFailed(
-        f"{overflow}: not finite, so the run stops; the last good checkpoint is {checkpoint or 'not there yet'}. "
-        "A lower optimizer.learning_rate, a longer warm-up or a smaller optimizer.clip_norm may help, from there on "
-        "or, in a new --workdir, from the start"
-    )
 
 
 def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[str, float]:
@@ -138,13 +129,7 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[s
         "grad_norm": float(metrics.grad_norm),
         "learning_rate": float(metrics.learning_rate),
         "num_targets": int(metrics.num_targets),
+        "num_skipped": int(metrics.num_skipped),
     }
     recompile_s = compiles.recompile_seconds("train_step", step)
     return values | ({"recompile_s": recompile_s} if recompile_s else {})
-
-
-def _find_overflow(metrics: list[StepMetrics], first_step: int) -> str | None:
-    for step, each in enumerate(metrics, first_step):
-        if not each.finite:
-            return f"step {step}: loss {float(each.loss)}, gradient norm {float(each.grad_norm)}"
-    return None

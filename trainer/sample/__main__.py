@@ -7,13 +7,15 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
+from trainer.hosts.launch import refuse_several
 from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.signals import INTERRUPTED
+from trainer.process.exit_status import INTERRUPTED
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         require_ours("trainer", importer=__name__)
         from trainer.sample.sample_command import parse_command_line
 
+        refuse_several("python -m trainer.sample", os.environ)
         command = parse_command_line(arguments)
         # This imports Flax and Orbax: seconds that a mistyped flag shouldn't cost.
         from trainer.sample.continuation import run

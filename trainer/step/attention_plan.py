@@ -1,9 +1,8 @@
-"""Finds out which attention backend serves each mask of a run, before anything is compiled."""
+"""Finds out which attention backend serves each mask of a run, and how ranks of `mesh.context` get at their keys."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +12,28 @@ import jax.numpy as jnp
 
 from kernels import Mask, Selection, Target, select_backend
 from kernels.call import AttentionCall
+from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
+from trainer.terminal.units import format_bytes
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """How the ranks of `mesh.context` get at their keys in the layers that share a mask."""
+
+    name: str
+    """gather, halo, ring or heads."""
+    deal: str
+    """in_order, zigzag or by_cost."""
+    received_bytes: tuple[int, int]
+    """What a device receives in a layer, forward and backward."""
+    held_bytes: int
+    """What a device holds at most, of other ranks' keys and values or their gradients."""
+    seconds: dict[str, float]
+    """Of a layer, forward and backward, by each exchange that serves it: the cost model's."""
+    refusals: dict[str, str]
+    """Name and reason of each exchange that doesn't."""
 
 
 @dataclass(frozen=True)
@@ -27,36 +46,82 @@ class AttentionPlan:
     backend: str
     passed_over: dict[str, str]
     """Name and reason of each faster backend that can't serve the call."""
+    exchange: ExchangePlan | None = None
+    """None: each device holds whole sequences."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | None]:
+    """How the tokens of each sequence are dealt out to the ranks of `mesh.context`, and how keys are exchanged.
+
+    Args:
+      config: the experiment.
+      target: the device that the run is compiled for.
+
+    Returns:
+      The deal, and the plan behind it; None: each device holds whole sequences.
+
+    Raises:
+      UserMistake: the sequence can't be dealt out as `context` says, or the exchange can't serve a mask.
+    """
+    if config.mesh.context == 1:
+        return "in_order", None
+    calls = {attention_call(config, mask, target): float(count) for mask, count in config.model.layers_per_mask.items()}
+    context = config.context
+    try:
+        plan = plan_context(
+            calls,
+            "context",
+            config.mesh.context,
+            deal=context.deal,
+            exchange=context.exchange,
+            implementation=config.model.implementation,
+        )
+    except ValueError as error:
+        raise UserMistake(f"context: {error}") from error
+    return plan.deal, plan
+
+
 def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPlan, ...]:
-    """The backend that each mask will get, in the order of the layers.
+    """The backend and the exchange that each mask will get, in the order of the layers.
 
     Args:
       config: the experiment.
       device: one of the devices that the run is compiled for.
 
     Raises:
-      UserMistake: `model.implementation` names a backend that can't serve the call.
+      UserMistake: `model.implementation` names a backend that can't serve the call, or as `plan_deal`.
     """
-    model = config.model
-    masks = [model.masks[layer % len(model.masks)] for layer in range(model.num_layers)]
+    target = Target.of(device)
+    deal, context = plan_deal(config, target)
+    split = Split.of("context", config.mesh.context, deal, config.sequence_length)
     plans = []
-    for mask, num_layers in Counter(masks).items():
-        call = attention_call(config, mask, Target.of(device))
+    for index, (mask, num_layers) in enumerate(config.model.layers_per_mask.items()):
+        call, exchange = attention_call(config, mask, target), None
+        if context is not None:
+            chosen = context.exchanges[index]
+            cost = chosen.costs[chosen.name]
+            exchange = ExchangePlan(
+                chosen.name,
+                deal,
+                (round(cost.received_bytes[0]), round(cost.received_bytes[1])),
+                round(cost.held_bytes),
+                {name: each.seconds for name, each in chosen.costs.items()},
+                dict(chosen.refusals.items()),
+            )
+            call = kernel_call(chosen.name, call, split)
         try:
-            selection: Selection = select_backend(call, model.implementation)
+            selection: Selection = select_backend(call, config.model.implementation)
         except ValueError as error:
             raise UserMistake(str(error)) from error
-        plans.append(AttentionPlan(repr(mask), num_layers, selection.name, dict(selection.passed_over)))
+        plans.append(AttentionPlan(repr(mask), num_layers, selection.name, dict(selection.passed_over), exchange))
     return tuple(plans)
 
 
 def describe_attention(plans: Sequence[AttentionPlan]) -> list[str]:
-    """One line for each mask's backend, then one for each reason why faster backends were passed over."""
+    """Lines for each mask's backend and exchange, then one for each reason why faster backends were passed over."""
     lines = []
     masks_of: dict[tuple[str, str], list[str]] = {}
     for plan in plans:
@@ -64,20 +129,33 @@ def describe_attention(plans: Sequence[AttentionPlan]) -> list[str]:
         lines.append(f"{plan.backend} for {layers} of {plan.mask}")
         for passed_over in plan.passed_over.items():
             masks_of.setdefault(passed_over, []).append(plan.mask)
+        lines += _describe_exchange(plan.exchange)
     for (name, reason), masks in masks_of.items():
         where = "" if len(masks) == len(plans) else f" for {', '.join(masks)}"
         lines.append(f"  {name} passed over{where}: {reason}")
     return lines
 
 
+def _describe_exchange(plan: ExchangePlan | None) -> list[str]:
+    if plan is None:
+        return []
+    forward, backward = map(format_bytes, plan.received_bytes)
+    seconds = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in plan.seconds.items())
+    deal = plan.deal.replace("_", " ")
+    return [
+        f"  {plan.name}, tokens dealt out {deal}: a device receives {forward} forward, {backward} backward a layer",
+        f"  the cost model's time of a layer: {seconds}",
+    ]
+
+
 def attention_call(config: TrainConfig, mask: Mask, target: Target) -> AttentionCall:
-    """The call that `layers.Attention` makes on each device of the config's mesh, as the backends see it."""
+    """What `layers.Attention` asks of each device of the config's mesh, before keys are exchanged."""
     model, mesh = config.model, config.mesh
     has_positions = config.data.keep_documents_apart and not mask.translation_invariant
     return AttentionCall(
         batch=config.batch_size // config.gradient_accumulation // (mesh.data * mesh.fsdp),
         q_len=config.sequence_length // mesh.context,
-        kv_len=config.sequence_length,
+        kv_len=config.sequence_length // mesh.context,
         num_heads=model.num_heads // mesh.tensor,
         num_kv_heads=model.num_kv_heads // mesh.tensor,
         head_dim=model.head_dim,
@@ -88,7 +166,7 @@ def attention_call(config: TrainConfig, mask: Mask, target: Target) -> Attention
         logits_soft_cap=model.logits_soft_cap,
         has_sinks=model.sinks,
         has_segment_ids=config.data.keep_documents_apart,
-        has_query_positions=mesh.context > 1 or has_positions,
+        has_query_positions=has_positions,
         has_key_value_positions=has_positions,
         return_lse=False,
         target=target,

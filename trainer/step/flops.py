@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -51,14 +52,14 @@ class StepFlops(NamedTuple):
 
 
 class FlopCounter:
-    """Counts a batch's FLOPs on the host, from its segment ids.
+    """Counts a batch's FLOPs on the host, from its documents.
 
     The pairs of each document length are counted once and remembered. If a mask allows no later token and its rows are
     intervals, all lengths are counted at once.
 
     Args:
       config: the model.
-      sequence_length: the length of the longest document.
+      sequence_length: T, and the length of the longest document.
       keep_documents_apart: as in `DataConfig`; False: all tokens of a sequence are one document.
 
     >>> config = GPTConfig(vocab_size=256, num_layers=1, width=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_width=8)
@@ -71,13 +72,11 @@ class FlopCounter:
         self._num_heads = config.num_heads
         self._flops_per_token = 6 * num_matmul_parameters(config)
         self._flops_per_pair = 12 * config.head_dim
-        layers_per_mask = dict.fromkeys(config.masks, 0)
-        for layer in range(config.num_layers):
-            layers_per_mask[config.masks[layer % len(config.masks)]] += 1
-        self._layers_per_mask = layers_per_mask
+        self._sequence_length = sequence_length
+        self._layers_per_mask = config.layers_per_mask
         self._pairs_by_length = {
             mask: np.full(sequence_length + 1, -1) if (table := _causal_pairs(mask, sequence_length)) is None else table
-            for mask in layers_per_mask
+            for mask in self._layers_per_mask
         }
 
     def __call__(self, segment_ids: Int[np.ndarray, "B T"]) -> StepFlops:
@@ -86,17 +85,25 @@ class FlopCounter:
         Args:
           segment_ids: document of each token, 0 for padding; a document is one run of equal ids.
         """
-        batch_size, sequence_length = segment_ids.shape
+        return self.of_documents([_document_lengths(row) for row in segment_ids])
+
+    def of_documents(self, lengths: Sequence[Int[np.ndarray, " D"]]) -> StepFlops:
+        """FLOPs of a step on a batch of documents of these lengths.
+
+        Args:
+          lengths: of the documents of each sequence, in tokens.
+        """
+        num_tokens = len(lengths) * self._sequence_length
         if not self._keep_documents_apart:
-            segment_ids = (segment_ids != 0).astype(segment_ids.dtype)
-        lengths, counts = np.unique(_document_lengths(segment_ids), return_counts=True)
+            lengths = [each.sum(keepdims=True) for each in lengths if len(each)]
+        of_all, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *lengths]), return_counts=True)
         causal_pairs = sum(
-            num_layers * int(self._pairs(mask, lengths) @ counts) for mask, num_layers in self._layers_per_mask.items()
+            num_layers * int(self._pairs(mask, of_all) @ counts) for mask, num_layers in self._layers_per_mask.items()
         )
-        all_pairs = sum(self._layers_per_mask.values()) * self._num_heads * batch_size * sequence_length**2
+        all_pairs = sum(self._layers_per_mask.values()) * self._num_heads * num_tokens * self._sequence_length
         return StepFlops(
-            int(lengths @ counts) * self._flops_per_token + causal_pairs * self._flops_per_pair,
-            segment_ids.size * self._flops_per_token + all_pairs * self._flops_per_pair,
+            int(of_all @ counts) * self._flops_per_token + causal_pairs * self._flops_per_pair,
+            num_tokens * self._flops_per_token + all_pairs * self._flops_per_pair,
         )
 
     def _pairs(self, mask: Mask, lengths: np.ndarray) -> np.ndarray:
@@ -115,13 +122,11 @@ def num_matmul_parameters(config: GPTConfig) -> int:
     return config.num_layers * (attention + mlp) + config.width * config.vocab_size
 
 
-def _document_lengths(segment_ids: np.ndarray) -> np.ndarray:
+def _document_lengths(segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " D"]:
     """Lengths of the runs of equal ids, without padding."""
-    is_start = np.ones_like(segment_ids, bool)
-    is_start[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    starts = np.flatnonzero(is_start)
+    starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] + 1))
     lengths = np.diff(starts, append=segment_ids.size)
-    return lengths[segment_ids.ravel()[starts] != 0]
+    return lengths[segment_ids[starts] != 0]
 
 
 def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:

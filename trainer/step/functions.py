@@ -2,7 +2,7 @@
 
 The model is split into its structure, closed over, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them.
+and positions, as `trainer.data` makes them, and places where tokens are dealt out over `mesh.context`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Target
+from kernels.context import Deal
 from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
 from trainer.config import TrainConfig
+from trainer.step.attention_plan import plan_deal
+from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
-from trainer.step.sharding import batch_sharding, parameter_shardings, replicated
+from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
+from trainer.step.skipping import Skipping, judge, schedule_at
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {
@@ -42,11 +47,13 @@ class TrainState(NamedTuple):
     """Everything that an update reads and writes."""
 
     step: Int[Array, ""]
-    """Updates made so far."""
+    """Steps made so far, those whose update was skipped among them."""
     params: Any
     """Nested dict of float32 arrays, by the names of the model's attributes."""
     opt_state: Any
     """The optimizer's, its moments sharded like the parameters."""
+    skipping: Skipping = Skipping()
+    """What is remembered of updates that were skipped."""
 
 
 class StepMetrics(NamedTuple):
@@ -63,7 +70,11 @@ class StepMetrics(NamedTuple):
     num_targets: Int[Array, ""]
     """Tokens that the loss is averaged over."""
     finite: Bool[Array, ""]
-    """False: loss or gradient overflowed, and the state was left as it was."""
+    """False: loss or gradient overflowed."""
+    num_skipped: Int[Array, ""]
+    """Updates skipped up to this one, in the whole run."""
+    num_skipped_in_a_row: Int[Array, ""]
+    """0: this update was accepted."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +90,16 @@ class StepFunctions:
     """Shapes, dtypes and shardings of what gradients are added up in."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     """Shapes, dtypes and shardings of a training batch."""
+    deal: Deal
+    """Which tokens of a sequence each rank of `mesh.context` holds."""
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     """Jitted: one update. Donates the state."""
+    gradients: Callable[[Any, Batch], tuple[Any, CrossEntropy]]
+    """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
     eval_step: Callable[[Any, Batch], tuple[Array, Array]]
     """Jitted: (params, batch) → (sum of nats, number of targets)."""
 
@@ -108,23 +123,33 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
+      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach.
     """
-    optimizer = make_optimizer(config.optimizer, config.num_steps)
+    require_host_memory(config, mesh.devices.flat[0])
+    optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
+    deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
 
     def make_model() -> GPT:
-        sharding = ActivationSharding(mesh)
+        sharding = ActivationSharding(mesh, deal=deal, exchange=config.context.exchange)
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:
         params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
-        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+        skipping = jax.tree.map(jnp.asarray, Skipping())
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
 
     def cross_entropy(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> CrossEntropy:
         """Sums over this device's tokens."""
         model = nnx.merge(graphdef, params)
-        documents = (batch["segment_ids"], batch["positions"]) if config.data.keep_documents_apart else ()
-        hidden = model(batch["tokens"], *documents, gather_layer=gather_layer)
+        apart = config.data.keep_documents_apart
+        hidden = model(
+            batch["tokens"],
+            batch["segment_ids"] if apart else None,
+            batch["positions"] if apart else None,
+            batch.get("places"),
+            gather_layer=gather_layer,
+        )
         with jax.named_scope("loss"):
             return chunked_cross_entropy(
                 hidden,
@@ -177,12 +202,22 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state)
-            # A select fuses into the update. A branch would keep both states alive.
-            kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, state)
+            accepted, skipping = judge(state.skipping, finite, grad_norm, config.optimizer.skip_grad_norm_above)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, finite=accepted)
+            updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, skipping)
+            # A select fuses into the update. A branch would keep both states alive. Moments on the host are kept there.
+            kept = jax.tree.map(
+                lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(accepted, new, old),
+                updated,
+                state,
+                shardings,
+            )
+            # A skipped update is a step, too.
+            kept = kept._replace(
+                step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping
+            )
             learning_rate = schedule(state.step)
-        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite)
+        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
 
     def evaluate_on_device(params, batch: Batch) -> CrossEntropy:
         return gather.sum(cross_entropy(gather.gather_others(params), batch, gather_layer=gather.gather_layer))
@@ -195,6 +230,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     graphdef = nnx.split(nnx.eval_shape(make_model), nnx.Param)[0]
     shapes = jax.eval_shape(init_state)
     shardings = parameter_shardings(shapes, mesh)
+    if config.optimizer.offload_moments:
+        shardings = shardings._replace(opt_state=moments_on_host(shapes.opt_state, shardings.opt_state))
     abstract_state = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, shardings
     )
@@ -207,14 +244,18 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         graphdef=graphdef,
         abstract_state=abstract_state,
         abstract_gradient=abstract_state.params if config.gradient_accumulation == 1 else gather.abstract_whole,
-        abstract_batch=_abstract_batch(config, config.batch_size, mesh),
-        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh),
+        deal=deal,
+        abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
+        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),
         init_state=jax.jit(init_state, out_shardings=shardings),
         train_step=jax.jit(
             train_step,
             in_shardings=(shardings, of_batch),
             out_shardings=(shardings, of_scalar),
             donate_argnums=0,
+        ),
+        gradients=jax.jit(
+            mean_loss_gradient, in_shardings=(shardings.params, of_batch), out_shardings=(shardings.params, of_scalar)
         ),
         eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
     )
@@ -225,6 +266,7 @@ def _into_micro_batches(x: Array, count: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
 
-def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh, deal: Deal) -> dict[str, jax.ShapeDtypeStruct]:
     shape, sharding = (batch_size, config.sequence_length), batch_sharding(mesh)
-    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in BATCH_DTYPES.items()}
+    dtypes = BATCH_DTYPES if deal == "in_order" else BATCH_DTYPES | {"places": jnp.int32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}

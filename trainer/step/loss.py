@@ -107,7 +107,7 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
     """The loss and, if asked for, the gradients of its total; by one device or shared."""
     # Cast before the head is gathered, so that the gather moves the compute dtype.
     head = head_kernel.astype(hidden.dtype)
-    arrays = (*(x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask)), head)
+    arrays = [x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask)] + [head]
     sweep = functools.partial(_sweep_tokens, options=options, with_gradients=with_gradients)
     if (axis := options.shared_over) is None:
         loss, gradients = sweep(*arrays)

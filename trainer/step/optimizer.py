@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with warm-up and a cosine or warm-up–stable–decay schedule."""
+"""AdamW (arXiv:1711.05101) or Muon, with warm-up and a cosine or warm-up–stable–decay schedule."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from trainer.config import OptimizerConfig
+from trainer.step.host_offload import stream_moments
+from trainer.step.muon import muon_or_adam, orthogonalize
 from trainer.step.sharding import path_name
 
 # Chosen by a parameter's name, not its rank: a norm's scale, stacked over layers, is a matrix too.
@@ -83,21 +86,33 @@ def decay_mask(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(decays, params)
 
 
-def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """Clipping by the global norm, Adam, decoupled weight decay, and the schedule.
+def make_optimizer(
+    config: OptimizerConfig, num_steps: int, mesh: Mesh | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Clipping by the global norm, Adam or Muon, decoupled weight decay, and the schedule.
 
     The moments have the parameters' shapes and take float32 from them and from the gradients.
 
     Args:
       config: hyperparameters.
       num_steps: updates in the whole run, which the schedule spans.
+      mesh: that the parameters lie on, and that Muon spreads its layers over; None: one device.
+
+    Returns:
+      The optimizer. With `offload_moments`, `update` takes `finite` as well; see `stream_moments`.
 
     Raises:
       ValueError: as `make_schedule`.
     """
+    held = stream_moments if config.offload_moments else lambda inner: inner
+    moments = held(optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32))
+    if config.kind == "muon":
+        momentum = held(optax.trace(config.momentum, nesterov=True, accumulator_dtype=jnp.float32))
+        by_rule = {"muon": optax.chain(momentum, orthogonalize(mesh)), "adam": moments}
+        moments = optax.partition(by_rule, muon_or_adam)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon, mu_dtype=jnp.float32),
+        moments,
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
         optax.scale_by_learning_rate(make_schedule(config, num_steps)),
     )

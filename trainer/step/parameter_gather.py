@@ -125,7 +125,9 @@ class ParameterGather:
 
     def sum(self, tree: Any) -> Any:
         """Sums over all devices what each has of its own tokens."""
-        return lax.psum(tree, self._token_axes)
+        # All at the end: a count that depends on nothing else would be summed early on some devices and late on others,
+        # which XLA's CPU backend doesn't survive where several processes train (seen in JAX 0.10.2: they wait forever).
+        return lax.psum(lax.optimization_barrier(tree), self._token_axes)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from layers.remat import HOST_MEMORY
 from trainer.config import MeshConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.step.device_layout import lay_out
@@ -81,9 +82,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         ) from error
 
 
-def bytes_per_device(abstract: Any) -> int:
-    """Bytes on each device of a tree of `jax.ShapeDtypeStruct`s with shardings."""
-    leaves = jax.tree.leaves(abstract)
+def bytes_per_device(abstract: Any, *, on_host: bool = False) -> int:
+    """Bytes for each device of a tree of `jax.ShapeDtypeStruct`s with shardings.
+
+    Args:
+      abstract: the tree.
+      on_host: count what lies in the host's memory instead of what lies on the device.
+    """
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if is_on_host(leaf.sharding) == on_host]
     return sum(leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in leaves)
 
 
@@ -160,6 +166,11 @@ def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, partition_spec(path_name(path), leaf.shape, mesh)), tree
     )
+
+
+def is_on_host(sharding: Sharding) -> bool:
+    """Whether arrays of a sharding lie in the host's memory."""
+    return sharding.memory_kind == HOST_MEMORY
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -160,6 +160,26 @@ class Console:
         self._output.print(Panel(content, title=Text(title), title_align="left"), markup=False)
 
 
+class QuietConsole(Console):
+    """The console of a process whose run another process prints: it prints warnings alone.
+
+    Args:
+      name: of the process, before each of them.
+      output: as in `Console`.
+    """
+
+    def __init__(self, name: str, output: rich.console.Console | None = None):
+        super().__init__(output)
+        self._name, self._is_terminal = name, False
+
+    def note(self, line: str, *, whole: bool = False) -> None:
+        """Prints nothing."""
+
+    def warning(self, line: str) -> None:
+        """Prints a line that begins with the process and "warning"."""
+        super().note(f"{self._name}: warning: {line}")
+
+
 def visible(text: str) -> str:
     """The text with visible signs in the place of control characters, except line ends and tabs.
 

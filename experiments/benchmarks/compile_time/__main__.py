@@ -33,7 +33,7 @@ class Arguments:
     """Measures trace, lower and compile seconds and resident memory against the length."""
 
     target: str | None = None
-    """TPU topology to compile for, such as v5p:2x2x1; None: this machine's devices."""
+    """Topology to compile for, such as v5p:2x2x1 or h200:1; None: this machine's devices."""
     subjects: tuple[Subject, ...] = ("attention",)
     """attention: forward and backward of one call; train_step: the whole step of `config`."""
     sources: tuple[Source, ...] | None = None
@@ -88,12 +88,12 @@ def main(arguments: Arguments) -> int:
     """Measures, writes, prints, draws; returns the exit status."""
     console = Console()
     console = console if console.is_terminal else Console(width=160)
-    series = list(arguments.series())
     rows: list[Row] = []
     status = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         check_target(arguments.target, arguments.sources or ())
+        series = list(arguments.series())
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=sum(map(len, series)))
 

@@ -47,7 +47,7 @@ class Cell:
     """A name from MASKS, or as `kernels.parse_mask` reads it."""
     length: int
     target: str | None
-    """A TPU topology's name; None: this machine's devices."""
+    """A topology's name; None: this machine's devices."""
     config: str
     """Config file of the training step."""
     num_heads: int
@@ -142,9 +142,9 @@ def _devices(target: str | None) -> list[jax.Device]:
         import jax
 
         return jax.devices()
-    from trainer.compile.topology import Topology
+    from trainer.compile.topology import parse_topology
 
-    return Topology.parse(target).devices()
+    return parse_topology(target).devices()
 
 
 def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:

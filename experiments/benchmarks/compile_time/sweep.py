@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.benchmarks.compile_time.cell import Cell
 from experiments.benchmarks.compile_time.masks import Source
-from trainer.compile.topology import Topology, require_libtpu
+from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
 from trainer.process.resident_memory import resident_bytes
@@ -57,7 +57,7 @@ def run_cell(cell: Cell, limits: Limits) -> Row:
     row: Row = asdict(cell) | {"limit_s": limits.seconds, "limit_bytes": limits.resident_bytes}
     environment = dict(os.environ)
     if cell.target is not None:
-        environment |= Topology.parse(cell.target).environment()
+        environment |= parse_topology(cell.target).environment()
     command = [sys.executable, "-m", "experiments.benchmarks.compile_time.cell", json.dumps(asdict(cell))]
     begun = time.perf_counter()
     with subprocess.Popen(
@@ -74,7 +74,7 @@ def run_cell(cell: Cell, limits: Limits) -> Row:
     if process.returncode == 2:
         raise UserMistake(errors.splitlines()[-1].removeprefix("error: "))
     if process.returncode:
-        return row | {"status": "failed", "message": _describe_failure(process.returncode, errors)}
+        return row | {"status": "failed", "message": describe_failure(process.returncode, errors)}
     return row | {"status": "measured"} | json.loads(output.splitlines()[-1])
 
 
@@ -94,7 +94,7 @@ def _communicate(process: subprocess.Popen[str], limits: Limits) -> tuple[str, s
                 process.kill()
 
 
-def _describe_failure(status: int, errors: str) -> str:
+def describe_failure(status: int, errors: str) -> str:
     """The error at the end of a traceback; JAX puts a hint to its own settings behind it."""
     if status == -signal.SIGKILL:
         return "killed from outside, most likely for want of memory"
@@ -141,19 +141,18 @@ def machine() -> Row:
 
 def sources_for(target: str | None) -> tuple[Source, ...]:
     """The sources that a target can have its masks from; the baselines are of JAX's TPU kernel."""
-    on_tpu = target is not None or expected_platform() == "tpu"
-    return ("ours", "upstream_lazy", "dense") if on_tpu else ("ours",)
+    target_platform = expected_platform() if target is None else parse_topology(target).platform
+    return ("ours", "upstream_lazy", "dense") if target_platform == "tpu" else ("ours",)
 
 
 def check_target(target: str | None, sources: Sequence[Source]) -> None:
     """Refuses a target before any cell is started.
 
     Raises:
-      UserMistake: an unknown topology, libtpu is missing, or sources that the target doesn't have.
+      UserMistake: an unknown topology, its compiler is missing, or sources that the target doesn't have.
     """
     if target is not None:
-        Topology.parse(target)
-        require_libtpu()
+        parse_topology(target).require_compiler()
     if absent := [source for source in sources if source not in sources_for(target)]:
         raise UserMistake(
             f"{' and '.join(absent)} masks are those of JAX's TPU kernel; give --target a TPU topology, "

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from rich.console import Console
 
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
-from layers.config import RematPolicy
+from kernels.context import Exchange
+from trainer.config import MeshConfig
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
 from trainer.process.broken_pipe import reader_may_leave
@@ -36,12 +37,16 @@ class ThroughputArguments:
     """Names from WORKLOADS in workloads.py."""
     implementation: str | None = None
     """Attention backend; None: the fastest that serves the call."""
-    remat: RematPolicy | None = None
+    remat: str | None = None
     """What the backward pass recomputes; None: as the workload says."""
     scan_layers: bool | None = None
     """One loop over the layers; None: as the experiment says."""
     chunk_size: int | None = None
     """Tokens whose logits exist at one time; None: as the experiment says."""
+    mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
+    """Sizes of the mesh; data and fsdp get a sequence each."""
+    exchange: Exchange | None = None
+    """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
     trace: bool = True
     """Trace some steps more, and say where the time goes."""
     baseline: Path | None = None
@@ -71,7 +76,8 @@ class ThroughputArguments:
 
 def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
     """Measures a workload in a process of its own; returns the result, or that process's exit status."""
-    fields = {name: getattr(arguments, name) for name in ("implementation", "remat", "scan_layers", "chunk_size")}
+    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange")
+    fields = {name: getattr(arguments, name) for name in names} | {"mesh": asdict(arguments.mesh)}
     request = json.dumps({"workload": name, "trace": arguments.trace, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]
     # By default JAX takes three quarters of a GPU's memory. The longest sequences need more.

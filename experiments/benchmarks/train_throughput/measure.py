@@ -23,9 +23,11 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
+from kernels.context import Exchange
 from trainer.compile.hlo import parse_module
 from trainer.compile.stages import compile_in_stages, lower_in_stages
-from trainer.config import TrainConfig
+from trainer.config import ContextConfig, MeshConfig, TrainConfig
+from trainer.data.dealing import Dealer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.record import measured_memory
 from trainer.process.versions import installed_versions
@@ -59,8 +61,11 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     functions = make_step_functions(config, mesh)
     state = functions.init_state()
     rng = np.random.default_rng()
-    host_batches = [workload.batch(config.model.vocab_size, rng) for _ in range(workload.num_batches)]
-    batches = itertools.cycle([jax.device_put(batch, batch_sharding(mesh)) for batch in host_batches])
+    host_batches = [make_batch(workload, config, rng) for _ in range(workload.num_batches)]
+    dealer = Dealer.of(config, functions.deal)
+    batches = itertools.cycle(
+        [jax.device_put(deal_batch(batch, dealer), batch_sharding(mesh)) for batch in host_batches]
+    )
     train_step, report = compile_in_stages(
         functions.train_step, functions.abstract_state, functions.abstract_batch, name="train_step"
     )
@@ -99,20 +104,23 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     step_s = statistics.median(windows)
     counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     flops = [counter(batch["segment_ids"]) for batch in host_batches]
-    peak = device_peak(device, config.model.compute_dtype)
+    peak_flops_per_s = device_peak(device, config.model.compute_dtype).flops_per_s * mesh.size
     return {
         "workload": name,
+        "mesh": dict(mesh.shape),
         "tokens_per_s": config.batch_size * config.sequence_length / step_s,
         "step_s": step_s,
         "fastest_step_s": min(windows),
         "slowest_step_s": max(windows),
-        "mfu_causal": statistics.mean(step.causal for step in flops) / step_s / peak.flops_per_s,
-        "mfu_noncausal": statistics.mean(step.noncausal for step in flops) / step_s / peak.flops_per_s,
+        "mfu_causal": statistics.mean(step.causal for step in flops) / step_s / peak_flops_per_s,
+        "mfu_noncausal": statistics.mean(step.noncausal for step in flops) / step_s / peak_flops_per_s,
         "device_peak_bytes": memory["device_peak_bytes"],
         "num_parameters": functions.num_parameters,
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
         "loss": float(metrics.loss),
         "attention": [plan.backend for plan in attention],
+        "deal": functions.deal,
+        "exchange": [plan.exchange.name for plan in attention if plan.exchange is not None],
         "config": {
             "sequence_length": config.sequence_length,
             "implementation": config.model.implementation,
@@ -128,12 +136,32 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     }
 
 
-def override(config: TrainConfig, **fields: Any) -> TrainConfig:
-    """The config with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given."""
+def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """As many of the workload's sequences as a batch has."""
+    rows = [workload.batch(config.model.vocab_size, rng) for _ in range(config.batch_size)]
+    return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+
+def deal_batch(batch: dict[str, np.ndarray], dealer: Dealer) -> dict[str, np.ndarray]:
+    """The batch with each sequence dealt out to the devices of `mesh.context`."""
+    rows = [dealer(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def override(
+    config: TrainConfig, *, mesh: dict[str, int] | None = None, exchange: Exchange | None = None, **fields: Any
+) -> TrainConfig:
+    """The config on a mesh, with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given.
+
+    Each group of devices that splits the batch gets a sequence of its own.
+    """
     given = {name: value for name, value in fields.items() if value is not None}
-    chunk_size = given.pop("chunk_size", config.loss.chunk_size)
+    chunk_size, sizes = given.pop("chunk_size", config.loss.chunk_size), MeshConfig(**(mesh or {}))
     return dataclasses.replace(
         config,
+        batch_size=sizes.data * sizes.fsdp,
+        mesh=sizes,
+        context=ContextConfig(exchange=exchange),
         model=dataclasses.replace(config.model, **given),
         loss=dataclasses.replace(config.loss, chunk_size=chunk_size),
     )

@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments import gpt_1b_32k, gpt_32k
-from layers.config import RematPolicy
 from trainer.config import TrainConfig
 
 
@@ -24,7 +23,7 @@ class Workload:
     """Median length of packed documents, kept apart; None: a sequence is one document."""
     num_batches: int = 1
     """Batches that the steps cycle through. A window should take each equally often."""
-    remat: RematPolicy | None = None
+    remat: str | None = None
     """None: the experiment's own."""
     num_windows: int = 5
     """Timed windows, of which the median counts."""
@@ -93,8 +92,21 @@ WORKLOADS = {
         num_traced_steps=8,
         peer="gpt2_124m_32k",
     ),
+    "124m_131k_packed": Workload(
+        "124m", 131_072, document_length=4096, num_batches=4, num_windows=3, steps_per_window=4, num_traced_steps=4
+    ),
+    "1b_131k_packed": Workload(
+        "1b",
+        131_072,
+        document_length=4096,
+        remat="save_attention",
+        num_windows=2,
+        steps_per_window=2,
+        num_traced_steps=0,
+    ),
     "124m_131k": Workload("124m", 131_072, num_windows=2, steps_per_window=1, num_traced_steps=0),
     "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0),
+    "1b_1m": Workload("1b", 1_048_576, num_windows=1, steps_per_window=1, num_traced_steps=0),
     "124m_1m": Workload(
         "124m", 1_048_576, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0
     ),

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
 from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, pad_matrices, padded_head_dim
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, pad_matrices, padded_head_dim, zeroed_ref
 from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
 from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
@@ -145,7 +145,7 @@ def run_forward(
             call, how, machine, scheduler, ForwardGmem(*gmem), smem, barriers, ping_pong, program, warpgroup
         )
 
-    num_claimed = None if barriers.claims is None else jax.new_ref(jnp.zeros((1,), jnp.int32))
+    num_claimed = None if barriers.claims is None else zeroed_ref((1,), jnp.int32, query)
     operands = query, key, value, rows, sinks, tokens, num_claimed
     outputs = (
         jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),

@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, zeroed_ref
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
@@ -130,7 +130,7 @@ def key_value_pass(
     """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
     lse_is_offset = _lse_is_offset(call)
     offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
-    d_query = jax.new_ref(jnp.zeros(arrays.query.shape, jnp.float32)) if fused else None
+    d_query = zeroed_ref(arrays.query.shape, jnp.float32, arrays.query) if fused else None
     arrays = arrays._replace(
         lse=None if lse_is_offset else arrays.lse,
         delta=None,

@@ -36,6 +36,16 @@ def pad_matrix(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Arra
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
+def zeroed_ref(shape: tuple[int, ...], dtype, call_array: Array) -> Any:
+    """A reference to zeros in global memory, which a kernel adds to.
+
+    The zeros are tied to an array of the call. JAX would otherwise take a reference to constants out of a scan, through
+    `jax.shard_map`, whose results can't be references (seen in JAX 0.11.2).
+    """
+    zeros, _ = jax.lax.optimization_barrier((jnp.zeros(shape, dtype), call_array[:1, :1, :1, :1]))
+    return jax.new_ref(zeros)
+
+
 def num_bytes(scratch: Any) -> int:
     """Shared memory that Pallas allocates for a tree of arrays and barriers. Arrays begin at whole kilobytes."""
     size = 0

@@ -62,12 +62,17 @@ def d_query_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
 
 
 class Tokens(NamedTuple):
-    """The last fields of `AttentionInputs`: what is known on the device only, or None."""
+    """What `AttentionInputs` tells of tokens: known on the device only, or None."""
 
     query_segment_ids: Int[Array, "*B T"] | None = None
     key_value_segment_ids: Int[Array, "*B S"] | None = None
     query_positions: Int[Array, "*B T"] | None = None
     key_value_positions: Int[Array, "*B S"] | None = None
+
+    @staticmethod
+    def of(inputs: AttentionInputs) -> Tokens:
+        """Those of a call's inputs."""
+        return Tokens(*(getattr(inputs, name) for name in Tokens._fields))
 
 
 def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
@@ -183,7 +188,7 @@ def forward(
 
     query, key, value = _kernel_operands(inputs, call, walk)
     with _full_precision(call):
-        output, lse = _over_batch(attend_one, call, Tokens(*inputs[4:]), query, key, value)
+        output, lse = _over_batch(attend_one, call, Tokens.of(inputs), query, key, value)
     output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
     if inputs.sinks is not None:
         # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
@@ -246,7 +251,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
         rows = [_padded(x.swapaxes(1, 2), walk.block_q, 2, fill) for x, fill in filled]
         operands = _kernel_operands(inputs, call, walk)
         with _full_precision(call):
-            return _over_batch(one, call, Tokens(*inputs[4:]), *operands, *rows)
+            return _over_batch(one, call, Tokens.of(inputs), *operands, *rows)
 
     walk = d_key_value_pass(call, tuning)
     fused = tuning.backward == "fused"

@@ -1,15 +1,19 @@
-"""`python -m trainer.compile`: what it says of a step, for this machine and for TPUs that aren't there, and refuses."""
+"""`python -m trainer.compile`: what it says of a step, for this machine and devices that aren't there, and refuses."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.__main__ import DOES_NOT_FIT, main
 from trainer.compile.command.compile_command import parse_command_line
@@ -151,6 +155,25 @@ def test_any_field_can_be_compared(config, tmp_path, capsys):
 
 
 @needs_libtpu
+def test_what_is_offloaded_is_counted_on_the_host_and_is_not_on_the_device(config, tmp_path, capsys):
+    # Mostly parameters, few activations.
+    sizes = ("--model.width", 256, "--model.mlp-width", 1024, "--model.num-layers", 8, "--sequence-length", 256)
+    offloads = ("--model.remat", "offload_inputs", "--optimizer.offload-moments", True)
+    arguments = ("--config", config, "--topology", "v5p:2x2x1", "--mesh.fsdp", 2, *sizes, *offloads)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    memory = report["profile"]["memory"]
+    moments, inputs = 2 * memory["parameters"], 8 * 256 * 256 * 2
+    assert memory["optimizer_state_on_host"] == moments
+    assert memory["optimizer_state"] < 100
+    assert moments + inputs <= memory["host"] < 1.1 * (moments + inputs)
+    assert memory["arguments"] < 1.1 * memory["parameters"]
+    # The gradients, the matrices in bfloat16, and no more than some layers' moments.
+    assert memory["activations_and_temporaries"] < 1.5 * memory["parameters"] + moments / 4
+    assert "memory: on the host" in capsys.readouterr().out
+
+
+@needs_libtpu
 def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
     mesh = ("--mesh.fsdp", 2, "--mesh.context", 2, "--model.implementation", "splash")
     arguments = ("--config", config, "--topology", "v5p:2x2x1", "--compilation.cache-dir", tmp_path / "cache")
@@ -171,6 +194,26 @@ def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
     assert told.err == ""  # nothing of libtpu's
     assert "4 × TPU v5 (tpu) of v5p:2x2x1" in told.out
     assert not (tmp_path / "cache").exists()
+
+
+@needs_gpu_compiler
+def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    arguments = ("--config", config, "--topology", "h200:2x2", "--mesh.fsdp", 2, "--mesh.context", 2)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    profile = report["profile"]
+    assert profile["devices"] == {"platform": "gpu", "kind": "NVIDIA H200", "count": 4, "used": 4}
+    assert profile["verdict"]["fits"] is True
+    assert profile["verdict"]["available"] == round(0.5 * 139.8 * 2**30)
+    collectives = {total["kind"]: total for total in profile["collectives"]}
+    assert collectives.keys() >= {"all-gather", "all-reduce"}
+    assert all(total["is_exact"] for total in collectives.values())
+    assert collectives["all-gather"]["count"] >= collectives["all-gather"]["num_instructions"] + 2 * (4 - 1)
+    assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 2, rel=0.1)
+    assert profile["memory"]["needed"] > profile["memory"]["arguments"]
+    assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
 
 
 @needs_libtpu
@@ -226,14 +269,15 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
     ("arguments", "message"),
     [
         (("--topology", "v9:2x2"), "unknown topology 'v9:2x2'; expected a TPU generation and the shape of a slice"),
+        (("--topology", "h100:16"), "topology 'h100:16': a host has at most 8 GPUs, got 16; name the hosts and"),
         (("--mesh.fsdp", "16", "--batch-size", "16"), "the mesh data=1 × fsdp=16 × tensor=1 × context=1 needs 16 dev"),
         (("--model.num-layer", "2"), "unknown option --model.num-layer; did you mean --model.num-layers?"),
         (("--topolgy", "v5e:2x2"), "unknown option --topolgy; did you mean --topology?"),
         (("--search-seconds", "long"), "--search-seconds: invalid float value: 'long'"),
-        (("--model.remat", "ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--model.remat", "ful"), "model.remat='ful': 'ful' is not one of none, "),
         (("--compare", "model.remat=none"), "--compare model.remat=none: expected a field and two or more values"),
         (("--compare", "modle.remat=none,full"), "the config has no field modle.remat; did you mean model.remat?"),
-        (("--compare", "model.remat=none,ful"), "invalid choice 'ful' for argument '--model.remat'"),
+        (("--compare", "model.remat=none,ful"), "model.remat='ful': 'ful' is not one of none, "),
         (("--compare", "mask=dense,our"), "'our' is not one of dense, upstream_lazy, ours; did you mean ours?"),
         (("--compare", "mask=dense,ours"), "implementation='splash_dense' can't serve this call: runs on tpu"),
         (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),
@@ -290,6 +334,15 @@ def test_a_missing_libtpu_says_what_to_install(config, capsys, monkeypatch):
     assert main(["--config", str(config), "--topology", "v5p:2x2x1"]) == 2
     said = capsys.readouterr().err
     assert 'pip install -e ".[tpu]"' in said
+    assert said.count("\n") == 1
+
+
+def test_a_missing_gpu_plugin_says_what_to_install(config, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if "cuda" in name else find(name, *rest))
+    assert main(["--config", str(config), "--topology", "h100:8"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"^error: --topology h100:8 needs JAX's plugin .*pip install jax-cuda13-plugin==[\d.]+ nv", said)
     assert said.count("\n") == 1
 
 

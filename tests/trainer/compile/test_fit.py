@@ -8,7 +8,8 @@ import pytest
 
 from trainer.compile.fit import DeviceMemory, Fit, Refusal, device_memory, judge, judge_refusal, parse_refusal
 from trainer.compile.stages import MemoryReport, memory_report
-from trainer.compile.topology import GENERATIONS
+from trainer.compile.topology.gpu import GPU_MODELS
+from trainer.compile.topology.tpu import GENERATIONS
 
 GIB = 2**30
 
@@ -57,18 +58,31 @@ def test_other_errors_are_no_refusal(message):
     assert parse_refusal(message) is None
 
 
-def compiled_for(platform: str):
+def compiled_for(platform: str, *, peak: int = 150, **of_host: int):
     """What a compiled program shows of itself."""
     stats = {"argument": 100, "output": 90, "alias": 80, "temp": 1000, "generated_code": 5}
+    stats |= {f"host_{name}": of_host.get(name, 0) for name in ("argument", "output", "alias", "temp")}
     fields = {f"{name}_size_in_bytes": size for name, size in stats.items()}
     sharding = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
-    analysis = SimpleNamespace(**fields, peak_memory_in_bytes=150)
+    analysis = SimpleNamespace(**fields, peak_memory_in_bytes=peak)
     return SimpleNamespace(memory_analysis=lambda: analysis, output_shardings=[sharding])
 
 
 def test_a_program_needs_its_temporaries_or_on_tpus_what_libtpu_says_is_its_peak():
     assert memory_report(compiled_for("gpu")) == MemoryReport(100, 90, 80, 1000, 5, 100 + 90 - 80 + 1000 + 5)
     assert memory_report(compiled_for("tpu")) == MemoryReport(100, 90, 80, 40, 5, 150 + 5)
+
+
+def test_what_the_host_holds_is_told_apart():
+    state = {"argument": 400, "output": 400, "alias": 390}
+    assert memory_report(compiled_for("gpu", **state, temp=50)).host == 410 + 50
+    # libtpu's peak: the device's 110, the host's 410, and the larger of the two sorts of temporaries.
+    on_tpu = memory_report(compiled_for("tpu", peak=110 + 410 + 40, **state))
+    assert on_tpu == MemoryReport(100, 90, 80, 40, 5, 150 + 5, host=410)
+    larger_on_host = memory_report(compiled_for("tpu", peak=110 + 410 + 7000, **state, temp=7000))
+    assert larger_on_host == MemoryReport(100, 90, 80, 1000, 5, 1110 + 5, host=410 + 7000)
+    larger_on_device = memory_report(compiled_for("tpu", peak=110 + 410 + 40, **state, temp=30))
+    assert (larger_on_device.temporaries, larger_on_device.host) == (40, 440)
 
 
 def report(peak: int) -> MemoryReport:
@@ -111,3 +125,12 @@ def test_every_generation_leaves_less_than_it_has_or_what_libtpu_says():
         assert memory.size == round(generation.usable_gib * GIB)
         assert generation.memory_gib * 0.95 < generation.usable_gib < generation.memory_gib + 1
         assert f"{generation.name}, {generation.memory_gib:g} GiB" in memory.source
+
+
+def test_a_gpu_of_a_topology_has_the_documented_memory():
+    def refuse():
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: the device isn't there")
+
+    for model in GPU_MODELS:
+        device = SimpleNamespace(platform="gpu", device_kind=model.device_kind, memory_stats=refuse)
+        assert device_memory(device, 8) == model.memory()

@@ -1,17 +1,15 @@
 """The search: in the order of harm, the least value that fits, nothing tried in vain, and an end to it."""
 
 import dataclasses
-from typing import get_args
 
 import pytest
 
 from layers import GPTConfig
-from layers.config import RematPolicy
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
-from trainer.compile.fit_search import REMAT_POLICIES, Remedy, search_remedy, single_remedies
+from trainer.compile.fit_search import Remedy, search_remedy, single_remedies
 from trainer.compile.stages import CompileReport
 from trainer.compile.step_profile import HostMemory, StepProfile
-from trainer.config import LossConfig, MeshConfig, TrainConfig
+from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.errors import TrainingFailed
 
 MODEL = GPTConfig(vocab_size=64, num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=64)
@@ -56,15 +54,15 @@ def run(config: TrainConfig, needed_with, *, num_devices: int = 8, seconds: floa
     return result, told
 
 
-def test_every_remat_policy_has_its_place():
-    assert sorted(REMAT_POLICIES) == sorted(get_args(RematPolicy))
-
-
 def test_all_changes_in_the_order_of_harm():
     changes = [[str(change) for change in field] for field in single_remedies(make_config(), 8)]
     assert changes == [
-        ["--model.remat save_matmuls", "--model.remat save_attention", "--model.remat full"],
+        [
+            f"--model.remat {policy}"
+            for policy in ("save_matmuls", "save_attention", "full", "offload_attention", "offload_inputs")
+        ],
         [f"--loss.chunk-size {size}" for size in (2048, 1024, 512, 256, 128)],
+        ["--optimizer.offload-moments True"],
         ["--gradient-accumulation 2", "--gradient-accumulation 4"],
         ["--mesh.fsdp 2", "--mesh.fsdp 4"],  # 8 would not divide the batch
         ["--mesh.context 2", "--mesh.context 4", "--mesh.context 8"],
@@ -72,9 +70,28 @@ def test_all_changes_in_the_order_of_harm():
     ]
 
 
+def test_nothing_is_offloaded_where_the_host_has_no_other_memory():
+    changes = [str(change) for field in single_remedies(make_config(), 8, can_offload=False) for change in field]
+    assert changes[:4] == [
+        *(f"--model.remat {policy}" for policy in ("save_matmuls", "save_attention", "full")),
+        "--loss.chunk-size 2048",
+    ]
+    assert not any("offload" in change for change in changes)
+
+
+def test_of_a_policy_by_names_only_the_strictest_is_surely_stricter():
+    fields = single_remedies(make_config(remat="save(attention_output) & offload(layer_input)"), 8)
+    assert [str(change) for change in fields[0]] == ["--model.remat offload_inputs"]
+
+
 def test_only_what_can_change_anything_and_is_valid():
     config = make_config(
-        remat="full", batch_size=2, gradient_accumulation=2, sequence_length=200, mesh=MeshConfig(tensor=2)
+        remat="offload_inputs",
+        optimizer=OptimizerConfig(offload_moments=True),
+        batch_size=2,
+        gradient_accumulation=2,
+        sequence_length=200,
+        mesh=MeshConfig(tensor=2),
     )
     changes = [[str(change) for change in field] for field in single_remedies(config, 4)]
     # 200 tokens at once, whatever the chunk is set to: no half of that is worth it. A batch of 1 can't be split.
@@ -104,7 +121,7 @@ def test_the_least_value_of_the_least_harmful_field_that_can():
     result, told = run(make_config(), needed)
     assert told == [
         "--model.remat save_matmuls",
-        "--model.remat full",
+        "--model.remat offload_inputs",
         *(f"--loss.chunk-size {size}" for size in (2048, 128, 1024, 512)),
     ]
     assert str(result.found.change) == "--loss.chunk-size 512"
@@ -112,8 +129,8 @@ def test_the_least_value_of_the_least_harmful_field_that_can():
 
 
 def test_the_greatest_value_is_found_too():
-    result, _ = run(make_config(), lambda change: 100 if change.value == "full" else 101)
-    assert str(result.found.change) == "--model.remat full"
+    result, _ = run(make_config(), lambda change: 100 if change.value == "offload_inputs" else 101)
+    assert str(result.found.change) == "--model.remat offload_inputs"
 
 
 def test_nothing_fits():
@@ -121,7 +138,7 @@ def test_nothing_fits():
     assert result.found is None
     assert result.is_complete
     assert str(result.closest.change) == "--mesh.fsdp 2"
-    assert len(told) == 2 + 2 + 2 + 2 + 2 + 1
+    assert len(told) == 2 + 2 + 1 + 2 + 2 + 2 + 1
 
 
 def test_a_change_that_cannot_be_compiled_is_passed_over():
@@ -131,7 +148,7 @@ def test_a_change_that_cannot_be_compiled_is_passed_over():
         return 90
 
     result, told = run(make_config(), needed)
-    assert told[:2] == ["--model.remat save_matmuls", "--model.remat full"]
+    assert told[:2] == ["--model.remat save_matmuls", "--model.remat offload_inputs"]
     assert [attempt.problem for attempt in result.tries[:2]] == ["the compiler crashed"] * 2
     assert str(result.found.change) == "--loss.chunk-size 2048"
 
@@ -140,7 +157,7 @@ def test_time_runs_out(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("trainer.compile.fit_search.time.monotonic", lambda: next(clock))
     result, told = run(make_config(), lambda change: 300, seconds=4)
-    assert told == ["--model.remat save_matmuls", "--model.remat full", "--loss.chunk-size 2048"]
+    assert told == ["--model.remat save_matmuls", "--model.remat offload_inputs", "--loss.chunk-size 2048"]
     assert (result.found, result.is_complete) == (None, False)
 
 
@@ -148,8 +165,8 @@ def test_what_was_found_before_the_time_ran_out_is_kept(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("trainer.compile.fit_search.time.monotonic", lambda: next(clock))
     result, told = run(make_config(), lambda change: 300 if change.value == "save_matmuls" else 50, seconds=3)
-    assert told == ["--model.remat save_matmuls", "--model.remat full"]
-    assert str(result.found.change) == "--model.remat full"
+    assert told == ["--model.remat save_matmuls", "--model.remat offload_inputs"]
+    assert str(result.found.change) == "--model.remat offload_inputs"
     assert not result.is_complete
 
 

@@ -14,6 +14,7 @@ from layers import GPTConfig, RopeScaling
 from trainer.config import (
     CheckpointConfig,
     CompilationConfig,
+    ContextConfig,
     DataConfig,
     EvaluationConfig,
     LossConfig,
@@ -21,6 +22,7 @@ from trainer.config import (
     SamplesConfig,
     TrainConfig,
     WandbConfig,
+    WatchdogConfig,
 )
 from trainer.config.changes import (
     ASPECT_OF_FIELD,
@@ -72,11 +74,15 @@ CHANGED = dataclasses.replace(
         num_prefetch_batches=2,
         allow_changed=True,
     ),
-    optimizer=OptimizerConfig(1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0),
+    optimizer=OptimizerConfig(
+        1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, 4.0, 3, momentum=0.9, offload_moments=True
+    ),
     loss=LossConfig(chunk_size=32, z_loss=0.0),
+    context=ContextConfig("ring", "zigzag"),
     evaluation=EvaluationConfig(7, 3),
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
     checkpoint=CheckpointConfig(5, 6),
+    watchdog=WatchdogConfig(False, 5.0, 6.0, 7.0),
     compilation=CompilationConfig("xla"),
     wandb=WandbConfig("project", "offline"),
 )
@@ -92,7 +98,7 @@ def test_every_field_has_an_aspect():
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
     refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
-    refused = ("model", "tokenizer", "seed")
+    refused = ("model", "optimizer", "tokenizer", "seed")
     expected = {
         name for name, aspect in ASPECT_OF_FIELD.items() if aspect not in refused and not name.startswith("mesh.")
     }
@@ -132,6 +138,7 @@ def test_the_training_state_has_the_same_tree_whatever_may_change():
             "m",
         ),
         ({"seed": 3}, "seed: 0 in checkpoint x, 3 now", "s"),
+        ({"optimizer": {"kind": "muon"}}, "optimizer.kind: adamw in checkpoint x, muon now", "o"),
         ({"data": {"end_of_document_token": 5}}, "data.end_of_document_token: None in checkpoint x, 5 now", "t"),
     ],
 )
@@ -148,6 +155,7 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
     assert told in message
     assert {
         "m": "the parameters are of another model;",
+        "o": "the moments are of another optimizer;",
         "s": "the parameters and the order of the data are made from it already; samples.seed may change;",
         "t": "the parameters were trained on other tokens;",
     }[reason] in message

@@ -27,7 +27,7 @@ from kernels import (
     TritonTuning,
 )
 from layers import GPT, GPTConfig
-from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchdogConfig
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
 from trainer.step.sharding import PARTITION_RULES, axes_of, partition_spec, path_name
@@ -75,6 +75,15 @@ def test_a_moment_must_forget(name, value):
         (LossConfig, {"z_loss": math.inf}, r"loss\.z_loss=inf must be finite"),
         (LossConfig, {"z_loss": -1.0}, r"loss\.z_loss=-1.0 must be finite and not negative"),
         (LossConfig, {"chunk_size": 0}, r"loss\.chunk_size=0 must be at least 1"),
+        (OptimizerConfig, {"skip_grad_norm_above": 1.0}, r"optimizer\.skip_grad_norm_above=1.0 must be more than 1"),
+        (OptimizerConfig, {"max_skipped_in_a_row": 0}, r"optimizer\.max_skipped_in_a_row=0 must be at least 1"),
+        (WatchdogConfig, {"factor": 1.0}, r"watchdog\.factor=1.0 must be more than 1"),
+        (
+            WatchdogConfig,
+            {"min_seconds": 0.0},
+            r"watchdog\.min_seconds=0.0 must be positive and finite; watchdog\.enabled",
+        ),
+        (WatchdogConfig, {"first_seconds": math.inf}, r"watchdog\.first_seconds=inf must be positive and finite"),
     ],
 )
 def test_a_section_refuses(cls, change, message):

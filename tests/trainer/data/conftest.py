@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from trainer.config import DataConfig
-from trainer.data.documents import DOCUMENT_DTYPE, Documents
+from trainer.data import Corpus, Documents, make_train_iterator
+from trainer.data.documents import DOCUMENT_DTYPE
+from trainer.data.tokenizers import ByteTokenizer
+from trainer.data.unigram import UnigramEstimate
 
 LLMC_GPT2 = (20240520, 1, "<u2")
 LLMC_LLAMA3 = (20240801, 7, "<u4")
@@ -40,6 +43,39 @@ def make_documents() -> Callable[..., Documents]:
         return Documents((tokens,), table, end_of_document_id)
 
     return make
+
+
+@pytest.fixture
+def corpus(rng, make_documents) -> Corpus:
+    """Random bytes in memory."""
+
+    def documents(count: int):
+        return make_documents([rng.integers(0, 256, n) for n in rng.integers(1, 200, count)])
+
+    return Corpus(
+        source="text",
+        tokenizer=ByteTokenizer(),
+        train=documents(60),
+        validation=documents(20),
+        fingerprint="f" * 64,
+        unigram=UnigramEstimate(5.0, 1000),
+        bytes_per_token=1.0,
+    )
+
+
+@pytest.fixture
+def make_iterator(corpus):
+    """Training iterators that are closed when the test ends."""
+    iterators = []
+
+    def make(corpus=corpus, **options):
+        options = {"sequence_length": 64, "batch_size": 4, "seed": 7, "num_prefetch_batches": 3, **options}
+        iterators.append(make_train_iterator(corpus, **options))
+        return iterators[-1]
+
+    yield make
+    for iterator in iterators:
+        iterator.close()
 
 
 @pytest.fixture

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import defaultdict
 
 import numpy as np
 import pytest
 
-from trainer.data import Corpus, DataError, PackedSequences, make_train_iterator, make_validation_batches
-from trainer.data.tokenizers import ByteTokenizer
-from trainer.data.unigram import UnigramEstimate
+from trainer.data import DataError, PackedSequences, make_validation_batches
 
 T = 64
 
 
-@pytest.fixture
-def corpus(rng, make_documents) -> Corpus:
-    def documents(count: int):
-        return make_documents([rng.integers(0, 256, n) for n in rng.integers(1, 200, count)])
-
-    return Corpus(
-        source="text",
-        tokenizer=ByteTokenizer(),
-        train=documents(60),
-        validation=documents(20),
-        fingerprint="f" * 64,
-        unigram=UnigramEstimate(5.0, 1000),
-        bytes_per_token=1.0,
-    )
-
-
-@pytest.fixture
-def make_iterator(corpus):
-    """Training iterators that are closed when the test ends."""
-    iterators = []
-
-    def make(corpus=corpus, **options):
-        options = {"sequence_length": T, "batch_size": 4, "seed": 7, "num_prefetch_batches": 3, **options}
-        iterators.append(make_train_iterator(corpus, **options))
-        return iterators[-1]
-
-    yield make
-    for iterator in iterators:
-        iterator.close()
-
-
 def _take(iterator, count):
-    return [next(iterator) for _ in range(count)]
+    return [next(iterator).arrays for _ in range(count)]
 
 
 def _rows(batches) -> list[bytes]:
@@ -59,7 +27,7 @@ def _rows(batches) -> list[bytes]:
 
 
 def test_batches_have_the_promised_arrays(make_iterator):
-    batch = next(make_iterator())
+    batch = next(make_iterator()).arrays
     assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
         "tokens": ((4, T), np.int32),
         "targets": ((4, T), np.int32),
@@ -151,10 +119,10 @@ def test_batches_of_another_size_go_on_with_the_next_sequence(make_iterator, rng
         assert changed.get_state() == state
         assert _rows(_take(changed, 4)) == rows[position : position + 4 * batch_size]
         state, position = changed.get_state(), position + 4 * batch_size
-    shares = [make_iterator(batch_size=4, process_index=i, process_count=2) for i in range(2)]
-    for share in shares:
+    for some in ((0, 3), (1, 2)):
+        share = make_iterator(batch_size=4, rows=some)
         share.set_state(state)
-    assert sorted(_rows([next(share) for share in shares])) == sorted(rows[position : position + 4])
+        assert _rows(_take(share, 1)) == [rows[position + row] for row in some]
 
 
 def test_sequences_of_another_length_begin_an_epoch(make_iterator):
@@ -221,19 +189,44 @@ def test_a_state_that_is_none_is_told(make_iterator, change):
     assert iterator.get_state() == state, "it stays where it was"
 
 
-def test_processes_partition_each_batch(make_iterator):
+def test_each_process_reads_its_rows_of_the_batch_that_one_process_reads_whole(make_iterator, corpus, rng, monkeypatch):
     whole = make_iterator(batch_size=6)
-    shares = [make_iterator(batch_size=6, process_index=i, process_count=3) for i in range(3)]
+    rows_of = [sorted(rng.choice(6, rng.integers(1, 7), replace=False).tolist()) for _ in range(3)]
+    processes = [make_iterator(batch_size=6, rows=rows) for rows in rows_of]
+    fingerprints = {process.fingerprint() for process in processes}
     for _ in range(30):
-        batches = [next(share) for share in shares]
-        assert all(len(batch["tokens"]) == 2 for batch in batches)
-        assert sorted(_rows(batches)) == sorted(_rows([next(whole)]))
-    assert all(share.get_state() == whole.get_state() for share in shares)
+        batch = next(whole)
+        rows = _rows([batch.arrays])
+        for mine, process in zip(rows_of, processes, strict=True):
+            share = next(process)
+            assert (share.rows, share.batch_size) == (tuple(mine), 6)
+            assert _rows([share.arrays]) == [rows[row] for row in mine]
+            # All processes know of all documents.
+            for ours, theirs, ids in zip(
+                share.document_lengths, batch.document_lengths, batch.arrays["segment_ids"], strict=True
+            ):
+                np.testing.assert_array_equal(ours, theirs)
+                np.testing.assert_array_equal(ours, np.bincount(ids)[1:])
+    assert all(process.get_state() == whole.get_state() for process in processes)
+    moved = {process.fingerprint() for process in [*processes, whole]}
+    other_documents = dataclasses.replace(corpus, fingerprint="e" * 64)
+    others = [make_iterator(other_documents, batch_size=6), make_iterator(seed=8, batch_size=6), make_iterator()]
+    assert [len(fingerprints), len(moved)] == [1, 1]
+    assert len({*fingerprints, *moved, *(other.fingerprint() for other in others)}) == 5
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(make_iterator):
-    with pytest.raises(ValueError, match=r"batch_size=4 is not a multiple of the 3 processes; use 6"):
-        make_iterator(process_count=3)
+def test_a_process_reads_no_tokens_but_its_own(corpus, make_iterator, monkeypatch):
+    read = defaultdict(list)  # by stream: one that was read from reads on for a moment
+    build = PackedSequences.__getitem__
+    monkeypatch.setattr(
+        PackedSequences, "__getitem__", lambda self, index: read[self].append(index) or build(self, index)
+    )
+    _take(make_iterator(batch_size=1, num_prefetch_batches=1), 30)
+    _take(make_iterator(batch_size=6, rows=[1, 4], num_prefetch_batches=1), 5)
+    make_validation_batches(corpus, sequence_length=T, batch_size=4, num_sequences=8, rows=[1])
+    every, mine, validation = read.values()
+    assert mine[:10] == [every[6 * batch + row] for batch in range(5) for row in (1, 4)]
+    assert len(validation) == 2
 
 
 def test_a_negative_seed_is_refused(make_iterator):
@@ -287,8 +280,9 @@ def test_documents_that_fill_a_batch_are_not_told(make_iterator, corpus):
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch_size):
-    def make():
-        return make_validation_batches(corpus, sequence_length=T, batch_size=batch_size, num_sequences=8)
+    def make(**options):
+        options = {"sequence_length": T, "batch_size": batch_size, "num_sequences": 8, **options}
+        return [share.arrays for share in make_validation_batches(corpus, **options)]
 
     batches = make()
     assert _rows(batches) == _rows(make())
@@ -299,15 +293,17 @@ def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch
     assert not rows[8:].any()
     assert len(set(_rows(batches)[:8])) == 8
     assert not np.concatenate([batch["segment_ids"] for batch in batches])[8:].any()
+    for row in range(batch_size):
+        assert _rows(make(rows=[row])) == _rows(batches)[row::batch_size]
 
 
 def test_validation_can_use_every_sequence_and_no_more(corpus):
     num_sequences = len(PackedSequences(corpus.validation, T))
     options = {"sequence_length": T, "batch_size": 1}
-    batches = make_validation_batches(corpus, num_sequences=num_sequences, **options)
+    batches = [share.arrays for share in make_validation_batches(corpus, num_sequences=num_sequences, **options)]
     assert sum(int(batch["target_mask"].sum()) for batch in batches) == corpus.validation.num_tokens
     told = []
     same = make_validation_batches(corpus, num_sequences=num_sequences + 1, on_progress=told.append, **options)
-    assert _rows(same) == _rows(batches)
+    assert _rows([share.arrays for share in same]) == _rows(batches)
     [line] = told
     assert line.startswith(f"validation fills {num_sequences} of the {num_sequences + 1} sequences of {T} tokens")

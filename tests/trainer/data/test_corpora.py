@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,6 +48,39 @@ def _write(folder, source, texts, write_jsonl):
                 table = arrow.table({"id": range(len(part)), "text": part})
                 parquet.write_table(table, folder / f"{name}.parquet", row_group_size=7)
             return "*.parquet"
+
+
+def _load_when_told(config: DataConfig) -> None:
+    """Loads a corpus once a line comes in; says whether it made the tokens, and the corpus's fingerprint."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    told: list[str] = []
+    corpus = load_corpus(config, vocab_size=257, on_progress=told.append)
+    print(int(any(line.startswith("tokenizing") for line in told)), corpus.fingerprint, flush=True)
+
+
+def test_processes_that_start_at_once_make_the_tokens_once_and_agree(tmp_path, data_config, write_jsonl, random_texts):
+    write_jsonl(tmp_path / "a.jsonl", random_texts(3000))
+    config = data_config(source="jsonl", files=["*.jsonl"])
+    program = f"from {__name__} import DataConfig, _load_when_told; _load_when_told({config!r})"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[3],
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [process.communicate(timeout=60)[0].split() for process in processes]
+    assert sorted(made for made, _ in answers) == ["0", "1"]
+    assert {fingerprint for _, fingerprint in answers} == {load_corpus(config, vocab_size=257).fingerprint}
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "hugging face"])

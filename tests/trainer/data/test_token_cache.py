@@ -227,7 +227,7 @@ def test_builders_and_removers_leave_nobody_without(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, monkeypatch, number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
@@ -238,6 +238,25 @@ def test_a_file_system_without_locks_keeps_entries_and_removes_none(tmp_path, mo
     for content in ("one", "two", "one"):
         assert _content(cache.get_or_build(content, _write(content, log))) == content
     assert (log, said) == (["one", "two"], [])
+
+
+def test_builders_that_cannot_wait_for_each_other_do_not_meet(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    all_at_once = threading.Barrier(4)
+
+    def build(folder: Path) -> dict:
+        about = _write("whole")(folder)
+        all_at_once.wait(10)  # Each has begun, and all end at the same time.
+        assert [path.name for path in folder.iterdir()] == ["content"]
+        return about
+
+    with ThreadPoolExecutor(4) as threads:
+        entries = list(threads.map(lambda _: TokenCache(tmp_path).get_or_build("key", build), range(4)))
+    assert [_content(entry) for entry in entries] == ["whole"] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
 
 
 def test_locks_that_fail_otherwise_are_told(tmp_path, monkeypatch):

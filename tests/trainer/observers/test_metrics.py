@@ -14,7 +14,7 @@ from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.evaluate import Evaluation
 from trainer.observers.event_file import EventLog
-from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged_step
+from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged
 from trainer.observers.observer import Evaluated, LogWindow, Observers, Start, make_entry
 from trainer.observers.tensorboard import TensorBoard
 
@@ -118,7 +118,7 @@ def test_after_every_resumption_tensorboard_shows_the_metrics(
         log.write(entries[2:])
         assert without_times(read_metrics(tmp_path))[-len(entries) :] == entries
         assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
-        assert last_logged_step(tmp_path / "metrics.jsonl") == last
+        assert last_logged(tmp_path / "metrics.jsonl")[0] == last
         restored, offset = int(rng.integers(restored, last + 1)), offset + clock
         if attempt == 2:
             log.close()  # the others are killed
@@ -137,7 +137,7 @@ def test_resuming_keeps_no_list_of_what_was_logged(tmp_path, start, make_entries
     finally:
         tracemalloc.stop()
     log.close()
-    assert last_logged_step(tmp_path / "metrics.jsonl") == num_steps
+    assert last_logged(tmp_path / "metrics.jsonl")[0] == num_steps
     assert peak < size / 2, f"{peak:,} bytes for a log of {size:,}"
 
 

@@ -16,9 +16,9 @@ from trainer.observers.times import StepTimes, TimeAccount
 
 @pytest.fixture
 def make_record(watched_console):
-    def make(path, last_logged_step=0) -> RunRecord:
+    def make(path, *last_logged) -> RunRecord:
         account = TimeAccount(time.perf_counter())
-        return RunRecord(path, ["python", "-m", "trainer"], time.time(), account, watched_console, last_logged_step)
+        return RunRecord(path, ["python", "-m", "trainer"], time.time(), account, watched_console, *last_logged)
 
     return make
 
@@ -89,18 +89,21 @@ def test_an_attempt_that_ended_without_a_word_is_told_and_called_killed(
 ):
     path = tmp_path / "record.json"
     make_record(path).update(**fields)
-    make_record(path, last_logged_step)
+    make_record(path, (last_logged_step, time.time() + 30))
     message = f"the last attempt ended without a word at step {step} (killed, or out of memory?)"
     assert watched_console.told == [("warning", message)]
     [attempt] = json.loads(path.read_text())["attempts"]
     assert (attempt["status"], attempt["step"], attempt["message"]) == ("killed", step, message)
+    unrecorded_s = attempt["time"].get("unrecorded_s", 0)
+    assert unrecorded_s == (pytest.approx(30, abs=1) if "compile" in fields else 0), "up to the last that it logged"
+    assert attempt["time"]["total_s"] == pytest.approx(unrecorded_s, abs=1)
 
 
 @pytest.mark.parametrize("status", ["completed", "failed", "preempted"])
 def test_an_attempt_that_had_its_last_word_is_left_as_it_is(tmp_path, make_record, watched_console, status):
     path = tmp_path / "record.json"
     make_record(path).update(status=status, message="its last word", step=7)
-    again = make_record(path, 9)
+    again = make_record(path, (9, time.time()))
     assert not watched_console.told
     assert again["attempts"] == [json.loads(path.read_text())["attempts"][0]]
     assert (again["attempts"][0]["status"], again["attempts"][0]["message"]) == (status, "its last word")

@@ -72,7 +72,7 @@ def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first
         assert told["train_step"]["cache_hit"] is hit
         assert all(told["train_step"][name] > 0 for name in ("trace_s", "lower_s", "compile_s"))
         memory = told["train_step"]["memory"]
-        assert set(memory) == {"arguments", "outputs", "aliased", "temporaries", "code", "peak"}
+        assert set(memory) == {"arguments", "outputs", "aliased", "temporaries", "code", "peak", "host"}
         assert memory["peak"] >= memory["temporaries"]
     assert "(read from the cache)" in finished.output
     assert finished.errors == ""
@@ -289,6 +289,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(trainer_command, tmp_path, read
         "--optimizer.num-warmup-steps",
         0,
         "--checkpoint.every-num-steps",
+        1,
+        "--optimizer.max-skipped-in-a-row",
         1,
     )
     stopped = trainer_command.run("--workdir", tmp_path, *arguments)

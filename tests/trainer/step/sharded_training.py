@@ -13,7 +13,9 @@ from layers import GPTConfig
 from trainer.compile.collectives import count_collectives
 from trainer.compile.hlo import parse_module
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.data import BatchShare
 from trainer.step.functions import make_step_functions
+from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.sharding import STATE_AXES, batch_sharding, make_mesh, on_one_device, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
@@ -35,6 +37,17 @@ MESHES = {
     "fsdp_tensor_context": (MeshConfig(fsdp=2, tensor=2, context=2), 1),
     "data_fsdp_context": (MeshConfig(data=2, fsdp=2, context=2), 2),
 }
+ADAMW = OptimizerConfig(num_warmup_steps=1)
+MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)
+# Three layers don't divide into these meshes. On the first, `data` has no layers left to do; on the second, it has.
+MUON_MESHES = {
+    "muon_one_device": (MeshConfig(), MUON),
+    "muon_data_fsdp_tensor": (
+        MeshConfig(data=2, fsdp=2, tensor=2),
+        dataclasses.replace(MUON, offload_moments=True),
+    ),
+    "muon_data_fsdp": (MeshConfig(data=4, fsdp=2), MUON),
+}
 
 
 def make_batch(rng):
@@ -50,7 +63,14 @@ def make_batch(rng):
     }
 
 
-def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATCH_SIZE):
+def put(batch, mesh):
+    """A batch on the devices, as a run puts it there."""
+    sharding = batch_sharding(mesh)
+    share = BatchShare(batch, rows_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
+    return make_global_batch(share, sharding)
+
+
+def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATCH_SIZE, optimizer=ADAMW):
     return TrainConfig(
         name="sharded",
         model=model,
@@ -58,14 +78,15 @@ def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATC
         sequence_length=LENGTH,
         batch_size=batch_size,
         gradient_accumulation=gradient_accumulation,
-        optimizer=OptimizerConfig(num_warmup_steps=1),
+        optimizer=optimizer,
         loss=LossConfig(chunk_size=24),
         mesh=mesh_config,
     )
 
 
-def train(mesh_config, gradient_accumulation, batches):
-    config = make_config(mesh_config, gradient_accumulation)
+def train(mesh_config, gradient_accumulation, batches, optimizer=ADAMW, **of_model):
+    model = dataclasses.replace(MODEL, **of_model)
+    config = make_config(mesh_config, gradient_accumulation, model, optimizer=optimizer)
     mesh = make_mesh(config.mesh)
     functions = make_step_functions(config, mesh)
     init = functions.init_state.lower().compile()
@@ -79,9 +100,9 @@ def train(mesh_config, gradient_accumulation, batches):
     num_devices = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(whole)}
     losses = []
     for batch in batches:
-        state, metrics = functions.train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        state, metrics = functions.train_step(state, put(batch, mesh))
         losses.append([float(metrics.loss), float(metrics.grad_norm)])
-    nats, num_targets = functions.eval_step(state.params, jax.device_put(batches[0], batch_sharding(mesh)))
+    nats, num_targets = functions.eval_step(state.params, put(batches[0], mesh))
     report = {
         "gathered_on": sorted(num_devices),
         "gathered_difference": largest_difference(jax.device_get(whole), initial_params),
@@ -89,6 +110,9 @@ def train(mesh_config, gradient_accumulation, batches):
         "evaluation": [float(nats), int(num_targets)],
         "shards": shards,
         "init_program": init.as_text(),
+        "memory_kinds": {
+            path_name(path): leaf.sharding.memory_kind for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]
+        },
         "state_keeps_its_shardings": jax.tree.map(lambda leaf: leaf.sharding, state) == functions.state_shardings,
     }
     return initial_params, jax.device_get(state), report
@@ -118,9 +142,12 @@ def main(seed: int) -> None:
     rng = np.random.default_rng(seed)
     batches = [make_batch(rng) for _ in range(3)]
     results = {name: train(*mesh, batches) for name, mesh in MESHES.items()}
-    whole_initial, whole, _ = results["one_device"]
+    for name, (mesh_config, optimizer) in MUON_MESHES.items():
+        remat = "offload_attention" if optimizer.offload_moments else "full"
+        results[name] = train(mesh_config, 1, batches, optimizer, num_layers=3, remat=remat)
     reports = {}
     for name, (initial, state, report) in results.items():
+        whole_initial, whole, _ = results["muon_one_device" if name.startswith("muon") else "one_device"]
         reports[name] = report | {
             "initial_difference": largest_difference(initial, whole_initial),
             "params_difference": largest_difference(state.params, whole.params),

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.compile.topology import Topology
+from trainer.compile.topology import parse_topology
 from trainer.step.device_layout import lay_out
 
 needs_libtpu = pytest.mark.skipif(
@@ -73,7 +73,7 @@ for shape in sys.argv[3:]:
 
 def lay_out_all(name: str, num_slices: int, *refused: str) -> list[str]:
     """Every shape of powers of two, laid out on a topology that isn't there."""
-    environment = os.environ | Topology.parse(name).environment() | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = os.environ | parse_topology(name).environment() | {"PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, "-c", SCRIPT, name, str(num_slices), *refused]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -84,7 +84,7 @@ def lay_out_all(name: str, num_slices: int, *refused: str) -> list[str]:
 @pytest.mark.parametrize("name", ["v6e:16x16", "v5p:4x4x4"])
 def test_a_slice_of_tpus_holds_every_mesh_of_its_size(name):
     shapes = lay_out_all(name, 1)
-    num = Topology.parse(name).num_chips
+    num = parse_topology(name).num_chips
     exponent = num.bit_length() - 1
     assert len(shapes) == (exponent + 1) * (exponent + 2) * (exponent + 3) // 6
     if name == "v6e:16x16":  # what JAX refuses unless it may split an axis of the torus

@@ -97,6 +97,23 @@ def test_matmul_parameters_are_the_model_s_kernels(mlp, tie_embeddings):
     assert num_matmul_parameters(config) == kernels + (sizes["embedding.embedding"] if tie_embeddings else 0)
 
 
+@pytest.mark.parametrize("keep_documents_apart", [True, False])
+def test_lengths_of_documents_tell_what_segment_ids_tell(keep_documents_apart, rng):
+    segment_ids = random_segment_ids(rng)
+    segment_ids[1] = 0  # a sequence of padding
+    lengths = [np.bincount(row)[1:] for row in segment_ids]
+    masks = (CausalMask(), PrefixMask(7) | CausalMask())
+    config = dataclasses.replace(CONFIG, masks=masks)
+    counter = FlopCounter(config, segment_ids.shape[1], keep_documents_apart=keep_documents_apart)
+    assert counter.of_documents(lengths) == counter(segment_ids)
+    # So they do for tokens that have been dealt out, whose ids are no runs any more.
+    dealt = rng.permuted(segment_ids, axis=1)
+    assert counter.of_documents([np.bincount(row)[1:] for row in dealt]) == counter(segment_ids)
+    nothing = counter.of_documents([np.zeros(0, np.int64)] * 2)
+    assert nothing == counter(np.zeros((2, segment_ids.shape[1]), np.int32))
+    assert nothing.causal == 0
+
+
 @pytest.mark.parametrize(
     ("device_kind", "teraflops"),
     [

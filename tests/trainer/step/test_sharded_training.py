@@ -12,6 +12,7 @@ from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
 SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context", "data_fsdp_context"]
+MUON = ["muon_data_fsdp_tensor", "muon_data_fsdp"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,21 @@ def test_same_losses_and_parameters_as_one_device(reports, mesh):
     assert reports[mesh]["initial_difference"] < 1e-6
     assert reports[mesh]["params_difference"] < 1e-4
     assert reports[mesh]["opt_state_difference"] < 1e-4
+
+
+@pytest.mark.parametrize("mesh", MUON)
+def test_muon_with_layers_dealt_out_is_muon_on_one_device(reports, mesh):
+    np.testing.assert_allclose(reports[mesh]["losses"], reports["muon_one_device"]["losses"], rtol=1e-4)
+    assert reports[mesh]["params_difference"] < 1e-4
+    assert reports[mesh]["opt_state_difference"] < 1e-4
+    assert abs(reports[mesh]["losses"][-1][0] - reports["one_device"]["losses"][-1][0]) > 1e-3, "as AdamW's"
+
+
+def test_offloaded_moments_lie_in_the_hosts_memory(reports):
+    kinds = reports["muon_data_fsdp_tensor"]["memory_kinds"]
+    on_host = {name for name, kind in kinds.items() if kind == "pinned_host"}
+    moments = {name for name in kinds if any(f".{moment}." in name for moment in ("mu", "nu", "trace"))}
+    assert on_host == moments != set()
 
 
 def test_each_device_holds_its_part_of_parameters_and_moments(reports):
@@ -66,7 +82,7 @@ def test_gradients_are_summed_in_float32_and_once_an_update(run):
     assert four["all-gather"][1] < one["all-gather"][1]
 
 
-@pytest.mark.parametrize("mesh", SHARDED)
+@pytest.mark.parametrize("mesh", SHARDED + MUON)
 def test_shardings_survive_the_step(reports, mesh):
     assert reports[mesh]["state_keeps_its_shardings"]
 

@@ -16,6 +16,7 @@ from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step.functions import make_step_functions
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import make_mesh
+from trainer.step.skipping import NUM_RECENT, Skipping
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 4, 32, 64
 MODEL = GPTConfig(
@@ -145,12 +146,49 @@ def test_accumulation_equals_the_large_batch(rng, functions, initial_state, trai
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_changes_nothing(rng, initial_state, train_step, poison):
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counts(rng, initial_state, train_step, poison):
     state, _ = train_step(copy(initial_state), make_batch(rng))
     state.params["final_norm"]["scale"] = state.params["final_norm"]["scale"].at[0].set(poison)
     after, metrics = train_step(copy(state), make_batch(rng))
     assert not metrics.finite
-    jax.tree.map(np.testing.assert_array_equal, after, state)
+    assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row), int(after.step)) == (1, 1, 2)
+    np.testing.assert_array_equal(metrics.learning_rate, np.float32(CONFIG.optimizer.learning_rate * 2 / 5))
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    _, adam, _, schedule = state.opt_state
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state[1], adam)
+    assert (int(adam.count), int(schedule.count), int(after.opt_state[3].count)) == (1, 1, 2)
+
+
+def test_an_update_after_skipped_ones_has_the_learning_rate_of_its_step(rng, initial_state, train_step):
+    """Against a state whose schedule was set by hand: Adam has made one update, the schedule is at the third."""
+    batches = [make_batch(rng) for _ in range(3)]
+    bad = batches[1] | {"tokens": batches[1]["tokens"] + VOCAB_SIZE}  # JAX reads such tokens as NaN
+    state, _ = train_step(copy(initial_state), batches[0])
+    by_hand = copy(state)
+    *others, schedule = by_hand.opt_state
+    by_hand = by_hand._replace(step=by_hand.step + 1, opt_state=(*others, schedule._replace(count=schedule.count + 1)))
+    state, metrics = train_step(state, bad)
+    assert not metrics.finite
+    state, metrics = train_step(state, batches[2])
+    by_hand, expected = train_step(by_hand, batches[2])
+    assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row)) == (1, 0)
+    assert metrics.learning_rate == expected.learning_rate
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (by_hand.params, by_hand.opt_state))
+
+
+def test_a_spike_of_the_gradients_norm_is_skipped(rng, functions, initial_state):
+    optimizer = dataclasses.replace(CONFIG.optimizer, skip_grad_norm_above=4.0)
+    step = make_step_functions(dataclasses.replace(CONFIG, optimizer=optimizer), functions.mesh).train_step
+    batch = make_batch(rng)
+    _, usual = step(copy(initial_state), batch)
+    for mean, is_spike in ((usual.grad_norm / 4.1, True), (usual.grad_norm / 3.9, False)):
+        known = Skipping(num_accepted=jnp.int32(NUM_RECENT), mean_grad_norm=mean)
+        state = copy(initial_state._replace(skipping=initial_state.skipping._replace(**known._asdict())))
+        after, metrics = step(state, batch)
+        assert metrics.finite
+        assert (int(metrics.num_skipped), int(metrics.num_skipped_in_a_row)) == (is_spike, is_spike)
+        kept = jax.tree.map(np.array_equal, after.params, initial_state.params)
+        assert jax.tree.all(kept) == is_spike
 
 
 def test_a_batch_of_padding_leaves_only_the_decay(rng, initial_state, train_step):

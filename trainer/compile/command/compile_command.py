@@ -12,7 +12,7 @@ import tyro
 
 from trainer.cli.flags import OptionParser, apply_overrides, read_path
 from trainer.compile.command.comparison import Comparison
-from trainer.compile.topology import Topology, require_libtpu
+from trainer.compile.topology import Topology, parse_topology
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
 from trainer.hardware import compiling_for
@@ -31,8 +31,8 @@ class CompileCommand:
     config: Path
     """Python file that defines get_config() -> TrainConfig."""
     topology: str | None = None
-    """TPU to compile for, which needn't be there: generation and shape of the slice in chips, such as v5p:2x2x1.
-    None: this machine's devices."""
+    """Devices to compile for, which needn't be there: a TPU generation and the shape of the slice in chips, such as
+    v5p:2x2x1, or NVIDIA GPUs, h100:8 on one host or h200:4x8 on four. None: this machine's devices."""
     output: Path | None = None
     """JSON file for the report."""
     compare: str | None = None
@@ -63,8 +63,8 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
       arguments: what follows `python -m trainer.compile`.
 
     Raises:
-      UserMistake: unknown flag, ill-typed value, unknown topology, libtpu missing, an output that can't be written, a
-        config file that doesn't work, or settings that can't work together.
+      UserMistake: unknown flag, ill-typed value, unknown topology, its compiler missing, an output that can't be
+        written, a config file that doesn't work, or settings that can't work together.
       SystemExit: with status 0, after `--help` was printed.
     """
     parser = OptionParser()
@@ -76,17 +76,17 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
     options, overrides = parser.parse_known_args(arguments)
     if not options.search_seconds >= 0:
         raise UserMistake(f"--search-seconds {options.search_seconds} must not be negative; 0 doesn't search")
-    topology = None if options.topology is None else Topology.parse(options.topology)
+    topology = None if options.topology is None else parse_topology(options.topology)
     comparison = None if options.compare is None else Comparison.parse(options.compare)
     if options.output is not None:
         _require_writable(options.output)
-    with compiling_for(None if topology is None else "tpu"):
+    with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
         fixed = ("--config", str(command.config), *overrides)
         for variant in comparison.variants if comparison else ():
             apply_overrides(CompileCommand, vars(options), [*overrides, *variant.arguments], program=PROGRAM)
     if topology is not None:
-        require_libtpu()
+        topology.require_compiler()
     return Task(command.train, fixed, topology, comparison, command.output, command.search_seconds)
 
 

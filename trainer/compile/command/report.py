@@ -19,7 +19,7 @@ from trainer.step.attention_plan import describe_attention
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
-_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "flax")
+_DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "flax")
 
 Facts = dict[str, str | Sequence[str]]
 
@@ -262,6 +262,9 @@ def _describe_memory(profile: StepProfile) -> list[str]:
             ("code", memory.code, ""),
             ("needed", memory.peak, "the last four, less what is written over"),
         ]
+        if memory.host:
+            of_state = f"{format_bytes(state.optimizer_state_on_host)} of it optimizer state"
+            parts.append(("on the host", memory.host, f"for each device, beside these; {of_state}"))
     width = max(len(label) for label, *_ in parts)
     sizes = [format_bytes(size) for _, size, _ in parts]
     return [

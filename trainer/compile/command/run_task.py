@@ -57,6 +57,7 @@ def _search(task: Task, profile: StepProfile, console: _Progress) -> SearchResul
         profile.num_devices,
         compile_with,
         seconds=task.search_seconds,
+        can_offload=profile.platform != "cpu",
         on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
     )
     for line in report.describe_search(result, task.search_seconds):

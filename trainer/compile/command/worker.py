@@ -32,15 +32,18 @@ class CompileRequest:
     """None: the local devices."""
     use_cache: bool = True
     """Whether the persistent cache is used as the config says. It is never used for a topology: JAX
-    (0.10.2 to 0.12) can write the program of a TPU that isn't attached, but can't read it."""
+    (0.10.2 to 0.12) can write the program of a device that isn't attached, but can't read it."""
 
 
-# What libtpu says on standard error wherever there is no TPU.
-_NOISE = re.compile(r"Failed to find host bounds|could not determine TPU accelerator type|absl::InitializeLog")
+# What libtpu says on standard error wherever there is no TPU, and JAX's GPU plugin where there is no driver.
+_NOISE = re.compile(
+    r"Failed to find host bounds|could not determine TPU accelerator type|absl::InitializeLog"
+    r"|Could not find cuda drivers"
+)
 
 
 def profile_in_fresh_process(request: CompileRequest) -> StepProfile:
-    """Calls `profile_step` in a new process. Its standard error is passed on, without libtpu's noise.
+    """Calls `profile_step` in a new process. Its standard error is passed on, without the compilers' noise.
 
     Raises:
       UserMistake, TrainingFailed: as `profile_step`; also TrainingFailed if the process dies.
@@ -92,7 +95,7 @@ def main(answer: Path) -> None:
     request: CompileRequest = pickle.load(sys.stdin.buffer)
     result: StepProfile | Exception
     try:
-        with compiling_for("tpu" if request.topology else None):
+        with compiling_for(request.topology.platform if request.topology else None):
             config = parse_command_line(request.arguments).train
         use_cache = request.use_cache and request.topology is None
         use_compilation_cache(config.compilation.cache_dir if use_cache else "")

@@ -1,4 +1,4 @@
-"""TPUs that aren't there: names of their topologies, their memory, and how libtpu is told to compile for one.
+"""Slices of TPUs that aren't there: their names, their memory, and how libtpu is told to compile for one.
 
 A topology's name is libtpu's: the generation and the shape of the slice in chips, such as v5p:2x2x1.
 """
@@ -10,12 +10,11 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from trainer.config.suggestions import did_you_mean
+from trainer.compile.topology.topology import GIB, DeviceMemory, Topology
 from trainer.errors import UserMistake
-
-GIB = 2**30
+from trainer.hardware import Platform
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,11 @@ class Generation:
     options: tuple[tuple[str, str], ...] = ()
     """Options with which libtpu's devices are those that JAX has on the real machine."""
 
+    def memory(self) -> DeviceMemory:
+        """What libtpu lets a program take."""
+        source = f"libtpu's limit for {self.name}, {self.memory_gib:g} GiB by its data sheet"
+        return DeviceMemory(round(self.usable_gib * GIB), source)
+
 
 # memory_gib: docs.cloud.google.com/tpu/docs/v4, …/v5e, …/v5p, …/v6e and …/tpu7x, "HBM capacity". A v4 or v5p chip is
 # one device of two cores; a tpu7x chip, of 192 GiB, is two devices.
@@ -55,40 +59,36 @@ _CHIPS_PER_HOST = 4
 
 
 @dataclass(frozen=True)
-class Topology:
-    """A slice of TPU chips that need not exist.
+class TpuSlice(Topology):
+    """A slice of TPU chips.
 
-    >>> Topology.parse("v5p:2x2x1").accelerator_type
+    >>> TpuSlice.parse("v5p:2x2x1").accelerator_type
     'v5p-8'
     """
 
-    name: str
+    platform: ClassVar[Platform] = "tpu"
     generation: Generation
     shape: tuple[int, ...]
     """In chips."""
 
     @staticmethod
-    def parse(name: str) -> Topology:
-        """Reads a name.
+    def parse(name: str) -> TpuSlice | None:
+        """Reads a name; None if it is none of a TPU.
 
         Raises:
-          UserMistake: there is no such generation, or slices of it have another number of dims.
+          UserMistake: slices of this generation have another number of dims.
         """
         generation = next((known for known in GENERATIONS if name.startswith(f"{known.name}:")), None)
         shape = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", name.partition(":")[2])
         if generation is None or shape is None:
-            examples = [example for known in GENERATIONS for example in known.examples]
-            raise UserMistake(
-                f"unknown topology {name!r}; expected a TPU generation and the shape of a slice in chips, such as "
-                f"{', '.join(examples)}{did_you_mean(name, examples)}"
-            )
+            return None
         sizes = tuple(map(int, shape[0].split("x")))
         if len(sizes) != generation.num_dims:
             raise UserMistake(
                 f"topology {name!r}: a slice of {generation.name} has {generation.num_dims} dims, got {len(sizes)}; "
                 f"for example {', '.join(generation.examples)}"
             )
-        return Topology(name, generation, sizes)
+        return TpuSlice(name, generation, sizes)
 
     @property
     def num_chips(self) -> int:
@@ -98,9 +98,16 @@ class Topology:
     def accelerator_type(self) -> str:
         return f"{self.generation.accelerator}-{self.num_chips * self.generation.cores_per_chip}"
 
+    def require_compiler(self) -> None:
+        if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
+            raise UserMistake(
+                f"--topology {self.name} needs libtpu, the TPU's compiler, which isn't installed; install the tpu "
+                'extra from the clone with: pip install -e ".[tpu]" (no TPU is needed)'
+            )
+
     def environment(self) -> dict[str, str]:
-        """The environment that a process needs before it loads libtpu, which would otherwise look for the TPU."""
         return {
+            # Otherwise libtpu looks for the TPU.
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": self.accelerator_type,
             "TPU_WORKER_HOSTNAMES": "localhost",
@@ -109,11 +116,6 @@ class Topology:
         }
 
     def devices(self) -> list[Any]:
-        """Its devices. Programs can be compiled for them, but not run, in a process with `environment()`.
-
-        Raises:
-          UserMistake: libtpu knows no slice of this shape.
-        """
         import jax
         from jax.experimental import topologies
 
@@ -129,16 +131,3 @@ class Topology:
             ) from error
         # Sorted, since libtpu compiles a program of n devices for the first n.
         return sorted(topology.devices, key=lambda device: device.id)
-
-
-def require_libtpu() -> None:
-    """Checks, without loading it, that libtpu is installed.
-
-    Raises:
-      UserMistake: it isn't; says how to install it.
-    """
-    if importlib.util.find_spec("libtpu") is None and not os.environ.get("TPU_LIBRARY_PATH"):
-        raise UserMistake(
-            "--topology needs libtpu, the TPU's compiler, which isn't installed; install the tpu extra from the "
-            'clone with: pip install -e ".[tpu]" (no TPU is needed)'
-        )

@@ -1,4 +1,4 @@
-"""Topologies by name: the refusals, and what libtpu is told."""
+"""Slices of TPUs by name: the refusals, and what libtpu is told."""
 
 import importlib.util
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compile.topology import GENERATIONS, Topology, require_libtpu
+from trainer.compile.topology import parse_topology
+from trainer.compile.topology.tpu import GENERATIONS
 from trainer.errors import UserMistake
 
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
@@ -27,7 +28,7 @@ HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 def test_the_environment_that_keeps_libtpu_quiet(name, accelerator_type, monkeypatch):
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v2-8")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    assert Topology.parse(name).environment() == {
+    assert parse_topology(name).environment() == {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": accelerator_type,
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -35,7 +36,7 @@ def test_the_environment_that_keeps_libtpu_quiet(name, accelerator_type, monkeyp
         "JAX_PLATFORMS": "cpu",
     }
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert Topology.parse(name).environment()["JAX_PLATFORMS"] == "cuda"
+    assert parse_topology(name).environment()["JAX_PLATFORMS"] == "cuda"
 
 
 @pytest.mark.parametrize(
@@ -56,24 +57,25 @@ def test_the_environment_that_keeps_libtpu_quiet(name, accelerator_type, monkeyp
 )
 def test_a_wrong_name_is_told_with_those_that_exist(name, told):
     with pytest.raises(UserMistake, match=told) as caught:
-        Topology.parse(name)
+        parse_topology(name)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_libtpu_is_told_with_the_extra_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(UserMistake, match=r"--topology needs libtpu.*isn't installed; .*pip install -e \"\.\[tpu\]\""):
-        require_libtpu()
+    topology = parse_topology("v5e:2x2")
+    with pytest.raises(UserMistake, match=r"--topology v5e:2x2 needs libtpu.*isn't installed; .*\"\.\[tpu\]\""):
+        topology.require_compiler()
     monkeypatch.setenv("TPU_LIBRARY_PATH", "/somewhere/libtpu.so")
-    require_libtpu()
+    topology.require_compiler()
 
 
 SCRIPT = """
 import sys
-from trainer.compile.topology import Topology
+from trainer.compile.topology import parse_topology
 for name in sys.argv[1:]:
-    devices = Topology.parse(name).devices()
+    devices = parse_topology(name).devices()
     print(name, len(devices), devices[0].device_kind, [device.id for device in devices[:3]], sep="|")
 """
 
@@ -81,14 +83,14 @@ for name in sys.argv[1:]:
 @pytest.mark.skipif(not HAS_LIBTPU, reason="needs libtpu (the tpu extra); no TPU")
 def test_libtpu_knows_all_of_our_examples():
     names = [example for generation in GENERATIONS for example in generation.examples]
-    environment = os.environ | Topology.parse(names[0]).environment() | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = os.environ | parse_topology(names[0]).environment() | {"PYTHONPATH": str(Path(__file__).parents[4])}
     command = [sys.executable, "-c", SCRIPT, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     rows = [line.split("|") for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == names
     for name, count, kind, first in rows:
-        topology = Topology.parse(name)
+        topology = parse_topology(name)
         assert kind == topology.generation.device_kind
         assert int(count) == topology.num_chips * (2 if name.startswith("tpu7x") else 1)
         assert first == str(list(range(min(int(count), 3))))

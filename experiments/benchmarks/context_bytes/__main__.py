@@ -1,0 +1,227 @@
+"""Bytes that attention over the context axis moves, against the least: by mask, devices and exchange.
+
+The least is that of exchanges that leave queries where they are. `heads` moves queries, too, and may need less.
+
+    python -m experiments.benchmarks.context_bytes --output context_bytes.jsonl
+
+The attention of one layer of the 1.3B model (16 heads of 128, bfloat16), forward and backward, is compiled ahead of
+time for each topology, and the collectives of the compiled programs are counted. No device is needed but the compiler.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.benchmarks.compile_time.sweep import describe_failure
+from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
+from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
+from experiments.benchmarks.deal import DISTRIBUTIONS, random_row
+from kernels import parse_mask
+from kernels.context import Deal, deal_tokens
+from kernels.context.exchange import EXCHANGES
+from trainer.errors import UserMistake
+from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.versions import installed_versions
+from trainer.terminal.units import format_bytes
+
+Row = dict[str, Any]
+"""A cell's fields and those of its measurement; the least, mean and greatest over the ranks; versions."""
+
+WORKLOADS = {
+    "causal": ("CausalMask()", False),
+    "window": ("LocalMask(4095, 0)", False),
+    "packed": ("CausalMask()", True),
+}
+"""Masks, and whether rows are packed: with documents of log-normal length, median 4,000."""
+
+_CHOSEN = "chosen"
+_HEADS, _HEAD_DIM, _ITEMSIZE = 16, 128, 2
+_DOCUMENTS = DISTRIBUTIONS["log-normal, median 4,000"]
+_NUM_DRAWN_ROWS = 16
+
+
+@dataclass(frozen=True)
+class ContextMesh:
+    """A topology, and how many of its devices share a row of how many tokens."""
+
+    topology: str
+    num_ranks: int
+    length: int
+
+    @staticmethod
+    def parse(text: str) -> ContextMesh:
+        """Reads TOPOLOGY/RANKS/TOKENS.
+
+        Raises:
+          UserMistake: it is none.
+        """
+        try:
+            topology, num_ranks, length = text.split("/")
+            return ContextMesh(topology, int(num_ranks), int(length))
+        except ValueError:
+            raise UserMistake(
+                f"{text!r} is no case; expected TOPOLOGY/RANKS/TOKENS, such as v5p:2x2x2/8/131072"
+            ) from None
+
+
+@dataclass(frozen=True)
+class BytesArguments:
+    """Counts the bytes on the wire of attention over several devices."""
+
+    cases: tuple[str, ...] = (
+        "v5p:2x2x2/8/131072",
+        "v5p:4x4x4/16/1048576",
+        "v5p:4x4x4/64/1048576",
+        "v6e:16x16/256/1048576",
+    )
+    """TOPOLOGY/RANKS/TOKENS: the ranks share a row of so many tokens, the topology's other devices hold further rows.
+    local: this machine's devices, as a topology."""
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    """Keys of WORKLOADS."""
+    exchanges: tuple[str, ...] = (_CHOSEN, "gather")
+    """gather, halo, ring, heads; chosen: by the cost model."""
+    limit_s: float = 1800.0
+    """Seconds for a cell, after which its compilation is stopped."""
+    seed: int = 0
+    """Of the documents' lengths."""
+    output: Path | None = None
+    """File that the JSON lines are appended to, each as soon as it is measured."""
+
+    def __post_init__(self):
+        for name, given, known in (
+            ("workloads", self.workloads, WORKLOADS),
+            ("exchanges", self.exchanges, (_CHOSEN, *EXCHANGES)),
+        ):
+            if unknown := sorted(set(given) - set(known)):
+                raise UserMistake(f"unknown {name} {', '.join(unknown)}; expected some of {', '.join(known)}")
+
+    def cells(self) -> Iterator[tuple[str, BytesCell]]:
+        """Each cell and the name of its workload."""
+        for case in map(ContextMesh.parse, self.cases):
+            for name in self.workloads:
+                for exchange in self.exchanges:
+                    mask, packed = WORKLOADS[name]
+                    chosen = None if exchange == _CHOSEN else exchange
+                    yield name, BytesCell(**asdict(case), mask=mask, packed=packed, exchange=chosen)
+
+
+def main(arguments: BytesArguments) -> int:
+    """Measures, writes and prints; returns the exit status."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    rows: list[Row] = []
+    status = 0
+    try:
+        cells = list(arguments.cells())
+        for _, cell in cells:
+            if (topology := topology_of(cell)) is not None:
+                topology.require_compiler()
+        for name, cell in cells:
+            row = run_cell(name, cell, arguments.limit_s, np.random.default_rng(arguments.seed))
+            rows.append(row)
+            if arguments.output is not None:
+                arguments.output.parent.mkdir(parents=True, exist_ok=True)
+                with arguments.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            console.print(describe(row), markup=False, soft_wrap=True)
+    except UserMistake as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        console.print("stopped; this is what was measured")
+        status = 130
+    if measured := [row for row in rows if "message" not in row]:
+        console.print(make_table(measured))
+    return status
+
+
+def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Generator) -> Row:
+    """Measures a cell in a process of its own, and sets the least beside it.
+
+    Returns:
+      The row; with a `message` and no figures if there are none: refused, failed or stopped at the limit.
+    """
+    row: Row = {"workload": workload, **asdict(cell), **installed_versions(("jax", "libtpu"))}
+    row["date"] = datetime.date.today().isoformat()
+    command = [sys.executable, "-m", "experiments.benchmarks.context_bytes.cell", json.dumps(asdict(cell))]
+    topology = topology_of(cell)
+    environment = os.environ | ({} if topology is None else topology.environment())
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return row | {"message": f"stopped at {limit_s:g} s"}
+    if done.returncode:
+        return row | {"message": describe_failure(done.returncode, done.stderr).removeprefix("error: ")}
+    row |= json.loads(done.stdout.splitlines()[-1])
+    return row | least_of(cell, row["deal"], rng)
+
+
+def least_of(cell: BytesCell, deal: Deal, rng: np.random.Generator) -> Row:
+    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over several drawn ones."""
+    mask = parse_mask(cell.mask)
+    drawn = []
+    for _ in range(_NUM_DRAWN_ROWS if cell.packed else 1):
+        ids, positions = random_row(cell.length, _DOCUMENTS, rng) if cell.packed else (None, None)
+        of_documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
+        places = deal_tokens(deal, cell.length, cell.num_ranks, masks={mask: 1.0}, **of_documents)
+        missing = count_missing_keys(mask, places, cell.num_ranks, **of_documents)
+        drawn.append((missing.mean(), missing.max()))
+    mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(drawn, axis=0))
+    return {"least_mean_bytes": mean, "least_greatest_bytes": greatest}
+
+
+def describe(row: Row) -> str:
+    """A cell in one line."""
+    head = f"{row['workload']}, {row['topology']}, {row['num_ranks']} ranks, {row['length']:,} tokens"
+    if "message" in row:
+        return f"{head}, {row['exchange'] or 'chosen'}: {row['message']}"
+    moved = format_bytes(row["forward_bytes"] + row["backward_bytes"])
+    return f"{head}, {row['exchange']}, {row['deal']}: {moved} a layer and device"
+
+
+def make_table(rows: Sequence[Row]) -> Table:
+    """Bytes that a device receives in a layer, and how many times the least that is."""
+    table = Table(
+        "mask", "topology", "ranks", "tokens", "exchange", "deal", "forward", "backward", "least (busiest rank)", "×",
+        "least (mean)", "×", "temporaries",
+    )  # fmt: skip
+    for row in rows:
+        moved = row["forward_bytes"] + row["backward_bytes"]
+        least = [sum(row[f"least_{which}_bytes"]) for which in ("greatest", "mean")]
+        against = [text for each in least for text in (format_bytes(each), f"{moved / each:.2f}" if each else "–")]
+        table.add_row(
+            row["workload"],
+            row["topology"],
+            str(row["num_ranks"]),
+            f"{row['length']:,}",
+            row["exchange"],
+            row["deal"].replace("_", " "),
+            format_bytes(row["forward_bytes"]),
+            format_bytes(row["backward_bytes"]),
+            *against,
+            format_bytes(row["temporaries"]),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    with reader_may_leave():
+        try:
+            parsed = tyro.cli(BytesArguments, description=__doc__)
+        except UserMistake as mistake:
+            print(f"error: {mistake}", file=sys.stderr)
+            sys.exit(2)
+        sys.exit(main(parsed))

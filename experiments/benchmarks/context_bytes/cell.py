@@ -1,0 +1,188 @@
+"""One cell of the table: attention over the context axis of a topology, compiled in a process of its own and counted.
+
+    python -m experiments.benchmarks.context_bytes.cell JSON
+
+The process has the topology's environment before it loads the compiler. Its last line of output is the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.benchmarks.context_bytes.least import PassBytes
+from kernels import parse_mask
+from trainer.compile.collectives import CollectiveTotal
+from trainer.compile.topology import Topology, parse_topology
+from trainer.errors import UserMistake
+
+if TYPE_CHECKING:
+    import jax
+
+    from trainer.config import TrainConfig
+
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class BytesCell:
+    """What is compiled: the attention of one layer of the 1.3B model, a row of tokens to each group of ranks."""
+
+    topology: str
+    """`local`: this machine's devices. Those that a row doesn't need hold further rows."""
+    num_ranks: int
+    """Devices to a row."""
+    length: int
+    """Tokens of a row."""
+    mask: str
+    """As `kernels.parse_mask` reads it."""
+    packed: bool
+    """Whether rows are of several documents, kept apart."""
+    exchange: str | None
+    """None: by the cost model, with the deal."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a device receives in one call, as its compiled program says."""
+
+    exchange: str
+    deal: str
+    forward_bytes: float
+    backward_bytes: float
+    predicted_bytes: tuple[float, float]
+    """The cost model's, forward and backward."""
+    temporaries: int
+    """Bytes of the program of both passes."""
+    collectives: list[dict[str, Any]]
+    """Of both passes."""
+
+
+def received_bytes(totals: tuple[CollectiveTotal, ...], num_ranks: int) -> float:
+    """What a device receives in collectives over groups of this many ranks.
+
+    A gathered array holds the device's own part, which doesn't travel, and so does one that is scattered. An all-reduce
+    is a reduce-scatter and an all-gather.
+    """
+    from_others = (num_ranks - 1) / num_ranks
+    shares = {"all-reduce": 2 * from_others, "collective-permute": 1.0}
+    return sum(total.bytes * shares.get(total.operation, from_others) for total in totals)
+
+
+def measure(cell: BytesCell) -> Measured:
+    """Compiles the cell's forward pass, and both passes together.
+
+    Raises:
+      UserMistake: the topology has no such group of ranks, or the exchange can't serve the mask.
+    """
+    import jax
+
+    from trainer.compile.collectives import count_collectives
+    from trainer.compile.hlo import parse_module
+    from trainer.compile.stages import memory_report
+    from trainer.step.attention_plan import plan_attention
+    from trainer.step.sharding import make_mesh
+
+    topology = topology_of(cell)
+    devices = jax.devices() if topology is None else topology.devices()
+    config = config_of(cell, len(devices))
+    mesh = make_mesh(config.mesh, devices)
+    exchange = plan_attention(config, mesh.devices.flat[0])[0].exchange
+    assert exchange is not None
+    forward, both, arguments = _functions(config, mesh, exchange.name, exchange.deal)
+    programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
+    totals = [count_collectives(parse_module(program.as_text() or "")) for program in programs]
+    moved = [received_bytes(each, cell.num_ranks) for each in totals]
+    memory = memory_report(programs[1])
+    assert memory is not None
+    return Measured(
+        exchange.name,
+        exchange.deal,
+        *PassBytes(moved[0], moved[1] - moved[0]),
+        exchange.received_bytes,
+        memory.temporaries,
+        [dataclasses.asdict(total) for total in totals[1]],
+    )
+
+
+def topology_of(cell: BytesCell) -> Topology | None:
+    """The topology to compile for; None: this machine's devices."""
+    return None if cell.topology == LOCAL else parse_topology(cell.topology)
+
+
+def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
+    """The 1.3B model on the topology's devices, with the cell's mask in every layer.
+
+    Raises:
+      UserMistake: the ranks don't divide the devices.
+    """
+    from experiments import gpt_1b_32k
+    from trainer.config import ContextConfig, MeshConfig
+
+    if num_devices % cell.num_ranks:
+        raise UserMistake(
+            f"{cell.num_ranks} ranks to a row don't divide the {num_devices} devices of {cell.topology}; "
+            f"use {math.gcd(cell.num_ranks, num_devices)}"
+        )
+    base = gpt_1b_32k.gpt_1b()
+    num_rows = num_devices // cell.num_ranks
+    return dataclasses.replace(
+        base,
+        sequence_length=cell.length,
+        batch_size=num_rows,
+        gradient_accumulation=1,
+        mesh=MeshConfig(fsdp=num_rows, context=cell.num_ranks),
+        context=ContextConfig(exchange=cell.exchange),  # type: ignore[arg-type]  # the config refuses another
+        model=dataclasses.replace(base.model, masks=(parse_mask(cell.mask),)),
+        data=dataclasses.replace(base.data, keep_documents_apart=cell.packed),
+    )
+
+
+def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal: Any) -> tuple[Any, Any, list[Any]]:
+    """The forward pass, both passes, and their arguments; the last, the output's gradient, is the backward pass's."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from layers import ActivationSharding
+    from trainer.step.sharding import BATCH_AXES, batch_sharding
+
+    model, (mask,) = config.model, config.model.masks
+    layer = ActivationSharding(mesh, exchange=exchange, deal=deal)
+    heads = NamedSharding(mesh, P(BATCH_AXES, "context", "tensor"))
+
+    def of_heads(num_heads: int) -> jax.ShapeDtypeStruct:
+        shape = (config.batch_size, config.sequence_length, num_heads, model.head_dim)
+        return jax.ShapeDtypeStruct(shape, model.compute_dtype, sharding=heads)
+
+    tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32, sharding=batch_sharding(mesh))
+
+    # As in a model that keeps a layer's output: what is gathered for the forward pass isn't kept for the backward.
+    @functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("exchanged_output", "exchanged_lse")
+    )
+    def attend(query, key, value, segment_ids, places):
+        segment_ids = segment_ids if config.data.keep_documents_apart else None
+        places = places if deal == "by_cost" else None
+        return layer.dot_product_attention(query, key, value, mask, segment_ids=segment_ids, places=places)
+
+    def both(query, key, value, segment_ids, places, d_output):
+        output, pull = jax.vjp(lambda *heads: attend(*heads, segment_ids, places), query, key, value)
+        return output, pull(d_output)
+
+    query, key = of_heads(model.num_heads), of_heads(model.num_kv_heads)
+    return attend, both, [query, key, key, tokens, tokens, query]
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(dataclasses.asdict(measure(BytesCell(**json.loads(sys.argv[1]))))))
+    except UserMistake as mistake:
+        print(f"error: {mistake}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,208 @@
+"""Deals random packed rows out to ranks by cost: how level ranks come out, in how many runs, and how long it takes.
+
+    python -m experiments.benchmarks.deal --rows 1000 --ranks 2 4 8 16 --length 131072
+
+A row is filled with documents of one distribution; the last is cut, and up to 1 % of the row is padding. Costs are
+counted in the tiles of the deal, and again in tiles of half their side: a kernel's own lie between the two.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from jaxtyping import Int
+from rich.console import Console
+from rich.table import Table
+
+from kernels import CausalMask, LocalMask, Mask
+from kernels.context import chunk_costs, deal_tokens, default_chunk_size, imbalance
+from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.versions import installed_versions
+
+Row = tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]
+"""Segment ids, 0 on padding, and positions."""
+
+DISTRIBUTIONS: dict[str, Callable[[np.random.Generator], float]] = {
+    "log-normal, median 300": lambda rng: rng.lognormal(np.log(300), 1),
+    "log-normal, median 4,000": lambda rng: rng.lognormal(np.log(4000), 1),
+    "log-normal, median 30,000": lambda rng: rng.lognormal(np.log(30_000), 1),
+    "Pareto, exponent 0.8": lambda rng: 300 * (rng.pareto(0.8) + 1),
+    "all of 1,000": lambda rng: 1000,
+}
+"""Lengths of documents."""
+
+MASKS: dict[str, dict[Mask, float]] = {
+    "global": {CausalMask(): 12},
+    "window and global": {CausalMask() & LocalMask(4095, 0): 18, CausalMask(): 6},
+}
+"""Masks and the number of their layers."""
+
+# `deal_tokens` counts costs in tiles of 128 tokens' side, `chunk_costs` of chunks of 64 tokens in tiles of that side.
+_SMALL_TILE = 64
+_LARGEST_PADDING = 0.01
+
+
+@dataclass(frozen=True)
+class DealArguments:
+    """Deals random packed rows out by cost."""
+
+    rows: int = 1000
+    """Rows of each distribution."""
+    ranks: tuple[int, ...] = (2, 4, 8, 16)
+    """Devices that a row is dealt out to."""
+    length: int = 131_072
+    """Tokens of a row."""
+    distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
+    """Of the documents' lengths."""
+    masks: str = "window and global"
+    """The model's masks: a key of MASKS."""
+    seed: int = 0
+    output: Path | None = None
+    """File that the JSON lines are appended to."""
+
+    def __post_init__(self):
+        if unknown := set(self.distributions) - set(DISTRIBUTIONS):
+            raise ValueError(f"unknown distributions {sorted(unknown)}; expected some of {', '.join(DISTRIBUTIONS)}")
+        if self.masks not in MASKS:
+            raise ValueError(f"masks={self.masks!r} is not one of {', '.join(MASKS)}")
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows} must be at least 1")
+        if self.length % _SMALL_TILE:
+            raise ValueError(f"length={self.length} is not a multiple of {_SMALL_TILE}, a tile's side")
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """One row after its deal."""
+
+    imbalance: float
+    """The greatest rank's cost divided by the mean, in the tiles of the deal."""
+    imbalance_small_tiles: float
+    """The same in tiles of half their side."""
+    num_runs: int
+    """Runs of neighbouring tokens, over all ranks."""
+    parted: float
+    """Share of the documents shorter than a chunk that lie on more than one rank."""
+    seconds: float
+
+
+def random_row(length: int, draw: Callable[[np.random.Generator], float], rng: np.random.Generator) -> Row:
+    """A row of documents whose lengths are drawn; the last document is cut, and padding follows.
+
+    >>> ids, positions = random_row(6, lambda rng: 4, np.random.default_rng())
+    >>> ids.tolist(), positions.tolist()
+    ([1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 0, 1])
+    """
+    lengths, left = [], length - int(rng.integers(0, int(_LARGEST_PADDING * length) + 1))
+    padding = length - left
+    while left > 0:
+        lengths.append(min(max(1, int(draw(rng))), left))
+        left -= lengths[-1]
+    ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    positions = np.concatenate([np.arange(each, dtype=np.int32) for each in lengths])
+    return np.pad(ids, (0, padding)), np.pad(positions, (0, padding))
+
+
+def deal_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> Dealt:
+    """Deals a row out, and counts what comes of it."""
+    ids, positions = row
+    begun = time.perf_counter()
+    places = deal_tokens("by_cost", len(ids), num_ranks, masks=masks, segment_ids=ids, positions=positions)
+    seconds = time.perf_counter() - begun
+    chunk_size = default_chunk_size(len(ids), num_ranks)
+
+    def imbalance_of(side: int) -> float:
+        costs = chunk_costs(masks, len(ids), side, segment_ids=ids, positions=positions)
+        return imbalance(costs[places[::side] // side].reshape(num_ranks, -1))
+
+    return Dealt(
+        imbalance_of(chunk_size),
+        imbalance_of(min(_SMALL_TILE, chunk_size)),
+        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in places.reshape(num_ranks, -1)),
+        parted=_parted(ids, places, num_ranks),
+        seconds=seconds,
+    )
+
+
+def _parted(ids: Int[np.ndarray, " T"], places: Int[np.ndarray, " T"], num_ranks: int) -> float:
+    """The share of the documents shorter than a chunk that lie on more than one rank."""
+    ranks = np.empty(len(ids), np.int64)
+    ranks[places] = np.repeat(np.arange(num_ranks), len(ids) // num_ranks)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] + 1))
+    is_short = np.diff(starts, append=len(ids)) < default_chunk_size(len(ids), num_ranks)
+    is_parted = np.minimum.reduceat(ranks, starts) < np.maximum.reduceat(ranks, starts)
+    return float(is_parted[is_short].mean()) if is_short.any() else 0.0
+
+
+def measure(arguments: DealArguments) -> Iterator[dict[str, Any]]:
+    """A result for each distribution and number of ranks, of JSON's types."""
+    rng, masks = np.random.default_rng(arguments.seed), MASKS[arguments.masks]
+    for distribution in arguments.distributions:
+        dealt: dict[int, list[Dealt]] = collections.defaultdict(list)
+        for _ in range(arguments.rows):
+            row = random_row(arguments.length, DISTRIBUTIONS[distribution], rng)
+            for num_ranks in arguments.ranks:
+                dealt[num_ranks].append(deal_row(row, masks, num_ranks))
+        for num_ranks, rows in dealt.items():
+            yield {
+                "distribution": distribution,
+                "masks": arguments.masks,
+                "length": arguments.length,
+                "num_ranks": num_ranks,
+                "num_rows": len(rows),
+                "imbalance_mean": statistics.mean(each.imbalance for each in rows),
+                "imbalance_max": max(each.imbalance for each in rows),
+                "imbalance_small_tiles_mean": statistics.mean(each.imbalance_small_tiles for each in rows),
+                "imbalance_small_tiles_max": max(each.imbalance_small_tiles for each in rows),
+                "num_runs_median": statistics.median(each.num_runs for each in rows),
+                "short_documents_parted": statistics.mean(each.parted for each in rows),
+                "seconds_median": statistics.median(each.seconds for each in rows),
+            }
+
+
+def main(arguments: DealArguments) -> None:
+    """Measures, appends the results and prints the table."""
+    common = {
+        "seed": arguments.seed,
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "python": platform.python_version(),
+        **installed_versions(("numpy",)),
+        "date": datetime.date.today().isoformat(),
+    }
+    columns = ("documents", "ranks", "greatest ÷ mean", "worst", "small tiles", "worst", "runs", "parted", "ms")
+    table = Table(*columns, title=f"{arguments.rows} rows each of {arguments.length:,} tokens, {arguments.masks}")
+    for result in measure(arguments):
+        table.add_row(
+            result["distribution"],
+            str(result["num_ranks"]),
+            f"{result['imbalance_mean']:.4f}",
+            f"{result['imbalance_max']:.4f}",
+            f"{result['imbalance_small_tiles_mean']:.4f}",
+            f"{result['imbalance_small_tiles_max']:.4f}",
+            f"{result['num_runs_median']:,.0f}",
+            f"{result['short_documents_parted']:.1%}",
+            f"{1e3 * result['seconds_median']:.1f}",
+        )
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result | common) + "\n")
+    console = Console()
+    (console if console.is_terminal else Console(width=130)).print(table)
+
+
+if __name__ == "__main__":
+    with reader_may_leave():
+        main(tyro.cli(DealArguments))

@@ -1,0 +1,59 @@
+"""A GPT of 1.3B parameters on one sequence of 1,048,576 tokens, split over two GPUs.
+
+Hypothesis: the length of a sequence is bounded by the host's memory, not the GPUs'. All that grows with it on a GPU is
+one layer's activations; the layers' inputs and what their attention gave, 206 GB together, wait in the host's memory
+for the backward pass, which so exchanges no keys for the forward pass again.
+
+Command:
+    python -m trainer --config experiments/gpt_1m.py
+
+Hardware and expected numbers:
+    Two H200s of one host: the model of experiments/gpt_1b_32k.py, every layer global; parameters and optimizer state
+    split over both. The step takes 57.2 GB on each GPU, and for each 103.9 GB of the host's memory, compiled ahead of
+    time (JAX 0.11.2, 2026-11-24): `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2`.
+    One device: refused, with the number that there is.
+
+Data: the Python standard library's own sources, as bytes, as one text: a million tokens of it are all before a token,
+whichever document they are of. For your own see `data` in trainer/config/train_config.py.
+"""
+
+import dataclasses
+
+from experiments import gpt_128k
+from trainer.config import EvaluationConfig, TrainConfig
+from trainer.errors import UserMistake
+from trainer.hardware import expected_platform
+
+
+def get_config() -> TrainConfig:
+    """The config of two GPUs.
+
+    Raises:
+      UserMistake: there are only CPUs to be seen.
+    """
+    if expected_platform() == "cpu":
+        raise UserMistake(
+            "experiments/gpt_1m.py trains 1.3B parameters on 1,048,576 tokens and needs two accelerators, but only "
+            "CPUs are to be seen; run experiments/gpt_32k.py, which has a version for them, or see what it would take "
+            "with: python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2"
+        )
+    return gpt_1b_1m()
+
+
+def gpt_1b_1m() -> TrainConfig:
+    """The same, whatever this machine is."""
+    base = gpt_128k.gpt_1b_128k()
+    return dataclasses.replace(
+        base,
+        name="gpt_1m",
+        description="GPT with 1.3B parameters on one sequence of 1,048,576 tokens, split over two accelerators",
+        sequence_length=1_048_576,
+        batch_size=1,
+        gradient_accumulation=1,
+        num_steps=100,
+        optimizer=dataclasses.replace(base.optimizer, num_warmup_steps=10),
+        # One layer's activations are all that a GPU has room for. A loop over the layers lets XLA reuse them.
+        model=dataclasses.replace(base.model, remat="offload_attention", scan_layers=True),
+        data=dataclasses.replace(base.data, keep_documents_apart=False),
+        evaluation=EvaluationConfig(every_num_steps=50, num_sequences=1),
+    )

@@ -1,0 +1,193 @@
+"""What an exchange costs: bytes that a device receives and holds, and the time that it adds to the kernels'.
+
+A model to choose by, not a prediction. Times are those of one layer, forward and backward.
+
+Dimensions: B batch, t tokens of a rank, T = t·R tokens of a row, N query heads, K key/value heads, all of one device.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from kernels.call import AttentionCall
+from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
+from kernels.context.exchanges.halo import reach_of
+from kernels.context.exchanges.ring import num_hops
+from kernels.context.split import Split
+from kernels.masks import Mask
+from kernels.plan import count_allowed_pairs
+from kernels.target import Target
+
+Exchange = Literal["gather", "halo", "ring", "heads"]
+"""gather: all keys to all ranks. halo: the keys within the windows' reach. ring: keys travel from rank to rank.
+heads: each rank gets whole rows of some heads."""
+
+
+class Links(NamedTuple):
+    """A kind of device, as far as exchanges depend on it.
+
+    Attributes:
+      bytes_per_s: that a device receives from its neighbours, over all the links of one mesh axis.
+      is_torus: whether devices reach others only through those between, as TPUs do; through a switch otherwise.
+      attention_flops_per_s: of our kernels, about.
+      memory_bytes: of a device.
+    """
+
+    bytes_per_s: float
+    is_torus: bool
+    attention_flops_per_s: float
+    memory_bytes: float
+
+
+# NVIDIA: the data sheets at nvidia.com/en-us/data-center (h100, h200, a100, dgx-b200), half of "NVLink bandwidth",
+# which counts both directions. TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "interchip interconnect
+# bandwidth" of a chip, of which an axis of the torus has one half (2D) or one third (3D), half of it inwards.
+_LINKS: tuple[tuple[str, Links], ...] = (
+    (r"NVIDIA B200", Links(900e9, False, 1000e12, 180e9)),
+    (r"NVIDIA (GH|H)200.*", Links(450e9, False, 600e12, 141e9)),
+    (r"NVIDIA H100.*", Links(450e9, False, 600e12, 80e9)),
+    (r"NVIDIA A100.*", Links(300e9, False, 180e12, 80e9)),
+    (r"TPU v4", Links(50e9, True, 150e12, 32e9)),
+    (r"TPU (v5e|v5 lite)", Links(50e9, True, 100e12, 16e9)),
+    (r"TPU (v5p|v5)", Links(100e9, True, 250e12, 95e9)),
+    (r"TPU (v6e|v6 lite)", Links(112e9, True, 450e12, 32e9)),
+)
+# Others: PCI Express, or the memory that CPU devices share.
+_OTHER_LINKS = Links(25e9, False, 1e12, 16e9)
+
+# How much longer the kernels take on queries whose places they learn at run time, and on keys, too: the tiles are
+# planned on the device, and those that the mask cuts evaluate it on positions. See docs/benchmarks.md, "Context".
+_SLOWER_WITH_QUERY_PLACES = 1.03
+_SLOWER_WITH_KEY_PLACES = 1.14
+# The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a
+# GPU's multiprocessors.
+_HIDDEN_SHARE_OF_HOPS = 0.75
+# A rank's work over the mean where documents of other lengths in each row decide it, as measured on packed rows of
+# 131,072 tokens, and what is left of it when each row is dealt out by cost.
+_IMBALANCE_OF_DOCUMENTS = 1.5
+_IMBALANCE_BY_COST = 1.02
+# Gathered keys take no more of a device's memory than this, parameters and activations being the rest.
+_MOST_OF_MEMORY = 0.15
+
+
+class ExchangeCost(NamedTuple):
+    """Of one layer on one device.
+
+    Attributes:
+      received_bytes: in the forward pass and in the backward pass.
+      held_bytes: at most at one time, of keys and values of other ranks, or their gradients.
+      seconds: of the kernels and of the exchange as far as no kernel runs under it.
+      fits: whether `held_bytes` leave enough memory.
+    """
+
+    received_bytes: tuple[float, float]
+    held_bytes: float
+    seconds: float
+    fits: bool
+
+
+def links_of(target: Target) -> Links:
+    """The links of a kind of device."""
+    for pattern, links in _LINKS:
+        if re.fullmatch(pattern, target.device_kind):
+            return links
+    return _OTHER_LINKS
+
+
+def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> ExchangeCost:
+    """The cost of an exchange that serves the call.
+
+    Args:
+      name: the exchange.
+      call: of one device.
+      split: of the rows.
+    """
+    links = links_of(call.target)
+    forward, backward, held = _BYTES[name](call, split)
+    kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
+    if name != "heads":  # each rank works on its own queries
+        kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)
+    seconds = (forward + backward) / links.bytes_per_s
+    if name == "heads":
+        # On a torus, a message to a rank farther off takes the links of those between.
+        seconds *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
+    elif name == "gather":
+        kernels *= _SLOWER_WITH_QUERY_PLACES
+    elif name == "ring":
+        kernels *= _SLOWER_WITH_KEY_PLACES
+        hidden = min(_HIDDEN_SHARE_OF_HOPS * seconds, kernels)  # hops are under way while kernels run
+        seconds -= hidden
+    return ExchangeCost((forward, backward), held, kernels + seconds, held <= _MOST_OF_MEMORY * links.memory_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def expected_imbalance(mask: Mask, split: Split, has_documents: bool) -> float:
+    """The greatest rank's work divided by the mean, where each rank works on its own queries."""
+    if split.deal == "by_cost":
+        return _IMBALANCE_BY_COST
+    num_parts = split.num_ranks * (split.num_runs or 1)
+    side = default_chunk_size(split.length, num_parts, 128)
+    places = deal_tokens(split.deal, split.length, split.num_ranks)[::side]
+    of_whole_rows = imbalance(chunk_costs({mask: 1.0}, split.length, side)[places // side].reshape(split.num_ranks, -1))
+    if has_documents and (mask.lookback is None or mask.looks_ahead):
+        return max(of_whole_rows, _IMBALANCE_OF_DOCUMENTS)
+    return of_whole_rows
+
+
+def pairs_of_a_device(call: AttentionCall, split: Split) -> float:
+    """Query/key pairs of a whole row's mask that a device computes, over its heads and batch elements, on average."""
+    heads = call.mask.distinct_heads(call.num_heads)
+    pairs = sum(count_allowed_pairs(mask, split.length, split.length) * len(sharing) for mask, sharing in heads.items())
+    return call.batch * pairs / split.num_ranks
+
+
+def _key_bytes(call: AttentionCall, num_tokens: float, num_heads: int, itemsize: int) -> float:
+    return call.batch * num_tokens * num_heads * (call.head_dim + call.value_dim) * itemsize
+
+
+def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+    itemsize, sum_itemsize = call.dtype.itemsize, call.softmax_dtype.itemsize
+    others, whole = split.length - call.q_len, split.length
+    forward = _key_bytes(call, others, call.num_kv_heads, itemsize)
+    backward = forward + _key_bytes(call, others, call.num_kv_heads, sum_itemsize)
+    num_copies = 1 if split.deal == "in_order" else 2  # as they come, and in the row's order
+    return forward, backward, num_copies * _key_bytes(call, whole, call.num_kv_heads, itemsize + sum_itemsize)
+
+
+def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+    reach = reach_of(call.mask)
+    assert reach is not None, "the exchange serves the call"
+    num_tokens = (split.num_runs or 1) * sum(reach)
+    forward = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
+    back = _key_bytes(call, num_tokens, call.num_kv_heads, call.softmax_dtype.itemsize)
+    return forward, forward + back, forward + back
+
+
+def _ring_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+    hops = num_hops(call, split) - 1
+    keys = _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
+    gradients = _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
+    return hops * keys, hops * keys + (hops + 1) * gradients, 2 * (keys + gradients)
+
+
+def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+    queries = call.batch * call.q_len * call.num_heads * (call.head_dim + call.value_dim) * call.dtype.itemsize
+    num_kv_heads = max(call.num_kv_heads, split.num_ranks)
+    keys = _key_bytes(call, call.q_len, num_kv_heads, call.dtype.itemsize)
+    lse = call.batch * call.q_len * call.num_heads * call.softmax_dtype.itemsize
+    from_others = (split.num_ranks - 1) / split.num_ranks
+    forward = (queries + keys + lse) * from_others
+    # The output's gradient, lse and delta, and the gradients of queries, keys and values back.
+    backward = (queries + keys + 2 * lse) * from_others
+    return forward, backward, 2 * (queries + keys)
+
+
+_BYTES: dict[Exchange, Callable[[AttentionCall, Split], tuple[float, float, float]]] = {
+    "gather": _gather_bytes,
+    "halo": _halo_bytes,
+    "ring": _ring_bytes,
+    "heads": _heads_bytes,
+}

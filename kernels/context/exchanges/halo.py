@@ -1,0 +1,176 @@
+"""Halo: a rank gets just the keys before and after its own that its queries' windows reach.
+
+Ranks hold runs of consecutive tokens. Each run is a batch element of the kernel's call, with the halo around its own
+keys. A window allows the same pairs wherever a run begins, so the kernel's tiles are known ahead of time.
+
+Dimensions: B batch, t tokens of a rank, n runs of a rank, c = t / n tokens of a run, s = left + c + right keys.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.context.exchanges.collected import Collected
+from kernels.context.split import Split
+from kernels.masks import LocalMask, Mask
+
+
+def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
+    """The mask has to reach only so far, and a rank to hold runs that every row has alike."""
+    if split.num_runs is None:
+        return "needs to know ahead of time which tokens a rank holds, and deal='by_cost' decides for each row"
+    if call.mask.num_heads is not None:
+        return "is for one mask, since heads of different masks reach differently far"
+    reach = reach_of(call.mask)
+    if reach is None:
+        return f"needs a mask that reaches only so far, and {call.mask!r} has no bound"
+    run_length, num_runs = call.q_len // split.num_runs, split.num_ranks * split.num_runs
+    if max(reach) >= run_length * (num_runs - 1):
+        return f"would be all of the row, since {call.mask!r} reaches {max(reach):,} tokens far"
+    return None
+
+
+def reach_of(mask: Mask) -> tuple[int, int] | None:
+    """How many tokens before and after its own a query may look; None if there is no such bound."""
+    left, right = mask.window or (mask.lookback, None if mask.looks_ahead else 0)
+    return None if left is None or right is None else (max(left, 0), max(right, 0))
+
+
+def local_call(call: AttentionCall, split: Split) -> AttentionCall:
+    """What a rank's kernel is called for: its runs side by side, with their halos."""
+    num_runs, (left, right) = _num_runs(split), _reach(call)
+    call = call._replace(
+        batch=call.batch * num_runs,
+        q_len=call.q_len // num_runs,
+        kv_len=left + call.q_len // num_runs + right,
+        has_segment_ids=True,
+    )
+    if call.mask.window is None:
+        return call._replace(has_query_positions=True, has_key_value_positions=True)
+    # Query i of a run stands at key left + i.
+    window_left, window_right = (bound or 0 for bound in call.mask.window)
+    shifted = LocalMask(window_left - left, window_right + left)
+    return call._replace(mask=shifted, has_query_positions=False, has_key_value_positions=False)
+
+
+class Halo(Collected):
+    """One rank's part. See `Collected`."""
+
+    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
+        super().__init__(inputs, call, split)
+        self.num_runs = _num_runs(split)
+        self.run_length = call.q_len // self.num_runs
+
+    def queries(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n c ..."]:
+        return self._runs(x).reshape(-1, self.run_length, *x.shape[2:])
+
+    def queries_back(self, x: Shaped[Array, "B*n c ..."]) -> Shaped[Array, "B t ..."]:
+        return x.reshape(-1, self.call.q_len, *x.shape[2:])
+
+    def keys(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
+        left, right = _reach(self.call)
+        parts = [
+            *(self._neighbours(x, -distance, length, from_end=True) for distance, length in self._pieces(left)[::-1]),
+            self._runs(x),
+            *(self._neighbours(x, distance, length, from_end=False) for distance, length in self._pieces(right)),
+        ]
+        return jnp.concatenate(parts, axis=2).reshape(-1, left + self.run_length + right, *x.shape[2:])
+
+    def keys_back(self, x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
+        shape = (x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:])
+        dtype = self.call.softmax_dtype
+        (own,) = jax.linear_transpose(self.keys, jax.ShapeDtypeStruct(shape, dtype))(x.astype(dtype))
+        return own
+
+    def collect(self, inputs: AttentionInputs) -> AttentionInputs:
+        ids, positions = inputs.query_segment_ids, inputs.query_positions
+        left, right = _reach(self.call)
+        places = self.queries(self.split.places(inputs))
+        key_places = places[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
+        # What lies beyond the ends of the row belongs to no document.
+        is_there = (key_places >= 0) & (key_places < self.split.length)
+        if ids is None:
+            query_ids, key_ids = jnp.zeros_like(places), jnp.where(is_there, 0, 1)
+        else:
+            outside = jnp.repeat(unused_id(ids), self.num_runs)[:, None]
+            query_ids, key_ids = self.queries(ids), jnp.where(is_there, self.keys(ids), outside)
+        query_positions = key_positions = None
+        if self.call.mask.window is None:
+            query_positions = places if positions is None else self.queries(positions)
+            key_positions = key_places if positions is None else self.keys(positions)
+        return AttentionInputs(
+            self.queries(inputs.query),
+            self.keys(inputs.key),
+            self.keys(inputs.value),
+            inputs.sinks,
+            query_ids,
+            key_ids,
+            query_positions,
+            key_positions,
+        )
+
+    def _runs(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B n c ..."]:
+        return x.reshape(x.shape[0], self.num_runs, self.run_length, *x.shape[2:])
+
+    def _pieces(self, reach: int) -> list[tuple[int, int]]:
+        """(distance in runs, tokens) of the runs within reach, the nearest first."""
+        num_whole, rest = divmod(reach, self.run_length)
+        pieces = [(distance, self.run_length) for distance in range(1, num_whole + 1)]
+        return pieces + [(num_whole + 1, rest)] * (rest > 0)
+
+    def _neighbours(
+        self, x: Shaped[Array, "B t ..."], distance: int, length: int, *, from_end: bool
+    ) -> Shaped[Array, "B n length ..."]:
+        """`length` tokens of the run that stands `distance` after each of this rank's; zeros beyond the row."""
+        runs = self._runs(x)
+        piece = runs[:, :, self.run_length - length :] if from_end else runs[:, :, :length]
+        runs_of = runs_of_ranks(self.split)
+        holder = {run: (rank, slot) for rank, held in enumerate(runs_of) for slot, run in enumerate(held)}
+        found = []
+        for slot in range(self.num_runs):
+            # From each slot apart, since a rank may send only one piece at a time.
+            sources: dict[int, list[tuple[int, int]]] = {}
+            for rank, held in enumerate(runs_of):
+                if held[slot] + distance in holder:
+                    source, source_slot = holder[held[slot] + distance]
+                    sources.setdefault(source_slot, []).append((source, rank))
+            received = [lax.ppermute(piece[:, source], self.split.axis, moves) for source, moves in sources.items()]
+            # At an end of the row there may be none that any rank's run of this slot could get.
+            found.append(sum(received[1:], start=received[0]) if received else jnp.zeros_like(piece[:, slot]))
+        return jnp.stack(found, axis=1)
+
+
+part = Halo
+
+
+def _num_runs(split: Split) -> int:
+    assert split.num_runs is not None, "checked by unsupported_reason"
+    return split.num_runs
+
+
+def _reach(call: AttentionCall) -> tuple[int, int]:
+    reach = reach_of(call.mask)
+    assert reach is not None, "checked by unsupported_reason"
+    return reach
+
+
+def runs_of_ranks(split: Split) -> list[tuple[int, ...]]:
+    """The runs that each rank holds, numbered along the row."""
+    if split.deal == "in_order":
+        return [(rank,) for rank in range(split.num_ranks)]
+    return [(rank, 2 * split.num_ranks - 1 - rank) for rank in range(split.num_ranks)]
+
+
+def unused_id(ids: Int[Array, "B t"]) -> Int[Array, " B"]:
+    """An int32 that none of each batch element's ids is: among t + 1 candidates there is one."""
+    lowest = jnp.iinfo(jnp.int32).min
+
+    def find(ids: Int[Array, " t"]) -> Int[Array, ""]:
+        is_used = jnp.zeros(len(ids) + 1, bool).at[ids - lowest].set(True, mode="drop")
+        return lowest + is_used.argmin().astype(jnp.int32)
+
+    return jax.vmap(find)(ids)

@@ -1,0 +1,116 @@
+"""How the tokens of each row are split over the ranks of a mesh axis, and how they are put back into the row's order.
+
+Dimensions: B batch, T tokens of a row, t = T / R tokens of a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, Shaped
+
+from kernels.call import AttentionInputs
+from kernels.context.deal import Deal, default_chunk_size
+
+
+class Split(NamedTuple):
+    """The split of all rows, inside `jax.shard_map`.
+
+    Attributes:
+      axis: the mesh axis.
+      num_ranks: R, its size.
+      length: T.
+      deal: which tokens a rank holds.
+      chunk_size: by_cost: tokens of a chunk.
+    """
+
+    axis: str
+    num_ranks: int
+    length: int
+    deal: Deal
+    chunk_size: int | None = None
+
+    @staticmethod
+    def of(axis: str, num_ranks: int, deal: Deal, length: int) -> Split:
+        """The split of rows of `length` tokens, dealt out in chunks of the default size."""
+        chunk_size = default_chunk_size(length, num_ranks) if deal == "by_cost" else None
+        return Split(axis, num_ranks, length, deal, chunk_size)
+
+    @property
+    def num_runs(self) -> int | None:
+        """The runs of consecutive tokens that every rank holds; None if each row decides."""
+        return {"in_order": 1, "zigzag": 2, "by_cost": None}[self.deal]
+
+    def places(self, inputs: AttentionInputs) -> Int[Array, "B t"]:
+        """Where in the row this rank's tokens stand."""
+        if inputs.places is not None:
+            return inputs.places
+        batch, length = inputs.query.shape[:2]
+        arange = jnp.arange(length, dtype=jnp.int32)
+        rank = lax.axis_index(self.axis).astype(jnp.int32)
+        if self.deal == "in_order":
+            places = rank * length + arange
+        else:
+            assert self.deal == "zigzag", "by_cost comes with the places"
+            half = length // 2
+            late = (2 * self.num_ranks - 1 - rank) * half
+            places = jnp.where(arange < half, rank * half + arange, late + arange - half)
+        # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
+        return jnp.broadcast_to(lax.optimization_barrier(places), (batch, length))
+
+    def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
+        """All ranks' tokens, in the order of the ranks."""
+        return lax.all_gather(x, self.axis, axis=1, tiled=True)
+
+    def sum_to_owners(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B t ..."]:
+        """Each rank's tokens of the sum over all ranks; the transpose of `gather`."""
+        return lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
+
+    def row_order(self, inputs: AttentionInputs) -> RowOrder:
+        """The order of the row, for tokens that lie in the order of the ranks."""
+        if self.deal != "by_cost":
+            return RowOrder(self, None)
+        assert self.chunk_size is not None
+        chunks = self.places(inputs)[:, :: self.chunk_size] // self.chunk_size
+        return RowOrder(self, self.gather(chunks))
+
+
+class RowOrder(NamedTuple):
+    """Puts the tokens of all ranks into the row's order, and back.
+
+    Attributes:
+      split: of the rows.
+      chunks: by_cost: the chunk of the row that stands in each place of the ranks' order, `[B, C]`.
+    """
+
+    split: Split
+    chunks: Int[Array, "B C"] | None
+
+    def sort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """From the order of the ranks to the order of the row."""
+        if self.split.deal == "in_order":
+            return x
+        if self.chunks is not None:
+            return _take_chunks(x, jnp.argsort(self.chunks, axis=1))
+        num_ranks = self.split.num_ranks
+        by_rank = x.reshape(x.shape[0], num_ranks, 2, -1, *x.shape[2:])
+        return jnp.concatenate([by_rank[:, :, 0], by_rank[:, ::-1, 1]], axis=1).reshape(x.shape)
+
+    def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+        """From the order of the row to the order of the ranks."""
+        if self.split.deal == "in_order":
+            return x
+        if self.chunks is not None:
+            return _take_chunks(x, self.chunks)
+        num_ranks = self.split.num_ranks
+        halves = x.reshape(x.shape[0], 2, num_ranks, -1, *x.shape[2:])
+        return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], axis=2).reshape(x.shape)
+
+
+def _take_chunks(x: Shaped[Array, "B T ..."], chunks: Int[Array, "B C"]) -> Shaped[Array, "B T ..."]:
+    cut = x.reshape(x.shape[0], chunks.shape[1], -1, *x.shape[2:])
+    taken = jax.vmap(lambda row, order: jnp.take(row, order, axis=0, unique_indices=True, mode="clip"))(cut, chunks)
+    return taken.reshape(x.shape)

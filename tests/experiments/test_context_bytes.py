@@ -1,0 +1,100 @@
+"""The bytes on the wire: the least in closed form, what a device receives, and the command on devices of a host."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks.context_bytes.__main__ import BytesArguments, ContextMesh, main
+from experiments.benchmarks.context_bytes.cell import received_bytes
+from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
+from experiments.benchmarks.deal import random_row
+from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, PrefixMask
+from kernels.context import deal_tokens
+from tests.host_cpus import environment_of_cpus
+from trainer.compile.collectives import CollectiveTotal
+from trainer.errors import UserMistake
+
+
+@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
+@pytest.mark.parametrize(
+    "mask",
+    [FullMask(), CausalMask(), LocalMask(9, 0), LocalMask(3, 2), ChunkedCausalMask(24), CausalMask() | PrefixMask(5)],
+    ids=repr,
+)
+def test_missing_keys_are_those_of_the_dense_mask(mask, deal, rng):
+    length, num_ranks = 128, 4
+    ids, positions = random_row(length, lambda rng: rng.integers(1, 60), rng)
+    for documents in ({}, {"segment_ids": ids, "positions": positions}):
+        places = deal_tokens(deal, length, num_ranks, masks={mask: 1.0}, **documents)
+        row = np.arange(length)
+        at = documents.get("positions", row)
+        allowed = mask(at[:, None], at[None]) & (ids[:, None] == ids[None] if documents else True)
+        of_ranks = places.reshape(num_ranks, -1)
+        expected = [np.isin(np.flatnonzero(allowed[own].any(0)), own, invert=True).sum() for own in of_ranks]
+        assert count_missing_keys(mask, places, num_ranks, **documents).tolist() == expected
+
+
+def test_a_mask_whose_rows_are_no_intervals_has_no_least():
+    with pytest.raises(ValueError, match=r"the rows of .* aren't intervals, so what a rank needs has no closed form"):
+        count_missing_keys(MaskFn(lambda q, kv: (q + kv) % 2 == 0), np.arange(8), 2)
+
+
+def test_the_least_counts_keys_twice_and_gradients_once_in_float32():
+    # 100 tokens × 2 heads × (8 of the key and 8 of the value)
+    assert least_bytes(100, num_kv_heads=2, head_dim=8, itemsize=2) == (3200 * 2, 3200 * 2 + 3200 * 4)
+
+
+def test_what_a_device_has_already_does_not_travel():
+    def total(operation):
+        return (CollectiveTotal(operation, 1, 1, 800, True),)
+
+    for operation in ("all-gather", "reduce-scatter", "all-to-all"):
+        assert received_bytes(total(operation), 8) == 700
+    assert received_bytes(total("all-reduce"), 8) == 1400
+    assert received_bytes(total("collective-permute"), 8) == 800
+    assert received_bytes(total("all-gather") + total("collective-permute"), 8) == 1500
+
+
+def test_a_gather_moves_all_keys_and_a_halo_those_within_the_window(tmp_path, capsys, monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
+        monkeypatch.setenv(name, environment_of_cpus(8)[name])
+    output = tmp_path / "new" / "rows.jsonl"
+    assert main(BytesArguments(("local/4/16384",), ("window",), ("gather", "halo"), output=output)) == 0
+    gather, halo = map(json.loads, output.read_text().splitlines())
+    assert (gather["exchange"], halo["exchange"]) == ("gather", "halo")
+    # XLA's CPU backend sends bfloat16 as float32, and gathers once for both passes.
+    of_token = 16 * 2 * 128 * 4
+    for passes in ("forward_bytes", "backward_bytes"):
+        assert gather[passes] == pytest.approx(16_384 * 3 / 4 * of_token, rel=0.01)
+        num_runs = {"in_order": 1, "zigzag": 2}[halo["deal"]]
+        assert halo[passes] == pytest.approx(4095 * num_runs * of_token, rel=0.01)
+    # Queries of a run look 4,095 tokens back, at those of another rank.
+    assert halo["least_greatest_bytes"] == [4095 * num_runs * 16 * 2 * 128 * size for size in (2, 2 + 4)]
+    assert halo["least_mean_bytes"][0] < halo["least_greatest_bytes"][0]  # a row's first run looks at none
+    printed = capsys.readouterr().out
+    assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['deal']}: " in printed
+    assert "least (busiest rank)" in printed
+
+
+def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys, monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
+        monkeypatch.setenv(name, environment_of_cpus(8)[name])
+    output = tmp_path / "rows.jsonl"
+    assert main(BytesArguments(("local/8/4096",), ("causal",), ("halo",), output=output)) == 0
+    row = json.loads(output.read_text())
+    assert "needs a mask that reaches only so far" in row["message"]
+    assert "forward_bytes" not in row
+    assert "causal, local, 8 ranks, 4,096 tokens, halo: " in capsys.readouterr().out
+
+
+def test_mistakes_are_told_before_anything_is_compiled(capsys):
+    with pytest.raises(UserMistake, match="unknown workloads causl; expected some of causal, window, packed"):
+        BytesArguments(workloads=("causl",))
+    with pytest.raises(UserMistake, match="unknown exchanges rng; expected some of chosen, gather, halo, ring, heads"):
+        BytesArguments(exchanges=("rng",))
+    for text in ("v5p:2x2x2", "v5p:2x2x2/8", "v5p:2x2x2/eight/131072"):
+        with pytest.raises(UserMistake, match="is no case; expected TOPOLOGY/RANKS/TOKENS, such as v5p:2x2x2/8/131072"):
+            ContextMesh.parse(text)
+    assert main(BytesArguments(cases=("v9:2x2/4/1024",))) == 2
+    assert capsys.readouterr().err.startswith("error: unknown topology 'v9:2x2'; expected")

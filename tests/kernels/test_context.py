@@ -1,0 +1,229 @@
+"""Attention over a mesh: one device's function under every exchange, what each moves, and which is chosen."""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, Target
+from kernels.call import AttentionCall
+from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, plan_context
+from kernels.context.costs import exchange_cost, links_of
+from kernels.context.exchanges.halo import unused_id
+from tests.host_cpus import environment_of_cpus
+
+SCRIPT = Path(__file__).parent / "context_on_eight_devices.py"
+NUM_CASES = 28
+UNBOUNDED = ("causal", "prefix", "function")
+CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(4095, 0)
+
+
+def call_of(mask=CAUSAL, *, length=131_072, num_ranks=8, num_heads=16, num_kv_heads=16, kind="NVIDIA H200", **changes):
+    """What attention asks of each device."""
+    call = AttentionCall(
+        batch=1,
+        q_len=length // num_ranks,
+        kv_len=length // num_ranks,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        value_dim=128,
+        dtype=jnp.dtype(jnp.bfloat16),
+        mask=mask,
+        scale=1.0,
+        logits_soft_cap=None,
+        has_sinks=False,
+        has_segment_ids=False,
+        has_query_positions=False,
+        has_key_value_positions=False,
+        return_lse=False,
+        target=Target("tpu" if "TPU" in kind else "gpu", kind),
+    )
+    return call._replace(**changes)
+
+
+@pytest.fixture(scope="module")
+def cases():
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"Inputs: {SCRIPT.name} {seed} {NUM_CASES}")
+    command = [sys.executable, SCRIPT, str(seed), str(NUM_CASES)]
+    done = subprocess.run(command, env=environment_of_cpus(8), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def is_refused(case) -> bool:
+    per_head = case["mask"] == "heads"  # four of its eight heads are causal
+    if per_head and (case["mesh"][1] > 1 or (case["exchange"] == "heads" and case["mesh"][2] == 8)):
+        return True
+    return case["exchange"] == "halo" and (case["deal"] == "by_cost" or case["mask"] in UNBOUNDED or per_head)
+
+
+def test_eight_devices_compute_what_numpy_does(cases):
+    served = [case for case in cases if not is_refused(case)]
+    assert len(cases) == NUM_CASES
+    assert served
+    for case in served:
+        assert case.get("difference", np.inf) < 1e-12, case
+
+
+def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(cases):
+    for case in cases:
+        if is_refused(case):
+            assert "refused" in case, case
+
+
+def on_ranks(num_ranks, function, *arguments):
+    """The jaxpr of a function of local arrays, on a mesh that needs no devices."""
+    mesh = jax.sharding.AbstractMesh((num_ranks,), ("context",), axis_types=(AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, "context")
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    return str(jax.make_jaxpr(mapped)(*arguments))
+
+
+@pytest.mark.parametrize(("deal", "num_runs"), [("in_order", 1), ("zigzag", 2)])
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ranks):
+    from kernels.call import AttentionInputs
+    from kernels.context.exchanges.halo import Halo
+
+    length, reach = 4096, 200
+    call = call_of(CausalMask() & LocalMask(reach, 0), length=length, num_ranks=num_ranks)
+    split = Split.of("context", num_ranks, deal, length)
+
+    def collect(x):
+        return Halo(AttentionInputs(x, x, x), call, split).keys(x)
+
+    text = on_ranks(num_ranks, collect, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
+    moved = [line for line in text.splitlines() if "ppermute" in line]
+    # A run gets its neighbour's last tokens, and the two halves of a zigzag may come from different slots.
+    assert len(moved) <= num_runs + (deal == "zigzag")
+    assert all(f"bf16[1,{reach},16,128]" in line for line in moved)
+    forward, backward, _ = (*exchange_cost("halo", call, split).received_bytes, None)
+    minimum = num_runs * reach * 16 * 256 * 2
+    assert forward == minimum
+    assert backward == 3 * minimum  # the keys again, and float32 gradients back
+
+
+def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
+    lowest, highest = -(2**31), 2**31 - 1
+    ids = np.stack([np.arange(5) + lowest, rng.permutation([lowest, highest, 0, lowest + 1, lowest + 3])]).astype(
+        np.int32
+    )
+    found = np.asarray(unused_id(jnp.asarray(ids)))
+    assert [found[row] in ids[row] for row in range(2)] == [False, False]
+    assert found.tolist() == [lowest + 5, lowest + 2]
+
+
+def test_the_exchange_that_takes_least_time_is_chosen():
+    split = Split.of("context", 8, "zigzag", 131_072)
+    # Heads divide, and every rank's kernel sees whole rows.
+    assert choose_exchange(call_of(), split).name == "heads"
+    # Three key/value heads don't divide by eight, nor eight by three.
+    odd = call_of(num_heads=12, num_kv_heads=3)
+    chosen = choose_exchange(odd, split)
+    assert chosen.name in ("gather", "ring")
+    assert "12 don't divide by 8 ranks" in chosen.refusals["heads"]
+    # A window needs its neighbours alone.
+    assert choose_exchange(call_of(WINDOW), Split.of("context", 8, "in_order", 131_072)).name == "halo"
+
+
+def test_keys_that_do_not_fit_travel_round_a_ring():
+    length = 4 * 2**20
+    call = call_of(length=length, num_heads=12, num_kv_heads=12, kind="NVIDIA H100 80GB HBM3")
+    split = Split.of("context", 8, "zigzag", length)
+    costs = choose_exchange(call, split).costs
+    assert not costs["gather"].fits
+    assert costs["ring"].held_bytes < costs["gather"].held_bytes / 3
+    assert choose_exchange(call, split).name == "ring"
+
+
+def test_an_exchange_whose_kernel_the_fastest_backend_does_not_serve_is_passed_over():
+    # Whole rows of a million tokens have more tiles than splash can list; a rank's own queries have fewer.
+    call = call_of(length=2**20, num_ranks=16, kind="TPU v5")
+    split = Split.of("context", 16, "zigzag", 2**20)
+    chosen = choose_exchange(call, split)
+    assert chosen.name == "ring"
+    assert "served by blockwise, and not by splash" in chosen.refusals["heads"]
+    assert choose_exchange(call, split, "heads").name == "heads"
+
+
+def test_a_named_exchange_is_used_or_refused_with_the_reason():
+    split = Split.of("context", 8, "in_order", 131_072)
+    assert choose_exchange(call_of(), split, "ring").name == "ring"
+    with pytest.raises(
+        ValueError, match=r"exchange='halo' can't serve this call: it needs a mask that reaches only so"
+    ):
+        choose_exchange(call_of(), split, "halo")
+    with pytest.raises(ValueError, match=r"neither do 6 divide by 8 ranks nor the ranks by them"):
+        choose_exchange(call_of(num_heads=48, num_kv_heads=6), split, "heads")
+    with pytest.raises(ValueError, match=r"heads.*can't have masks of their own"):
+        choose_exchange(call_of(MultiHeadMask([CAUSAL, WINDOW] * 8)), split, "heads")
+    with pytest.raises(ValueError, match="exchange='rings' is not one of gather, halo, ring, heads, or None"):
+        choose_exchange(call_of(), split, "rings")
+    with pytest.raises(ValueError, match="would be all of the row"):
+        choose_exchange(call_of(CausalMask() & LocalMask(130_000, 0)), split, "halo")
+
+
+def test_a_deal_is_chosen_together_with_the_exchanges():
+    plan = functools.partial(plan_context, axis="context", num_ranks=8)
+    # Whole rows on every rank: there is nothing to deal out.
+    assert plan({call_of(): 4.0, call_of(WINDOW): 20.0}).deal == "in_order"
+    assert [each.name for each in plan({call_of(): 4.0, call_of(WINDOW): 20.0}).exchanges] == ["heads", "halo"]
+    odd = {"num_heads": 12, "num_kv_heads": 3}
+    assert plan({call_of(**odd): 4.0}).deal == "zigzag"
+    assert plan({call_of(**odd, has_segment_ids=True): 4.0}).deal == "by_cost"
+    assert plan({call_of(FullMask(), **odd): 4.0}).deal == "in_order"
+    # A name is kept to.
+    assert plan({call_of(): 4.0}, exchange="gather").deal == "zigzag"
+    assert plan({call_of(): 4.0}, exchange="gather", deal="in_order").deal == "in_order"
+    assert {each.name for each in plan({call_of(): 4.0}, exchange="ring").exchanges} == {"ring"}
+    with pytest.raises(ValueError, match="exchange='halo' can't serve"):
+        plan({call_of(): 4.0}, exchange="halo")
+    with pytest.raises(ValueError, match="not a multiple of twice 8 ranks"):
+        plan_context({call_of(length=1000, num_ranks=8): 1.0}, "context", 8, deal="zigzag")
+
+
+def test_every_accelerator_that_we_know_has_links():
+    for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "TPU v4", "TPU v5", "TPU v6 lite"):
+        assert links_of(Target("gpu", kind)).bytes_per_s > 40e9
+    assert links_of(Target("tpu", "TPU v5")).is_torus
+
+
+def test_dealt_tokens_without_places_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
+    x = jnp.ones((1, 64, 4, 8))
+    with pytest.raises(ValueError, match="deal='by_cost' needs the places of the tokens"):
+        attend_over_mesh(x, x, x, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic_gpu needs JAX 0.11")
+def test_mosaic_gpu_is_differentiated_in_a_scan_over_a_mesh(monkeypatch):
+    # Traced for a GPU that isn't there. The kernels' references must not be taken out of the scan.
+    monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target("gpu", "NVIDIA H200", 9.0, 132)))
+    mesh = jax.make_mesh((1, 1, 1), ("data", "tensor", "context"), (AxisType.Auto,) * 3, devices=jax.devices()[:1])
+    layout = MeshLayout(mesh, ("data",), "context", "tensor")
+    mask = CausalMask() & LocalMask(100, 0)
+
+    @jax.checkpoint
+    def layer(x, _):
+        return x + attend_over_mesh(x, x, x, mask, layout, implementation="mosaic_gpu"), None
+
+    def loss(x):
+        return jax.lax.scan(layer, x, length=2)[0].astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    assert jax.eval_shape(jax.grad(loss), x).shape == x.shape
+
+
+def test_a_prefix_is_no_window():
+    assert (
+        choose_exchange(call_of(CAUSAL | PrefixMask(100)), Split.of("context", 8, "in_order", 131_072)).name != "halo"
+    )

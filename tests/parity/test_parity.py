@@ -1,0 +1,59 @@
+"""Training on a mesh of eight devices is training on one, and a comparison that says so would see a mistake.
+
+The cases of a run are drawn anew. CONTRIBUTING.md tells how to run all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parity.cases import ATTENTION, EXCHANGES, LOSS_CHUNKS, MESHES, Case, whole_matrix
+from tests.parity.faults import FAULTS
+
+NUM_PROBLEMS = 4
+
+pytestmark = pytest.mark.timeout(900)  # most of it compiling, on whatever else the machine does
+
+
+def run_parity(*arguments: str) -> tuple[int, list[str]]:
+    """Exit status and lines of `python -m tests.parity`."""
+    command = [sys.executable, "-m", "tests.parity", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
+    cells = list(whole_matrix(int(rng.integers(2**31))))
+    assert [Case.parse(str(cell)) for cell in cells] == cells
+
+    splits = [(mesh, exchange) for mesh in MESHES for exchange in (EXCHANGES if mesh[3] > 1 else (None,))]
+    whole = set(itertools.product(splits, ATTENTION, (1, 2), LOSS_CHUNKS))
+    in_float64 = [(cell.problem.attention, cell.placement) for cell in cells if cell.placement.dtype == "float64"]
+    assert whole <= {((at.mesh, at.exchange), name, at.accumulation, at.loss_chunk) for name, at in in_float64}
+    assert len(whole) == (10 + 10 * 4) * 13 * 2 * 2
+    # Where masks bound the reach, no cell of the halo's is a refusal.
+    assert not [cell for cell in cells if ATTENTION[cell.problem.attention].has_reach and cell.expected_refusal]
+
+
+def test_loss_and_gradients_on_meshes_are_those_of_one_device(rng):
+    status, lines = run_parity("--sample", str(NUM_PROBLEMS), "--seed", str(rng.integers(2**31)))
+    assert status == 0, "\n".join(line for line in lines if line.startswith("FAILED"))
+    # One device against the oracle, and meshes whose context axis is 1 and more.
+    assert sum(line.startswith("passed") for line in lines) >= 4 * NUM_PROBLEMS
+
+
+def test_each_fault_is_found_and_nothing_without_one():
+    status, lines = run_parity("--faults")
+    assert status == 0, lines
+    passed = dict(line.removeprefix("passed ").split(": ", 1) for line in lines if line.startswith("passed "))
+    assert passed.keys() == {"no fault", *FAULTS}
+    # Not because something was refused.
+    assert all("differs by" in found for found in passed.values())

@@ -1,0 +1,151 @@
+"""Hosts of GPUs by name: the refusals, what there is of memory, and what XLA's plugin makes of our descriptions."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from tests.gpu_compiler import needs_gpu_compiler
+from trainer.compile.topology import documented_memory, parse_topology
+from trainer.compile.topology.gpu import GPU_MODELS
+from trainer.errors import UserMistake
+from trainer.step.flops import PEAK_BF16_FLOPS
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [("h100:8", (1, 8)), ("h200:1", (1, 1)), ("h200:4x8", (4, 8)), ("h100:16x2", (16, 2))],
+)
+def test_a_name_says_how_many_hosts_of_how_many_gpus(name, hosts):
+    topology = parse_topology(name)
+    assert (topology.platform, topology.num_hosts, topology.gpus_per_host) == ("gpu", *hosts)
+    assert topology.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("h100:16", r"'h100:16': a host has at most 8 GPUs, got 16; .*: h100:2x8$"),
+        ("h200:3x12", r"'h200:3x12': a host has at most 8 GPUs, got 12; .*: h200:5x8$"),
+        ("h100:0x8", r"unknown topology 'h100:0x8'; .*or an NVIDIA GPU and how many .* such as h100:8, h100:4x8, h2"),
+        ("h100:2x2x2", r"unknown topology 'h100:2x2x2'"),
+        ("h100", r"unknown topology 'h100'.*; did you mean h100:8\?$"),
+        ("H200:8", r"; did you mean h200:8\?$"),
+    ],
+)
+def test_a_wrong_name_is_told_with_those_that_exist(name, told):
+    with pytest.raises(UserMistake, match=told) as caught:
+        parse_topology(name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Sets what seems to be installed: modules, the plugin's version, and whether ptxas is found."""
+
+    def install(*modules: str, version: str = importlib.metadata.version("jaxlib"), ptxas: str | None = "/x/ptxas"):
+        found = {name: SimpleNamespace(submodule_search_locations=["/no/such/folder"]) for name in modules}
+        actual = importlib.metadata.version
+        monkeypatch.setattr("importlib.util.find_spec", found.get)
+        monkeypatch.setattr("importlib.metadata.version", lambda name: version if "cuda" in name else actual(name))
+        monkeypatch.setattr("shutil.which", lambda name: ptxas)
+        monkeypatch.setattr("trainer.compile.topology.gpu._CUDA_FOLDER", Path("/no/such/folder"))
+
+    return install
+
+
+def test_what_the_compiler_lacks_is_told_with_the_command_that_installs_it(compiler):
+    jaxlib = importlib.metadata.version("jaxlib")
+    remedy = re.escape(f"pip install jax-cuda13-plugin=={jaxlib} nvidia-cuda-nvcc (no GPU is needed)")
+    for lacking, installed in (
+        ("JAX's plugin for NVIDIA GPUs.* isn't installed", {}),
+        (rf"jax-cuda13-plugin of jaxlib's version, {jaxlib}, got 0\.9\.1", {"version": "0.9.1"}),
+        ("ptxas, NVIDIA's assembler, which isn't installed", {"ptxas": None}),
+    ):
+        compiler(*(["jax_cuda13_plugin", "nvidia"] if installed else []), **installed)
+        with pytest.raises(UserMistake, match=f"^--topology h100:8 needs {lacking}; .*{remedy}$"):
+            parse_topology("h100:8").require_compiler()
+    compiler("jax_cuda13_plugin")
+    parse_topology("h100:8").require_compiler()
+
+
+def test_ptxas_is_found_in_its_wheel(compiler, tmp_path, monkeypatch):
+    compiler("jax_cuda13_plugin", ptxas=None)
+    (tmp_path / "cu13" / "bin").mkdir(parents=True)
+    (tmp_path / "cu13" / "bin" / "ptxas").touch()
+    found = {"jax_cuda13_plugin": object(), "nvidia": SimpleNamespace(submodule_search_locations=[str(tmp_path)])}
+    monkeypatch.setattr("importlib.util.find_spec", found.get)
+    parse_topology("h100:8").require_compiler()
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, jax.errors.JaxRuntimeError])
+def test_a_jax_that_cannot_is_one_line(error, monkeypatch):
+    def refuse(*_, **options):
+        assert options["topology"] == "2x1x4"
+        raise error("topology not implemented for cuda\nand a stack")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    told = (
+        rf"^topology 'h100:2x4': JAX {re.escape(jax.__version__)} can't compile for .*\(topology not impl[^\n]*\); use"
+    )
+    with pytest.raises(UserMistake, match=told) as caught:
+        parse_topology("h100:2x4").devices()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("model", GPU_MODELS, ids=lambda model: model.name)
+def test_memory_is_the_share_that_jax_would_take(model, monkeypatch):
+    for variable in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
+    memory = documented_memory(model.device_kind)
+    assert memory.size == round(0.75 * model.memory_gib * GIB)
+    default = "JAX's default share; XLA_PYTHON_CLIENT_MEM_FRACTION sets another"
+    assert memory.source == f"0.75 of {model.memory_gib} GiB, {default}"
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(variable, "0.9")
+        memory = documented_memory(model.device_kind)
+        assert memory.size == round(0.9 * model.memory_gib * GIB)
+        assert memory.source.endswith(f"the share that {variable} sets")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(UserMistake, match=r"XLA_PYTHON_CLIENT_MEM_FRACTION='most' is not a number; expected a share"):
+        documented_memory(model.device_kind)
+    assert any(re.fullmatch(pattern, model.device_kind) for pattern, _ in PEAK_BF16_FLOPS)
+
+
+def test_the_memory_of_another_gpu_is_unknown():
+    assert documented_memory("NVIDIA X") is None
+
+
+SCRIPT = """
+import sys
+from kernels import Target
+from trainer.compile.topology import parse_topology
+from trainer.step.device_layout import lay_out
+for name in sys.argv[1:]:
+    devices = parse_topology(name).devices()
+    target = Target.of(devices[-1])
+    mesh = lay_out(devices[::-1], (1, 2, 1, len(devices) // 2))
+    hosts = [sorted({device.process_index for device in row}) for row in mesh[0, :, 0]]
+    print(len(devices), target.platform, target.device_kind, target.compute_capability, hosts, sep="|")
+"""
+
+
+@needs_gpu_compiler
+def test_xla_takes_our_descriptions_and_keeps_hosts_together():
+    environment = os.environ | parse_topology("h100:8").environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, "h100:8", "h200:2x4"]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[4], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "8|gpu|NVIDIA H100 80GB HBM3|9.0|[[0], [0]]",
+        "8|gpu|NVIDIA H200|9.0|[[0], [1]]",
+    ]

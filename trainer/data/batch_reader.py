@@ -1,0 +1,73 @@
+"""Reads the rows of a batch that one process needs.
+
+All processes agree on which sequences a batch has, since that follows from the lengths of the documents and the seed.
+Each reads the tokens of its own rows.
+
+Shapes: B rows of a batch, b of them on this process, T tokens in a sequence, D documents in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from trainer.data.dealing import Dealer
+from trainer.data.packing import PackedSequences, empty_sequence
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """The rows of a batch that one process has read, and how long the documents of all its rows are.
+
+    Args:
+        arrays: by name: what `PackedSequences` makes, and `places` (int32: where in its row each token stands) if
+            tokens are dealt out to devices.
+        rows: which rows of the batch these are, rising.
+        document_lengths: [B] lengths of the documents of every row, in tokens. The step's FLOPs follow from them.
+    """
+
+    arrays: dict[str, Shaped[np.ndarray, "b T"]]
+    rows: tuple[int, ...]
+    document_lengths: tuple[Int64[np.ndarray, " D"], ...]
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return len(self.document_lengths)
+
+
+@dataclass(frozen=True)
+class BatchReader:
+    """Reads this process's rows of any batch; several threads may.
+
+    Args:
+        sequences: what batches are made of.
+        rows: the rows of each batch to read; at least one.
+        dealer: deals their tokens out to devices.
+    """
+
+    sequences: PackedSequences
+    rows: tuple[int, ...]
+    dealer: Dealer
+
+    def __call__(self, numbers: Sequence[int | None]) -> BatchShare:
+        """This process's share of a batch.
+
+        Args:
+            numbers: [B] the sequence in each row of the batch; None for a row of padding.
+
+        Raises:
+            TrainingFailed: a file of tokens has changed since it was opened, or can't be read.
+        """
+        dealt = [self.dealer(self._sequence(numbers[row])) for row in self.rows]
+        arrays = {name: np.stack([sequence[name] for sequence in dealt]) for name in dealt[0]}
+        return BatchShare(arrays, self.rows, tuple(map(self._document_lengths, numbers)))
+
+    def _sequence(self, number: int | None) -> dict[str, Shaped[np.ndarray, " T"]]:
+        return empty_sequence(self.sequences.sequence_length) if number is None else self.sequences[number]
+
+    def _document_lengths(self, number: int | None) -> Int64[np.ndarray, " D"]:
+        return np.zeros(0, np.int64) if number is None else self.sequences.document_lengths(number)

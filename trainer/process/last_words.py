@@ -1,0 +1,44 @@
+"""Ends a process that hangs, from any of its threads, after some last words."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+# A disk or terminal that hangs must not keep the process: it may be what made it hang.
+_LAST_WORDS_S = 10.0
+
+
+def leave(status: int, *last_words: Callable[[], None]) -> NoReturn:
+    """Ends the process at once, whatever its threads do.
+
+    Args:
+      status: the exit status.
+      *last_words: called before, all at the same time, each in a thread of its own. They get ten seconds together.
+    """
+    threads = [threading.Thread(target=word, daemon=True) for word in last_words]
+    for thread in threads:
+        thread.start()
+    done_by = threading.Event()
+    threading.Timer(_LAST_WORDS_S, done_by.set).start()
+    while any(thread.is_alive() for thread in threads) and not done_by.wait(0.01):
+        pass
+    os._exit(status)
+
+
+def write_stacks(path: Path) -> None:
+    """Writes what every thread of this process is doing, if the file can be written."""
+    with contextlib.suppress(OSError), path.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def print_stacks(message: str) -> None:
+    """Prints a message on standard error, and below it what every thread of this process is doing."""
+    print(message, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(sys.stderr, all_threads=True)
