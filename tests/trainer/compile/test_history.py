@@ -15,6 +15,7 @@ from trainer.compile.history import CompileHistory, report_scalars
 from trainer.compile.recompilation import ArgumentChange, RecompilingFunction
 from trainer.compile.stages import CompileReport
 from trainer.config.file import load_config
+from trainer.data import BatchShare
 from trainer.train import prepare, train
 from trainer.workdir import claim_workdir
 
@@ -38,7 +39,11 @@ class UnevenBatches:
         batch = next(self._batches)
         if self._step in PREPROCESSED_STEPS:
             self._preprocess(1.0, n=self._step)
-        return jax.tree.map(lambda x: np.concatenate([x, x]), batch) if self._step == LONG_STEP else batch
+        if self._step != LONG_STEP:
+            return batch
+        twice = {name: np.concatenate([array, array]) for name, array in batch.arrays.items()}
+        rows = (*batch.rows, *(row + batch.batch_size for row in batch.rows))
+        return BatchShare(twice, rows, batch.document_lengths * 2)
 
 
 @pytest.fixture(scope="module")

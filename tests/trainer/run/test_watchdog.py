@@ -163,5 +163,5 @@ def test_a_process_that_is_stopped_ends_the_other_within_half_a_minute(trainer_c
     assert stopped.seconds < 30
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["status"] == "failed"
-    assert re.match(r"process 1 \(.*\) is gone: no sign of life for 15 s ", record["message"])
+    assert re.match(r"process 1 \(.*\) is gone: no sign of life for 12 s ", record["message"])
     assert f"error: {record['message']}\n" in stopped.errors

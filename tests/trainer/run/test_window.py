@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from layers import GPTConfig
+from trainer.config import OptimizerConfig
 from trainer.data import BatchShare
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.run.window import RunningWindow
@@ -24,14 +25,14 @@ def test_flops_and_tokens_are_those_of_all_processes(rows, rng):
     model = GPTConfig(vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_width=32)
     flops = FlopCounter(model, T)
     setup = SimpleNamespace(
-        config=SimpleNamespace(num_steps=9),
+        config=SimpleNamespace(num_steps=9, optimizer=OptimizerConfig()),
         flops=flops,
         tokens_per_step=3 * T,
         devices=[None] * 4,
         peak=SimpleNamespace(flops_per_s=1e9),
     )
     ids = np.sort(rng.integers(1, 5, (2, 3, T)), axis=-1)
-    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True)))
+    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True, 0, 0)))
     window = RunningWindow(setup, TimeAccount(time.perf_counter()), first_step=1)
     for of_batch in ids:
         lengths = tuple(np.unique(row, return_counts=True)[1] for row in of_batch)
