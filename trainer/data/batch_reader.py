@@ -38,11 +38,6 @@ class BatchShare:
         """B."""
         return len(self.document_lengths)
 
-    @property
-    def num_tokens(self) -> int:
-        """Of the whole batch, those that other processes have read among them."""
-        return self.batch_size * self.arrays["segment_ids"].shape[1]
-
 
 @dataclass(frozen=True)
 class BatchReader:

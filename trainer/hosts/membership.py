@@ -14,6 +14,7 @@ from trainer.hosts.watch import SILENT_AFTER_S, Farewell, PeerWatch
 from trainer.process.exit_status import FAILED, MISTAKE, PEER_LOST
 from trainer.process.last_words import leave
 
+_TO_LEAVE_S = 0.5  # from a process's farewell to its end
 _OF_FIRST_S = 3.0  # a mistake that all share is known to all at about the same time
 
 
@@ -65,6 +66,12 @@ class Membership:
         if not self.peers.is_first:
             of_first = self.watch.farewell_of(0, _OF_FIRST_S)
             self.is_told = of_first is not None and of_first.message == message
+            return
+        # JAX aborts the others as soon as this process is gone, which holds the coordination service.
+        latest = time.monotonic() + _OF_FIRST_S
+        for index in range(1, self.peers.count):
+            self.watch.farewell_of(index, max(0.0, latest - time.monotonic()))
+        time.sleep(_TO_LEAVE_S)
 
     def _follow(self, index: int, farewell: Farewell) -> None:
         """Ends this process, since another one has ended."""

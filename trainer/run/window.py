@@ -37,7 +37,7 @@ class RunningWindow:
         self._waited, self._compiled = account.seconds("data_wait"), account.seconds("compile")
         self._metrics: list[StepMetrics] = []  # on the device
         self._history: list[StepMetrics] = []  # the same on the host
-        self._flops, self._num_tokens = StepFlops(0, 0), 0
+        self._flops = StepFlops(0, 0)
 
     @property
     def num_steps(self) -> int:
@@ -69,7 +69,6 @@ class RunningWindow:
         self._metrics.append(metrics)
         flops = self._setup.flops.of_documents(batch.document_lengths)
         self._flops = StepFlops(*map(sum, zip(self._flops, flops, strict=True)))
-        self._num_tokens += batch.num_tokens
         if len(self._metrics) <= _MAX_STEPS_AHEAD:
             return None
         jax.block_until_ready(self._metrics[-1 - _MAX_STEPS_AHEAD])
@@ -93,13 +92,14 @@ class RunningWindow:
         data_wait_s = self._account.seconds("data_wait") - self._waited
         capacity = seconds * self._setup.peak.flops_per_s * len(self._setup.devices)
         mfu = (self._flops.causal / capacity, self._flops.noncausal / capacity)
-        times.add_window(len(metrics), seconds, self._num_tokens, mfu)
+        num_tokens = len(metrics) * self._setup.tokens_per_step
+        times.add_window(len(metrics), seconds, num_tokens, mfu)
         step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
         optimizer = self._setup.config.optimizer
         speed = {
             "step_s": seconds / len(metrics),
             "data_wait_s": data_wait_s,
-            "tokens_per_s": self._num_tokens / seconds,
+            "tokens_per_s": num_tokens / seconds,
             "mfu_causal": mfu[0],
             "mfu_noncausal": mfu[1],
         }

@@ -103,14 +103,6 @@ def test_the_time_of_a_recompile_is_no_time_of_a_step(uneven):
     assert accounted <= in_windows < accounted + 0.5 * waited[LONG_STEP]
 
 
-def test_speed_counts_the_tokens_that_there_were(uneven):
-    _, steps, _, _ = uneven
-    num_tokens = {row["step"]: 512 * (1 + (row["step"] == LONG_STEP)) for row in steps}
-    window = next(row for row in steps if "tokens_per_s" in row and row["step"] >= LONG_STEP)
-    of_window = [num_tokens[step] for step in range(5, window["step"] + 1)]
-    assert window["tokens_per_s"] * window["step_s"] * len(of_window) == pytest.approx(sum(of_window))
-
-
 def test_tensorboard_shows_the_recompile_at_its_step(uneven):
     record, _, shown, _ = uneven
     told = record["compile"]
