@@ -179,6 +179,8 @@ class Attention(nnx.Module):
         Returns:
           What a call returns, and the cache.
         """
+        if self.activation_sharding is not None:
+            self.activation_sharding.check_places(None, None)  # prompts lie in order
         query, key, value = self._project(inputs, rotation)
         outputs = self.output(self._attend(query, key, value))
         return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens, from_start=True)

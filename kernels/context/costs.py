@@ -59,7 +59,8 @@ _LINKS: tuple[tuple[str, Links], ...] = (
 _OTHER_LINKS = Links(25e9, False, 1e12, 16e9)
 
 # How much longer the kernels take on queries whose places they learn at run time, and on keys, too: the tiles are
-# planned on the device, and those that the mask cuts evaluate it on positions. See docs/benchmarks.md, "Context".
+# planned on the device, and those that the mask cuts evaluate it on positions. See "Training on two H200s" in
+# docs/benchmarks.md.
 _SLOWER_WITH_QUERY_PLACES = 1.03
 _SLOWER_WITH_KEY_PLACES = 1.14
 # The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a

@@ -39,8 +39,11 @@ def exchange_module(name: Exchange) -> ModuleType:
 
 
 def kernel_call(name: Exchange, call: AttentionCall, split: Split) -> AttentionCall:
-    """What a device's kernel is called for, given the device's call before keys are exchanged."""
-    return exchange_module(name).local_call(call, split)
+    """What a device's kernel is called for, given the device's call before keys are exchanged.
+
+    The lse is always asked for: the backward half starts from it.
+    """
+    return exchange_module(name).local_call(call, split)._replace(return_lse=True)
 
 
 def choose_exchange(

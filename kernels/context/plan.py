@@ -26,11 +26,6 @@ class ContextPlan(NamedTuple):
     deal: Deal
     exchanges: tuple[ChosenExchange, ...]
 
-    @property
-    def by_queries(self) -> tuple[bool, ...]:
-        """For each call, whether a rank works on its own queries, so that the deal decides how much it has to do."""
-        return tuple(chosen.name != "heads" for chosen in self.exchanges)
-
 
 def plan_context(
     calls: Mapping[AttentionCall, float],

@@ -40,7 +40,7 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """What a rank's kernel is called for, once for each rank's keys. The sinks are added afterwards."""
-    return call._replace(has_query_positions=True, has_key_value_positions=True, has_sinks=False, return_lse=True)
+    return call._replace(has_query_positions=True, has_key_value_positions=True, has_sinks=False)
 
 
 class Ring:

@@ -13,38 +13,23 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import trainer.train
 from kernels import SplashTuning
+from tests.trainer.run.steps import end_well, skip_updates
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
-from trainer.config.file import load_config
-from trainer.data import BatchShare
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.hosts.peers import Peers
-from trainer.observers.observer import Start
-from trainer.observers.record import RunRecord
-from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import DrainingEventLoop
-from trainer.step.flops import StepFlops
-from trainer.step.functions import StepMetrics
-from trainer.train import TrainingLoop, prepare
+from trainer.train import prepare
 from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
-
-
-@pytest.fixture
-def config(trainer_command):
-    return load_config(trainer_command.config)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -274,56 +259,6 @@ def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
     loop.close()
 
 
-class EndlessBatches:
-    """Batches without documents."""
-
-    def __next__(self):
-        return BatchShare({}, (), ())
-
-    def get_state(self):
-        return {}
-
-    def close(self):
-        pass
-
-
-def make_metrics(*, loss=1.0, num_skipped=0, num_in_a_row=0) -> StepMetrics:
-    """Of a step: a good one, or one that was skipped as its loss isn't finite."""
-    return StepMetrics(*map(jnp.asarray, (loss, 0.0, 1.0, 1.0, 512, np.isfinite(loss), num_skipped, num_in_a_row)))
-
-
-@pytest.fixture
-def make_loop(config, tmp_path, watched_console):
-    """Makes a loop whose steps take no time and no device."""
-
-    def make(**changed) -> TrainingLoop:
-        setup = SimpleNamespace(
-            config=dataclasses.replace(config, **changed),
-            batches=EndlessBatches(),
-            put=lambda batch: batch,
-            tokens_per_step=512,
-            flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
-            devices=[None],
-            peak=SimpleNamespace(flops_per_s=1e12),
-        )
-        workdir = claim_workdir(tmp_path / "run", config)
-        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
-        record = RunRecord(workdir.record, [], time.time(), account, watched_console)
-        this = SimpleNamespace(
-            console=watched_console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
-        )
-        loop = TrainingLoop(setup, workdir, this)
-        metrics = make_metrics()
-        loop.programs = SimpleNamespace(
-            train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False
-        )
-        loop.state = {"w": jnp.zeros(3)}
-        loop.observers.started(Start(0, config.num_steps, [], []))
-        return loop
-
-    return make
-
-
 def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
     def advances() -> list[int]:
         told = [arguments[0] for name, *arguments in watched_console.told if name == "advance"]
@@ -465,78 +400,6 @@ def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, 
     loop.close()
 
 
-def skip_updates(loop: TrainingLoop, steps: Sequence[int]) -> None:
-    """Has the loop's steps tell that the updates of some were skipped."""
-    counts = {"num_skipped": 0, "num_in_a_row": 0}
-
-    def train_step(state, _):
-        is_bad = loop.progress.step + 1 in steps
-        counts["num_skipped"] += is_bad
-        counts["num_in_a_row"] = (counts["num_in_a_row"] + 1) * is_bad
-        return state, make_metrics(loss=float("nan") if is_bad else 1.0, **counts)
-
-    loop.programs.train_step = train_step
-
-
-def end_well(loop: TrainingLoop) -> None:
-    """What the loop needs to train to its end."""
-    loop.evaluator.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
-    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
-    loop.setup.devices = jax.devices()
-
-
-def test_skipped_updates_are_told_and_counted_and_not_saved(make_loop, watched_console):
-    """The updates of steps 12, 13, 20 and 33 to 39 of 60 are skipped, and every twentieth step is saved."""
-    loop = make_loop()
-    skip_updates(loop, [12, 13, 20, *range(33, 40)])
-    end_well(loop)
-    assert loop.train() == 0
-    loop.close()
-    assert [path.name for path in sorted(loop.workdir.checkpoints.iterdir())] == ["40", "60"]
-    lines = [tuple(told) for told in watched_console.told if told[0] in ("warning", "note")]
-    reason = "loss nan, gradient norm 1.0: not finite, so this update is skipped"
-    assert lines == [
-        ("warning", f"step 12: {reason}, and 1 more up to step 13; skipped in the whole run: 2"),
-        ("warning", f"step 20: {reason}; skipped in the whole run: 3"),
-        ("note", "step 20 is not saved, since its update was skipped"),
-        ("warning", f"step 33: {reason}, and 6 more up to step 39; skipped in the whole run: 10"),
-    ]
-    entries = [json.loads(line) for line in loop.workdir.metrics.read_text().splitlines()]
-    assert [entry["num_skipped"] for entry in entries[10:22]] == [0, 1, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3]
-    assert [entry["step"] for entry in entries if entry["loss"] is None] == [12, 13, 20, *range(33, 40)]
-    record = json.loads(loop.workdir.record.read_text())
-    assert (record["num_skipped_updates"], record["status"]) == (10, "completed")
-
-
-def test_a_stop_amid_skipped_updates_saves_them(make_loop, watched_console):
-    loop = make_loop()
-    skip_updates(loop, range(2, 9))
-    loop.run_window()
-    loop.run_window()
-    assert loop.is_amid_skipped
-    loop.saver.save_at_last(loop.snapshot)
-    loop.close()
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["8"]
-
-
-@pytest.mark.parametrize(("limit", "step"), [(1, 5), (3, 12)])
-def test_too_many_skipped_updates_in_a_row_end_the_run_with_the_last_good_checkpoint(make_loop, config, limit, step):
-    """However few: a window ends before the run does, and is logged. Nothing is saved of it."""
-    loop = make_loop(optimizer=dataclasses.replace(config.optimizer, max_skipped_in_a_row=limit))
-    skip_updates(loop, [5, 7, 8, 10, 11, 12])
-    loop.run_window()
-    loop.saver.save(loop.snapshot)
-    with pytest.raises(TrainingFailed) as failed:
-        loop.train()
-    loop.close()
-    before = f", like the {limit - 1} updates before" if limit > 1 else ""
-    assert str(failed.value).startswith(
-        f"step {step}: loss nan, gradient norm 1.0: not finite{before}, so the run stops; "
-        f"the last good checkpoint is {loop.workdir.checkpoints}/1. "
-    )
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
-
-
 def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
     loop = make_loop()
     monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
@@ -587,32 +450,3 @@ def test_a_save_that_fails_while_an_error_ends_the_run_is_only_told(make_loop, w
     loop.close()
     close()
     assert ("warning", "saving checkpoint 20 failed") in watched_console.told
-
-
-def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go_on(
-    trainer_command, tmp_path, read_run, read_tensorboard
-):
-    """Steps 12 and 13 are skipped. Of 41 to 48, the eighth ends the run, which was saved at 40."""
-    bad = ",".join(map(str, (12, 13, *range(41, 49))))
-    stopped = trainer_command.run("--workdir", tmp_path, module=f"tests.trainer.run.faulty_run nan:{bad}")
-    assert stopped.status == 1
-    assert stopped.errors.startswith(
-        "error: step 48: loss nan, gradient norm nan: not finite, like the 7 updates before, so the run stops; "
-        f"the last good checkpoint is {tmp_path}/checkpoints/40. A lower optimizer.learning_rate"
-    )
-    assert "warning: step 12: loss nan, gradient norm nan: not finite, so this update is skipped" in stopped.output
-    record, steps, _ = read_run(tmp_path)
-    assert (record["status"], record["num_skipped_updates"]) == ("failed", 10)
-    assert record["message"] in stopped.errors
-    assert [row["step"] for row in steps if row["loss"] is None] == [12, 13, *range(41, 49)]
-
-    resumed = trainer_command.run("--workdir", tmp_path)
-    assert resumed.status == 0, resumed.errors
-    assert "resumed at step 40/60" in resumed.output
-    record, steps, _ = read_run(tmp_path)
-    assert (record["status"], record["num_skipped_updates"]) == ("completed", 2)
-    assert [row["num_skipped"] for row in steps] == [0] * 11 + [1] + [2] * 48
-    assert all(row["loss"] < 6 for row in steps if row["step"] > 13)
-    assert read_tensorboard(tmp_path / "tensorboard")["train/num_skipped"] == {
-        row["step"]: row["num_skipped"] for row in steps
-    }

@@ -1,0 +1,57 @@
+"""A training loop that runs in no time, without data and without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from tests.trainer.run.steps import EndlessBatches, make_metrics
+from trainer.config.file import load_config
+from trainer.hosts.peers import Peers
+from trainer.observers.observer import Start
+from trainer.observers.record import RunRecord
+from trainer.observers.times import TimeAccount
+from trainer.step.flops import StepFlops
+from trainer.train import TrainingLoop
+from trainer.workdir import claim_workdir
+
+
+@pytest.fixture
+def config(trainer_command):
+    return load_config(trainer_command.config)
+
+
+@pytest.fixture
+def make_loop(config, tmp_path, watched_console):
+    """Makes a loop whose steps take no time and no device."""
+
+    def make(**changed) -> TrainingLoop:
+        setup = SimpleNamespace(
+            config=dataclasses.replace(config, **changed),
+            batches=EndlessBatches(),
+            put=lambda batch: batch,
+            tokens_per_step=512,
+            flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
+            devices=[None],
+            peak=SimpleNamespace(flops_per_s=1e12),
+        )
+        workdir = claim_workdir(tmp_path / "run", config)
+        account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)
+        record = RunRecord(workdir.record, [], time.time(), account, watched_console)
+        this = SimpleNamespace(
+            console=watched_console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
+        )
+        loop = TrainingLoop(setup, workdir, this)
+        metrics = make_metrics()
+        loop.programs = SimpleNamespace(
+            train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False
+        )
+        loop.state = {"w": jnp.zeros(3)}
+        loop.observers.started(Start(0, config.num_steps, [], []))
+        return loop
+
+    return make

@@ -1,0 +1,52 @@
+"""What a training loop without data and without a device steps over, and what its steps tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainer.data import BatchShare
+from trainer.step.functions import StepMetrics
+from trainer.train import TrainingLoop
+
+
+class EndlessBatches:
+    """Batches without documents."""
+
+    def __next__(self):
+        return BatchShare({}, (), ())
+
+    def get_state(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def make_metrics(*, loss=1.0, num_skipped=0, num_in_a_row=0) -> StepMetrics:
+    """Of a step: a good one, or one that was skipped as its loss isn't finite."""
+    return StepMetrics(*map(jnp.asarray, (loss, 0.0, 1.0, 1.0, 512, np.isfinite(loss), num_skipped, num_in_a_row)))
+
+
+def skip_updates(loop: TrainingLoop, steps: Sequence[int]) -> None:
+    """Has the loop's steps tell that the updates of some were skipped."""
+    counts = {"num_skipped": 0, "num_in_a_row": 0}
+
+    def train_step(state, _):
+        is_bad = loop.progress.step + 1 in steps
+        counts["num_skipped"] += is_bad
+        counts["num_in_a_row"] = (counts["num_in_a_row"] + 1) * is_bad
+        return state, make_metrics(loss=float("nan") if is_bad else 1.0, **counts)
+
+    loop.programs.train_step = train_step
+
+
+def end_well(loop: TrainingLoop) -> None:
+    """What the loop needs to train to its end."""
+    loop.evaluator.evaluations |= {30: {}, 60: {"step": 60, "validation_nats_per_token": 1.0}}
+    loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
+    loop.setup.devices = jax.devices()
