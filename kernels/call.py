@@ -62,6 +62,8 @@ class AttentionCall(NamedTuple):
     target: Target
     varying_axes: tuple[str, ...] = ()
     """Mesh axes over which the inputs differ, inside `jax.shard_map` with `check_vma=True`."""
+    position_run: int = 1
+    """Positions count up by one within each aligned run of so many tokens, of queries and of keys."""
     task: Literal["attention"] = "attention"
 
     @property

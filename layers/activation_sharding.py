@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value head
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,8 +78,27 @@ class ActivationSharding:
             )
 
     def constrain_hidden(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """The residual stream: split over batch and tokens, whole in its features."""
-        return self._constrain(hidden, self.batch_axes, self.sequence_axis, None)
+        """The residual stream: split over batch and tokens, whole in its features.
+
+        The ranks of `head_axis` share the tokens out if they divide. They would all do the same to them, and their sums
+        over features become reduce-scatters (sequence parallelism, arXiv:2205.05198).
+        """
+        axes: tuple[str, ...] = (self.sequence_axis, self.head_axis)
+        if hidden.shape[1] % math.prod(self.mesh.shape[axis] for axis in axes if axis not in manual_axes()):
+            axes = (self.sequence_axis,)
+        return self._constrain(hidden, self.batch_axes, axes, None)
+
+    def gather_tokens(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """From the residual stream to matmuls that split features over `head_axis`: whole on each of its ranks."""
+        return _gather_tokens(self, hidden)
+
+    def scatter_tokens(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """From matmuls that sum over features, which `head_axis` splits, back to the residual stream."""
+        return _scatter_tokens(self, hidden)
+
+    def constrain_heads(self, projected: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+        """Queries, keys or values: split over batch, tokens and heads."""
+        return self._constrain(projected, self.batch_axes, self.sequence_axis, self.head_axis, None)
 
     def constrain_embedding(self, table: Float[Array, "V W"]) -> Float[Array, "V W"]:
         """The embedding for a lookup: split over its tokens, whole in its features, as what is looked up."""
@@ -153,3 +174,25 @@ class ActivationSharding:
             return array
         left = spec_without(PartitionSpec(*spec), manual)
         return jax.lax.with_sharding_constraint(array, left if manual else NamedSharding(self.mesh, left))
+
+
+# JAX would constrain a gradient like its array. But the gradient of what was gathered is a sum that is wanted split,
+# and that of what was split is read by two matmuls, for each of which XLA would gather it.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_tokens(sharding: ActivationSharding, hidden: Array) -> Array:
+    return sharding._constrain(hidden, sharding.batch_axes, sharding.sequence_axis, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter_tokens(sharding: ActivationSharding, hidden: Array) -> Array:
+    return sharding.constrain_hidden(hidden)
+
+
+_gather_tokens.defvjp(
+    lambda sharding, hidden: (_gather_tokens(sharding, hidden), None),
+    lambda sharding, _, gradient: (_scatter_tokens(sharding, gradient),),
+)
+_scatter_tokens.defvjp(
+    lambda sharding, hidden: (_scatter_tokens(sharding, hidden), None),
+    lambda sharding, _, gradient: (_gather_tokens(sharding, gradient),),
+)

@@ -156,7 +156,7 @@ class Attention(nnx.Module):
         # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions, places)
-        return checkpoint_name(self.output(attended), "projection")
+        return checkpoint_name(self._project_back(attended), "projection")
 
     def prefill(
         self,
@@ -182,7 +182,7 @@ class Attention(nnx.Module):
         if self.activation_sharding is not None:
             self.activation_sharding.check_places(None, None)  # prompts lie in order
         query, key, value = self._project(inputs, rotation)
-        outputs = self.output(self._attend(query, key, value))
+        outputs = self._project_back(self._attend(query, key, value))
         return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens, from_start=True)
 
     def decode(
@@ -217,7 +217,7 @@ class Attention(nnx.Module):
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.decode_implementation,
         )
-        return self.output(attended), cache
+        return self._project_back(attended), cache
 
     def make_rotation(self, length: int, positions: Int[Array, "B T"] | None) -> Rotation | None:
         """The rotary embedding's angles at these positions, for layers like this one to share; None if it has none."""
@@ -233,7 +233,12 @@ class Attention(nnx.Module):
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        sharding = self.activation_sharding
+        if sharding is not None:
+            inputs = sharding.gather_tokens(inputs)
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
+        if sharding is not None:
+            query, key, value = map(sharding.constrain_heads, (query, key, value))
         if self.qk_norm:
             # The norms' backward needs what went in.
             query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
@@ -244,6 +249,10 @@ class Attention(nnx.Module):
         # What the kernel's backward needs; turning has no need of what went in.
         query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
         return query, key, value
+
+    def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
+        outputs, sharding = self.output(attended), self.activation_sharding
+        return outputs if sharding is None else sharding.scatter_tokens(outputs)
 
     @jax.named_scope("dot_product_attention")
     def _attend(

@@ -115,10 +115,7 @@ class Block(nnx.Module):
 
     def _add_mlp(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         with jax.named_scope("mlp"):
-            hidden = hidden + self.mlp(self.mlp_norm(hidden))
-        if self.activation_sharding is not None:
-            hidden = self.activation_sharding.constrain_hidden(hidden)
-        return hidden
+            return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 class GPT(nnx.Module):

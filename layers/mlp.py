@@ -70,14 +70,18 @@ class MLP(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the MLP's contribution to the residual stream, in the compute dtype."""
+        sharding = self.activation_sharding
+        if sharding is not None:
+            inputs = sharding.gather_tokens(inputs)
         hidden = checkpoint_name(self.up(inputs), "projection")
         if self.kind == "swiglu":
             hidden = swiglu(checkpoint_name(self.gate(inputs), "projection"), hidden)
         else:
             hidden = gelu(hidden)
-        if self.activation_sharding is not None:
-            hidden = self.activation_sharding.constrain_mlp(hidden)
-        return checkpoint_name(self.down(hidden), "projection")
+        if sharding is not None:
+            hidden = sharding.constrain_mlp(hidden)
+        outputs = self.down(hidden)
+        return checkpoint_name(outputs if sharding is None else sharding.scatter_tokens(outputs), "projection")
 
 
 def gelu(inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:

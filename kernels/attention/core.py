@@ -39,11 +39,13 @@ class Halves(NamedTuple):
       forward: `(inputs, call, tuning)` to output and lse.
       backward: `(inputs, call, tuning, cotangent)` to the gradients of query, key and value.
       tuning: with nothing left open.
+      cotangent: `(inputs, call, tuning, output, lse, d_output, d_lse)` to what `backward` starts from.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., Gradients]
     tuning: Any
+    cotangent: Callable[..., Cotangent] = lambda inputs, call, tuning, *of_output: Cotangent.of(*of_output)
 
     @staticmethod
     def of(backend: Backend, tuning: Tuning | None, call: AttentionCall) -> Halves:
@@ -64,33 +66,31 @@ def attend(
         return getattr(module, backend.differentiable)(inputs, call)
 
     def attend_one_mask(inputs: AttentionInputs, call: AttentionCall):
-        return attend_by_halves(*Halves.of(backend, tuning, call), inputs, call)
+        return attend_by_halves(Halves.of(backend, tuning, call), inputs, call)
 
     if backend.takes_masks_of_heads:
         return attend_one_mask(inputs, call)
     return attend_by_distinct_mask(attend_one_mask, inputs, call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 4))
-def attend_by_halves(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
-    """Output and lse by a backend's two halves, under a tuning with nothing left open."""
-    return forward(inputs, call, tuning)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 2))
+def attend_by_halves(halves: Halves, inputs: AttentionInputs, call: AttentionCall):
+    """Output and lse by two halves."""
+    return halves.forward(inputs, call, halves.tuning)
 
 
-def _attend_forward(forward: Callable, backward: Callable, tuning: Any, inputs: AttentionInputs, call: AttentionCall):
-    output, lse = forward(inputs, call, tuning)
+def _attend_forward(halves: Halves, inputs: AttentionInputs, call: AttentionCall):
+    output, lse = halves.forward(inputs, call, halves.tuning)
     # The names let a remat policy keep these two, all that the backward needs besides the inputs.
     output, lse = checkpoint_name(output, "attention_output"), checkpoint_name(lse, "attention_lse")
     return (output, lse), (inputs, output, lse)
 
 
-def _attend_backward(
-    forward: Callable, backward: Callable[..., Gradients], tuning: Any, call: AttentionCall, residuals, cotangents
-) -> tuple[AttentionInputs]:
+def _attend_backward(halves: Halves, call: AttentionCall, residuals, cotangents) -> tuple[AttentionInputs]:
     inputs, output, lse = residuals
-    cotangent = Cotangent.of(output, lse, *cotangents)
+    cotangent = halves.cotangent(inputs, call, halves.tuning, output, lse, *cotangents)
     d_sinks = None if inputs.sinks is None else sinks_gradient(inputs.sinks, cotangent)
-    return (AttentionInputs(*backward(inputs, call, tuning, cotangent), d_sinks),)
+    return (AttentionInputs(*halves.backward(inputs, call, halves.tuning, cotangent), d_sinks),)
 
 
 attend_by_halves.defvjp(_attend_forward, _attend_backward)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.attention.core import attend_by_halves
+from kernels.attention.core import Halves, attend_by_halves
 from kernels.backends.triton.backward_passes import run_backward
 from kernels.backends.triton.forward_pass import run_forward
 from kernels.backends.triton.support import unsupported_reason
@@ -73,7 +73,7 @@ def attend_fused_qkv(
         raise ValueError(f"the triton backend can't serve this call: {reason}")
     # Query, key and value are all of the first input.
     inputs = inputs._replace(query=qkv, key=None, value=None)  # type: ignore[arg-type]
-    output, _ = attend_by_halves(_forward, _backward, resolve(tuning, call), inputs, call)
+    output, _ = attend_by_halves(Halves(_forward, _backward, resolve(tuning, call)), inputs, call)
     return output
 
 

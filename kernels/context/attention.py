@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import Halves, attend, attend_by_distinct_mask, attend_by_halves
@@ -48,6 +49,25 @@ class _OnMesh(NamedTuple):
         """This device's part of the exchange."""
         assert self.exchange is not None
         return exchange_module(self.exchange).part(inputs, self.call, self.split)
+
+    @property
+    def by_heads(self) -> bool:
+        """Whether the halves' inputs, lse and cotangent are whole rows of some heads."""
+        return self.exchange == "heads"
+
+    @property
+    def of_lse(self) -> P:
+        """The partition of the lse."""
+        return self.layout.whole_rows if self.by_heads else self.layout.heads
+
+    @property
+    def of_cotangent(self) -> Cotangent:
+        """The partition of what the backward half starts from."""
+        return Cotangent._make([self.of_lse] * 3)
+
+    def of_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The partition of the halves' inputs."""
+        return self.layout.specs(inputs, by_heads=self.by_heads)
 
 
 def attend_over_mesh(
@@ -154,25 +174,36 @@ def _attend_one(
         def attend_on_device(inputs: AttentionInputs):
             return attend(backend, inputs, local, tuning)[0]
 
-        return layout.map(attend_on_device, (inputs,), layout.heads), None
+        return layout.map(attend_on_device, (inputs,), (layout.specs(inputs),), layout.heads), None
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
-    if name == "heads":
+    if on_mesh.by_heads:
+        brought = layout.specs(inputs, by_heads=True)
         inputs = layout.map(
-            lambda inputs: on_mesh.part(inputs).bring(inputs), (inputs,), layout.specs(inputs, by_heads=True)
+            lambda inputs: on_mesh.part(inputs).bring(inputs), (inputs,), (layout.specs(inputs),), brought
         )
-    return attend_by_halves(_forward, _backward, on_mesh, inputs, call)
+    return attend_by_halves(Halves(_forward, _backward, on_mesh, _cotangent), inputs, call)
 
 
 def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> tuple[Array, Array]:
-    by_heads = on_mesh.exchange == "heads"
-
     def forward(inputs: AttentionInputs):
         if on_mesh.exchange is None:
             return on_mesh.halves.forward(inputs, on_mesh.local_call, on_mesh.halves.tuning)
         return on_mesh.part(inputs).forward(inputs, on_mesh.local_call, on_mesh.halves)
 
-    heads = on_mesh.layout.heads
-    return on_mesh.layout.map(forward, (inputs,), (heads, heads), by_heads=by_heads)
+    out_specs = on_mesh.layout.heads, on_mesh.of_lse
+    return on_mesh.layout.map(forward, (inputs,), (on_mesh.of_inputs(inputs),), out_specs)
+
+
+def _cotangent(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, *of_output: Array) -> Cotangent:
+    if not on_mesh.by_heads:
+        return Cotangent.of(*of_output)
+
+    def bring(inputs: AttentionInputs, *of_output: Array) -> Cotangent:
+        return on_mesh.part(inputs).cotangent(*of_output)
+
+    of_tokens, of_lse = on_mesh.layout.heads, on_mesh.of_lse
+    in_specs = on_mesh.of_inputs(inputs), of_tokens, of_lse, of_tokens, of_lse
+    return on_mesh.layout.map(bring, (inputs, *of_output), in_specs, on_mesh.of_cotangent)
 
 
 def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, cotangent: Cotangent) -> Gradients:
@@ -181,6 +212,5 @@ def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, co
             return on_mesh.halves.backward(inputs, on_mesh.local_call, on_mesh.halves.tuning, cotangent)
         return on_mesh.part(inputs).backward(inputs, on_mesh.local_call, on_mesh.halves, cotangent)
 
-    by_heads = on_mesh.exchange == "heads"
-    out_specs = on_mesh.layout.specs(inputs, by_heads=by_heads)[:3]
-    return on_mesh.layout.map(backward, (inputs, cotangent), out_specs, by_heads=by_heads)
+    of_inputs = on_mesh.of_inputs(inputs)
+    return on_mesh.layout.map(backward, (inputs, cotangent), (of_inputs, on_mesh.of_cotangent), of_inputs[:3])

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from kernels.call import AttentionCall
 from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchanges.halo import reach_of
+from kernels.context.exchanges.needed import can_leave_any, num_sent
 from kernels.context.exchanges.ring import num_hops
 from kernels.context.split import Split
 from kernels.masks import Mask
@@ -22,8 +23,8 @@ from kernels.plan import count_allowed_pairs
 from kernels.target import Target
 
 Exchange = Literal["gather", "halo", "ring", "heads"]
-"""gather: all keys to all ranks. halo: the keys within the windows' reach. ring: keys travel from rank to rank.
-heads: each rank gets whole rows of some heads."""
+"""gather: the keys that any rank needs to all ranks. halo: those within the windows' reach. ring: keys travel from rank
+to rank. heads: each rank gets whole rows of some heads."""
 
 
 class Links(NamedTuple):
@@ -34,35 +35,40 @@ class Links(NamedTuple):
       is_torus: whether devices reach others only through those between, as TPUs do; through a switch otherwise.
       attention_flops_per_s: of our kernels, about.
       memory_bytes: of a device.
+      memory_bytes_per_s: read and written.
     """
 
     bytes_per_s: float
     is_torus: bool
     attention_flops_per_s: float
     memory_bytes: float
+    memory_bytes_per_s: float
 
 
 # NVIDIA: the data sheets at nvidia.com/en-us/data-center (h100, h200, a100, dgx-b200), half of "NVLink bandwidth",
-# which counts both directions. TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "interchip interconnect
+# which counts both directions, and half of that again, which is what NCCL's collectives reach ("Training on two H200s"
+# in docs/benchmarks.md). TPU: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e, "interchip interconnect
 # bandwidth" of a chip, of which an axis of the torus has one half (2D) or one third (3D), half of it inwards.
 _LINKS: tuple[tuple[str, Links], ...] = (
-    (r"NVIDIA B200", Links(900e9, False, 1000e12, 180e9)),
-    (r"NVIDIA (GH|H)200.*", Links(450e9, False, 600e12, 141e9)),
-    (r"NVIDIA H100.*", Links(450e9, False, 600e12, 80e9)),
-    (r"NVIDIA A100.*", Links(300e9, False, 180e12, 80e9)),
-    (r"TPU v4", Links(50e9, True, 150e12, 32e9)),
-    (r"TPU (v5e|v5 lite)", Links(50e9, True, 100e12, 16e9)),
-    (r"TPU (v5p|v5)", Links(100e9, True, 250e12, 95e9)),
-    (r"TPU (v6e|v6 lite)", Links(112e9, True, 450e12, 32e9)),
+    (r"NVIDIA B200", Links(450e9, False, 1000e12, 180e9, 8.0e12)),
+    (r"NVIDIA (GH|H)200.*", Links(225e9, False, 600e12, 141e9, 4.8e12)),
+    (r"NVIDIA H100.*", Links(225e9, False, 600e12, 80e9, 3.35e12)),
+    (r"NVIDIA A100.*", Links(150e9, False, 180e12, 80e9, 2.0e12)),
+    (r"TPU v4", Links(50e9, True, 150e12, 32e9, 1.2e12)),
+    (r"TPU (v5e|v5 lite)", Links(50e9, True, 100e12, 16e9, 0.82e12)),
+    (r"TPU (v5p|v5)", Links(100e9, True, 250e12, 95e9, 2.77e12)),
+    (r"TPU (v6e|v6 lite)", Links(112e9, True, 450e12, 32e9, 1.64e12)),
 )
 # Others: PCI Express, or the memory that CPU devices share.
-_OTHER_LINKS = Links(25e9, False, 1e12, 16e9)
+_OTHER_LINKS = Links(25e9, False, 1e12, 16e9, 0.1e12)
 
 # How much longer the kernels take on queries whose places they learn at run time, and on keys, too: the tiles are
 # planned on the device, and those that the mask cuts evaluate it on positions. See "Training on two H200s" in
 # docs/benchmarks.md.
 _SLOWER_WITH_QUERY_PLACES = 1.03
 _SLOWER_WITH_KEY_PLACES = 1.14
+# How often a gather of documents' or windows' keys reads or writes whole rows of them, or of their gradients.
+_COPIES_OF_WHOLE_ROWS = 8
 # The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a
 # GPU's multiprocessors.
 _HIDDEN_SHARE_OF_HOPS = 0.75
@@ -71,6 +77,10 @@ _HIDDEN_SHARE_OF_HOPS = 0.75
 # is dealt out by cost.
 _IMBALANCE_OF_DOCUMENTS = 1.5
 _IMBALANCE_BY_COST = 1.02
+# A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so. Nobody
+# knows them before they are read. And the runs that a rank has where each row is dealt out by cost, about.
+_TOKENS_BEFORE = 3_000
+_RUNS_BY_COST = 2
 # Gathered keys take no more of a device's memory than this, parameters and activations being the rest.
 _MOST_OF_MEMORY = 0.15
 
@@ -118,6 +128,9 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         seconds *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
     elif name == "gather":
         kernels *= _SLOWER_WITH_QUERY_PLACES
+        # Whole rows are put together, twice, and their gradients filled in and taken apart, whatever was sent.
+        whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
+        seconds += _COPIES_OF_WHOLE_ROWS * whole / links.memory_bytes_per_s
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
         hidden = min(_HIDDEN_SHARE_OF_HOPS * seconds, kernels)  # hops are under way while kernels run
@@ -140,9 +153,11 @@ def expected_imbalance(mask: Mask, split: Split, has_documents: bool) -> float:
 
 
 def pairs_of_a_device(call: AttentionCall, split: Split) -> float:
-    """Query/key pairs of a whole row's mask that a device computes, over its heads and batch elements, on average."""
+    """Query/key pairs that a device computes, over its heads and batch elements, on average; documents as assumed."""
     heads = call.mask.distinct_heads(call.num_heads)
     pairs = sum(count_allowed_pairs(mask, split.length, split.length) * len(sharing) for mask, sharing in heads.items())
+    if call.has_segment_ids:
+        pairs = min(pairs, split.length * _TOKENS_BEFORE * call.num_heads)
     return call.batch * pairs / split.num_ranks
 
 
@@ -152,11 +167,28 @@ def _key_bytes(call: AttentionCall, num_tokens: float, num_heads: int, itemsize:
 
 def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
     itemsize, sum_itemsize = call.dtype.itemsize, call.softmax_dtype.itemsize
-    others, whole = split.length - call.q_len, split.length
+    sent = _tokens_sent(call, split)
+    others = (split.num_ranks - 1) * sent
     forward = _key_bytes(call, others, call.num_kv_heads, itemsize)
     backward = forward + _key_bytes(call, others, call.num_kv_heads, sum_itemsize)
-    num_copies = 1 if split.deal == "in_order" else 2  # as they come, and in the row's order
-    return forward, backward, num_copies * _key_bytes(call, whole, call.num_kv_heads, itemsize + sum_itemsize)
+    # As they come, and in the row's order, which they may come in.
+    in_order = split.deal == "in_order" and sent == call.q_len
+    received = _key_bytes(call, split.num_ranks * sent, call.num_kv_heads, itemsize + sum_itemsize)
+    whole = 0.0 if in_order else _key_bytes(call, split.length, call.num_kv_heads, 2 * itemsize)
+    return forward, backward, received + whole
+
+
+def _tokens_sent(call: AttentionCall, split: Split) -> int:
+    """How many of its tokens' keys a rank sends to all others in a gather, about."""
+    if not can_leave_any(call):
+        return call.q_len
+    num_runs = split.num_runs or _RUNS_BY_COST
+    reach = split.length if call.mask.lookback is None or call.mask.looks_ahead else call.mask.lookback
+    if call.has_segment_ids:
+        reach = min(reach, _TOKENS_BEFORE)
+    num_chunks = min(call.q_len, 128)
+    needed = min(num_chunks, -(-num_runs * reach * num_chunks // call.q_len))
+    return num_sent(needed, num_chunks) * call.q_len // num_chunks
 
 
 def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
@@ -179,11 +211,11 @@ def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float
     queries = call.batch * call.q_len * call.num_heads * (call.head_dim + call.value_dim) * call.dtype.itemsize
     num_kv_heads = max(call.num_kv_heads, split.num_ranks)
     keys = _key_bytes(call, call.q_len, num_kv_heads, call.dtype.itemsize)
-    lse = call.batch * call.q_len * call.num_heads * call.softmax_dtype.itemsize
+    delta = call.batch * call.q_len * call.num_heads * call.softmax_dtype.itemsize
     from_others = (split.num_ranks - 1) / split.num_ranks
-    forward = (queries + keys + lse) * from_others
-    # The output's gradient, lse and delta, and the gradients of queries, keys and values back.
-    backward = (queries + keys + 2 * lse) * from_others
+    forward = (queries + keys) * from_others
+    # The output's gradient and delta, and the gradients of queries, keys and values back.
+    backward = (queries + keys + delta) * from_others
     return forward, backward, 2 * (queries + keys)
 
 

@@ -3,7 +3,7 @@
 A row of T tokens is cut into chunks. Every rank gets as many chunks as any other, and chunks of nearly the same cost in
 all. A chunk costs the tiles that a kernel visits for its queries, under the layers' masks and the row's documents,
 found from the rows' intervals in closed form. Neighbouring chunks are dealt out together as far as that is level: a
-long document comes out zigzagged, and few short ones are parted.
+long document comes out zigzagged, and few short ones are cut. What is cut has to be exchanged.
 
 Chunks lie on a grid, wherever documents begin. A chunk so has whole tiles, as many as any other, and a document that
 lies in two chunks of different ranks costs the tiles that it would cost on one.
@@ -35,9 +35,11 @@ _TILE = 128
 _MAX_SWAPS = 64
 # The swaps end when no rank has more than this much above the mean.
 _LEVEL = 1.002
+# How far from its share a half of the ranks may be, for the sake of a cut where little of a document lies before it.
+_LEVEL_OF_A_PART = 0.01
 # The imbalance up to which neighbouring chunks stay together: less than a kernel's other tiles make of it.
 _LEVEL_TOGETHER = 1.005
-# The imbalance up to which a deal that is known ahead of time is taken rather than one for each row.
+# The imbalance up to which the deal with the fewest cuts is taken, and one that is known ahead of time.
 _LEVEL_ENOUGH = 1.02
 
 
@@ -84,7 +86,9 @@ def deal_tokens(
     if not masks:
         raise ValueError("deal='by_cost' needs the masks whose costs it levels; pass masks={mask: number of layers}")
     costs = chunk_costs(masks, length, chunk_size, segment_ids=segment_ids, positions=positions)
-    return _tokens_of(deal_chunks(costs, num_ranks), chunk_size)
+    starts = np.arange(0, length, chunk_size)
+    cut_tokens = None if segment_ids is None else starts - _documents(segment_ids, length)[0][starts]
+    return _tokens_of(deal_chunks(costs, num_ranks, cut_tokens), chunk_size)
 
 
 def check_deal(deal: str, length: int, num_ranks: int, chunk_size: int | None = None) -> None:
@@ -189,14 +193,16 @@ def chunk_costs(
     return costs.reshape(length // chunk_size, -1).sum(1)
 
 
-def deal_chunks(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarray, "R n"]:
+def deal_chunks(
+    costs: Float[np.ndarray, " C"], num_ranks: int, cut_tokens: Int[np.ndarray, " C"] | None = None
+) -> Int[np.ndarray, "R n"]:
     """Gives every rank as many chunks as any other, of nearly equal cost, in as few runs as that takes.
-
-    At first a rank gets its chunks in one run. Runs are halved until all ranks have the same cost.
 
     Args:
       costs: of each chunk; C is a multiple of `num_ranks`.
       num_ranks: R.
+      cut_tokens: tokens of a document before each chunk that begins within it, from the document's beginning. Where
+        several deals are level, cuts come where there are few. None: all cuts are alike.
 
     Returns:
       int64: the chunks of each rank, rising.
@@ -204,6 +210,12 @@ def deal_chunks(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarra
     >>> deal_chunks(np.ones(8), 2).tolist(), deal_chunks(np.arange(8.0), 2).tolist()
     ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]])
     """
+    if cut_tokens is None:
+        cut_tokens = np.zeros(len(costs), np.int64)
+    parts = _part(np.arange(len(costs)), costs, num_ranks, cut_tokens)
+    parted = np.stack(sorted(parts, key=lambda chunks: chunks[0]))
+    if imbalance(costs[parted]) <= _LEVEL_ENOUGH:
+        return parted
     of_rank = len(costs) // num_ranks
     run = of_rank & -of_rank
     while True:
@@ -212,6 +224,37 @@ def deal_chunks(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarra
         if run == 1 or imbalance(costs_of_runs[dealt]) <= _LEVEL_TOGETHER:
             return (dealt[:, :, None] * run + np.arange(run)).reshape(num_ranks, -1)
         run //= 2
+
+
+def _part(
+    chunks: Int[np.ndarray, " C"], costs: Float[np.ndarray, " all"], num_ranks: int, cut_tokens: Int[np.ndarray, " all"]
+) -> list[Int[np.ndarray, " n"]]:
+    """Parts chunks among ranks, half of the ranks at a time, by two cuts each time.
+
+    Bend the chunks to a ring, and slide a window of the right length along it: what it costs, less its fair share,
+    adds up to 0 over all places of the window, so that there is one where it is about 0.
+    """
+    if num_ranks == 1:
+        return [chunks]
+    num_chunks, first_ranks = len(chunks), num_ranks // 2
+    length = num_chunks * first_ranks // num_ranks
+    # Either of two equal halves may be the window.
+    begins = np.arange(num_chunks if 2 * first_ranks != num_ranks else length)
+    sums = np.concatenate([[0.0], np.tile(costs[chunks], 2).cumsum()])
+    share = sums[num_chunks] * first_ranks / num_ranks
+    off = np.abs(sums[begins + length] - sums[begins] - share)
+
+    # A cut between chunks that don't follow each other in the row was made before. So was one at the row's ends.
+    follows = np.concatenate([[False], chunks[1:] == chunks[:-1] + 1])
+    tokens = np.where(follows, cut_tokens[chunks], 0)
+    at_ends = np.stack([tokens[begins], tokens[(begins + length) % num_chunks]])
+    level = off <= max(_LEVEL_OF_A_PART * share, off.min())
+    order = np.lexsort((off, at_ends.sum(0), at_ends.max(0), ~level))
+    begin = begins[order[0]]
+    is_first = np.zeros(num_chunks, bool)
+    is_first[np.arange(begin, begin + length) % num_chunks] = True
+    rest = num_ranks - first_ranks
+    return _part(chunks[is_first], costs, first_ranks, cut_tokens) + _part(chunks[~is_first], costs, rest, cut_tokens)
 
 
 def _deal_runs(costs: Float[np.ndarray, " C"], num_ranks: int) -> Int[np.ndarray, "R n"]:

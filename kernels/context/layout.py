@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kernels.call import AttentionCall, AttentionInputs, Cotangent
+from kernels.call import AttentionCall, AttentionInputs
 from kernels.context.deal import Deal, check_deal
 from kernels.context.split import Split
 from kernels.masks import Mask
@@ -82,37 +82,30 @@ class MeshLayout(NamedTuple):
         """Of arrays `[B, T, N, …]`."""
         return P(self.batch_axes, self.sequence_axis, self.head_axis)
 
+    @property
+    def whole_rows(self) -> P:
+        """Of arrays `[B, T, N, …]` of which every rank of the sequence axis has whole rows of some heads."""
+        return P(self.batch_axes, None, (self.head_axis, self.sequence_axis))
+
     def specs(self, inputs: AttentionInputs, *, by_heads: bool = False) -> AttentionInputs:
         """The partition of each input that there is; `by_heads`: where every rank has whole rows of some heads."""
-        batch, tokens = self.batch_axes, P(self.batch_axes, self.sequence_axis)
-        heads, of_rows = self.heads, tokens
-        if by_heads:
-            heads, of_rows = P(batch, None, (self.head_axis, self.sequence_axis)), P(batch)
-        specs = [heads, heads, heads, P(self.head_axis), *[of_rows] * 4, tokens]
+        tokens = P(self.batch_axes, self.sequence_axis)
+        heads, of_rows = (self.whole_rows, P(self.batch_axes)) if by_heads else (self.heads, tokens)
+        sinks = P(heads[2])
+        specs = [heads, heads, heads, sinks, *[of_rows] * 4, tokens]
         return AttentionInputs._make(None if x is None else spec for x, spec in zip(inputs, specs, strict=True))
 
-    def map(
-        self,
-        function: Callable,
-        arguments: tuple[AttentionInputs] | tuple[AttentionInputs, Cotangent],
-        out_specs: Any,
-        *,
-        by_heads: bool = False,
-    ) -> Any:
-        """Calls a function on every device with its part of the arguments, whose missing arrays stay None.
-
-        Inside a caller's `jax.shard_map` it maps over the axes that are left, if any are.
-        """
+    def map(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
+        """`jax.shard_map` over the mesh; inside a caller's own, over the axes that are left, if any are."""
         manual = manual_axes()
         axes = frozenset(self.mesh.axis_names) - manual
         if not axes:
             return function(*arguments)
-        specs = self.specs(arguments[0], by_heads=by_heads), *[Cotangent._make([self.heads] * 3)] * (len(arguments) - 1)
-        specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (specs, out_specs))
+        in_specs, out_specs = jax.tree.map(lambda spec: spec_without(spec, manual), (in_specs, out_specs))
         mapped = jax.shard_map(
             function,
             mesh=None if manual else self.mesh,
-            in_specs=specs,
+            in_specs=in_specs,
             out_specs=out_specs,
             axis_names=axes,
             # The Pallas, Triton and cuDNN kernels don't say over which mesh axes their outputs vary.

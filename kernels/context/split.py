@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from kernels.call import AttentionInputs
-from kernels.context.deal import Deal, default_chunk_size
+from kernels.context.deal import Deal, deal_tokens, default_chunk_size
 
 
 class Split(NamedTuple):
@@ -44,6 +44,19 @@ class Split(NamedTuple):
         """The runs of consecutive tokens that every rank holds; None if each row decides."""
         return {"in_order": 1, "zigzag": 2, "by_cost": None}[self.deal]
 
+    @property
+    def run_length(self) -> int:
+        """The tokens of each aligned run of a rank's tokens that follow each other in the row."""
+        if self.num_runs is None:
+            assert self.chunk_size is not None, "by_cost has chunks"
+            return self.chunk_size
+        return self.length // (self.num_ranks * self.num_runs)
+
+    @property
+    def run_chunk(self) -> int:
+        """The tokens of chunks that runs are cut into, whatever the deal."""
+        return self.chunk_size or default_chunk_size(self.length, self.num_ranks * (self.num_runs or 1))
+
     def places(self, inputs: AttentionInputs) -> Int[Array, "B t"]:
         """Where in the row this rank's tokens stand."""
         if inputs.places is not None:
@@ -68,6 +81,13 @@ class Split(NamedTuple):
     def sum_to_owners(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B t ..."]:
         """Each rank's tokens of the sum over all ranks; the transpose of `gather`."""
         return lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
+
+    def chunks(self, order: RowOrder, batch: int) -> Int[Array, "B C"]:
+        """The chunk of the row, of `run_chunk` tokens, that stands in each place of the ranks' order."""
+        if order.chunks is not None:
+            return order.chunks
+        chunks = deal_tokens(self.deal, self.length, self.num_ranks)[:: self.run_chunk] // self.run_chunk
+        return jnp.broadcast_to(chunks, (batch, len(chunks)))
 
     def row_order(self, inputs: AttentionInputs) -> RowOrder:
         """The order of the row, for tokens that lie in the order of the ranks."""

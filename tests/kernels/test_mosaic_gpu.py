@@ -406,3 +406,34 @@ def test_resolving_leaves_nothing_open(tuning, packed, head_dim, rng):
     assert None not in (resolved.backward, resolved.forward_tiles, resolved.backward_tiles)
     assert resolved == resolve(resolved, call)
     assert resolved.backward == "split" or not (tuning and (tuning.interpret or tuning.backward == "split"))
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
+    # The deal of a row over ranks: runs of 128 tokens in any order, which a kernel knows by their first positions.
+    length, run = 512, 128
+    arrays = [jnp.asarray(rng.standard_normal((1, length, 2, 64)), jnp.bfloat16) for _ in range(4)]
+    nothing = dict.fromkeys(("key_value_segment_ids", "query_segment_ids", "scale", "logits_soft_cap", "sinks"))
+    positions = [(rng.permutation(8)[:4, None] * run + np.arange(run)).reshape(1, -1) for _ in range(2)]
+    if has_documents:
+        for name in ("query_segment_ids", "key_value_segment_ids"):
+            nothing[name] = jnp.asarray(np.sort(rng.integers(0, 3, (1, length))), jnp.int32)
+    mask = CausalMask() & LocalMask(int(rng.integers(100, 600)), 0)
+    inputs, call = make_call(
+        *arrays[:3],
+        mask,
+        **nothing,
+        query_positions=jnp.asarray(positions[0], jnp.int32),
+        key_value_positions=jnp.asarray(positions[1], jnp.int32),
+        return_lse=True,
+    )
+
+    def run_all(call):
+        tuning = resolve(MosaicGpuTuning(interpret=True), call)
+        output, lse = mosaic_gpu.forward(inputs, call, tuning)
+        return output, lse, *mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, arrays[3]))
+
+    call = call._replace(target=H200)
+    for one, other in zip(run_all(call), run_all(call._replace(position_run=run)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))

@@ -63,7 +63,6 @@ def run_groups(cases: Sequence[Case], num_jobs: int) -> Iterator[Tally]:
     if num_jobs == 1:
         yield from map(run_group, by_problem.values())
         return
-    # A forked process would share XLA's threads. A new one from time to time gives memory back.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_jobs, mp_context=context, max_tasks_per_child=4) as pool:
+    # A forked process would share XLA's threads.
+    with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(run_group, by_problem.values())

@@ -6,7 +6,7 @@ once, and the backward pass only scales them. That takes three matmuls with the 
 four.
 
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
-which hold the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
+which have the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
 gradient is reduce-scattered once, and nothing is sent within the loop over chunks. The vocabulary could stay split
 instead (Megatron-LM, arXiv:1909.08053), but then a token's gradients wait for the softmax of all ranks: in every chunk,
 or until a second sweep, which computes the logits again. With tens of thousands of tokens to a device, that fourth
@@ -18,14 +18,13 @@ Shapes: B batch, T sequence, N tokens of the device, D width, V vocabulary, C to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 class CrossEntropy(NamedTuple):
@@ -107,45 +106,40 @@ def _sweep(options: _Options, hidden, head_kernel, targets, target_mask, *, with
     """The loss and, if asked for, the gradients of its total; by one device or shared."""
     # Cast before the head is gathered, so that the gather moves the compute dtype.
     head = head_kernel.astype(hidden.dtype)
-    arrays = [x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask)] + [head]
     sweep = functools.partial(_sweep_tokens, options=options, with_gradients=with_gradients)
     if (axis := options.shared_over) is None:
+        return sweep(hidden, targets, target_mask, head)
+
+    def sweep_share(*arrays):
         loss, gradients = sweep(*arrays)
-    else:
-        shared = jax.shard_map(
-            functools.partial(_sweep_share, sweep, axis),
-            in_specs=P(),
-            out_specs=(P(), (P(), P(None, axis)) if with_gradients else None),
-            axis_names={axis},
-            check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
-        )
-        loss, gradients = shared(*arrays)
+        loss = lax.psum(loss, axis)
+        if gradients is None:
+            return loss, None
+        d_hidden, d_head = gradients
+        return loss, (d_hidden, lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True))
+
+    length, num_devices = hidden.shape[1], jax.sharding.get_abstract_mesh().shape[axis]
+    of_tokens = P(None, axis)
+    shared = jax.shard_map(
+        sweep_share,
+        in_specs=(of_tokens, of_tokens, of_tokens, P()),
+        out_specs=(P(), (of_tokens, P(None, axis)) if with_gradients else None),
+        axis_names={axis},
+        check_vma=False,  # the gradients are written by hand, so JAX need not know what varies over which axis
+    )
+    loss, gradients = shared(*(_pad_tokens(x, -length % num_devices) for x in (hidden, targets, target_mask)), head)
     if gradients is None:
         return loss, None
     d_hidden, d_head = gradients
-    return loss, (d_hidden.reshape(hidden.shape), d_head)
+    return loss, (d_hidden[:, :length], d_head)
 
 
-def _sweep_share(sweep: Callable, axis: str, hidden, targets, target_mask, head):
-    """Sweeps this device's share of the tokens. Sums and d_hidden come back whole, d_head as a slice of V."""
-    num_tokens, num_devices = targets.size, lax.axis_size(axis)
-    share = -(-num_tokens // num_devices)
-
-    def take_share(x: Array) -> Array:
-        padding = [(0, share * num_devices - num_tokens)] + [(0, 0)] * (x.ndim - 1)
-        return lax.dynamic_slice_in_dim(jnp.pad(x, padding), lax.axis_index(axis) * share, share)
-
-    loss, gradients = sweep(take_share(hidden), take_share(targets), take_share(target_mask), head)
-    loss = lax.psum(loss, axis)
-    if gradients is None:
-        return loss, None
-    d_hidden, d_head = gradients
-    d_hidden = lax.all_gather(d_hidden, axis, tiled=True)[:num_tokens]
-    return loss, (d_hidden, lax.psum_scatter(d_head, axis, scatter_dimension=1, tiled=True))
+def _pad_tokens(x: Shaped[Array, "B T ..."], num_tokens: int) -> Shaped[Array, "B T+n ..."]:
+    return jnp.pad(x, [(0, 0), (0, num_tokens)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with_gradients: bool):
-    """The loss and the gradients of a device's tokens, [N, D], [N] and [N], a chunk at a time."""
+    """The loss and the gradients of a device's tokens, [B, T, D], [B, T] and [B, T], a chunk at a time."""
     sum_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
 
     def sweep_chunk(d_head, chunk):
@@ -168,13 +162,14 @@ def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with
         return d_head, ((nats, z), d_hidden)
 
     d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients else None
-    chunks = tuple(_into_chunks(x, options.chunk_size) for x in (hidden, targets, target_mask))
+    of_tokens = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask))
+    chunks = tuple(_into_chunks(x, options.chunk_size) for x in of_tokens)
     d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, chunks)
     nats, z = (x.sum() for x in sums)
     loss = CrossEntropy(nats + z, nats, z, target_mask.sum(dtype=jnp.int32))
     if not with_gradients:
         return loss, None
-    return loss, (d_hidden.reshape(-1, hidden.shape[-1])[: targets.size], d_head)
+    return loss, (d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), d_head)
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:

@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
@@ -166,7 +167,10 @@ class _Route:
 
     def gather(self, shard: Array) -> Array:
         def gather(shard: Array) -> Array:
-            return lax.all_gather(shard, self.split_axes, axis=self.split_dim, tiled=True)
+            if self.is_of_layer_matrix:
+                return lax.all_gather(shard, self.split_axes, axis=self.split_dim, tiled=True)
+            of_devices = jnp.moveaxis(lax.all_gather(shard, self.split_axes), 0, self.split_dim)
+            return lax.collapse(of_devices, self.split_dim, self.split_dim + 2)
 
         whole = shard.astype(self.wire_dtype)
         return (self._map_rest(gather)(whole) if self.split_axes else whole).astype(self.dtype)
@@ -174,10 +178,24 @@ class _Route:
     def reduce(self, gradient: Array) -> Array:
         def reduce(gradient: Array) -> Array:
             if self.split_axes:
-                gradient = lax.psum_scatter(gradient, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
+                gradient = self._sum_shards(gradient)
             return lax.psum(gradient, self.sum_axes)
 
         return self._map_rest(reduce)(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+
+    def _sum_shards(self, gradient: Array) -> Array:
+        """This device's shard of the sum.
+
+        XLA would have an array in memory by the dim that is split. A matmul takes and makes a layer's matrices in any
+        order, but the embedding's rows are looked up, and added to one by one: they have to stay in one piece.
+        """
+        if self.is_of_layer_matrix:
+            return lax.psum_scatter(gradient, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
+        gradient = with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
+        shape, num_shards = gradient.shape, lax.axis_size(self.split_axes)
+        before, after = shape[: self.split_dim], shape[self.split_dim + 1 :]
+        shards = gradient.reshape(*before, num_shards, shape[self.split_dim] // num_shards, *after)
+        return lax.psum_scatter(jnp.moveaxis(shards, self.split_dim, 0), self.split_axes)
 
     def _map_rest(self, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
         """Maps the axes that no one has mapped: the partitioner would gather over them what is sent over others."""

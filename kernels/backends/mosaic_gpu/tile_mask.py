@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,11 @@ def token_memory(call: AttentionCall, num_stages: int, block: int) -> Any:
     return plgpu.SMEM((num_arrays, num_stages, block), jnp.int32) if num_arrays else None
 
 
+def counts_up(call: AttentionCall, num_tokens: int) -> bool:
+    """Whether the positions of so many tokens, the rows or the columns of a tile, are known by the first one's."""
+    return call.position_run % num_tokens == 0
+
+
 class TileMask(NamedTuple):
     """The mask of a warpgroup's tiles. Its rows stay the same, and its columns are those of one tile after another."""
 
@@ -70,13 +75,19 @@ class TileMask(NamedTuple):
     streamed: Side  # of the columns: "key_value", or "query" for transposed tiles
     row_first: Any  # index of the warpgroup's first query, or first key
     block_kv: int  # the length of keys is padded to a multiple of it
-    row_tokens: dict[str, jax.Array]  # the rows' own tokens, by name
+    row_tokens: dict[str, jax.Array]  # the rows' own tokens, by name; the first one's position where they count up
 
     @staticmethod
     def load(context: Any, streamed: Side, batch, rows, block_kv: int) -> TileMask:
         """The mask of some rows, `pl.ds(first, length)` of a batch element. Loads their tokens from global memory."""
         given = context.gmem.tokens.given("key_value" if streamed == "query" else "query")
-        row_tokens = {name: load_vector(ref.at[batch, rows], rows=True, shared=False) for name, ref in given.items()}
+
+        def load(name: str, ref):
+            if name.endswith("positions") and counts_up(context.call, rows.size):
+                return ref[batch, rows.start]
+            return load_vector(ref.at[batch, rows], rows=True, shared=False)
+
+        row_tokens = {name: load(name, ref) for name, ref in given.items()}
         return TileMask(context, streamed, rows.start, block_kv, row_tokens)
 
     def apply(self, logits, is_partial, column_first, slot) -> jax.Array:
@@ -117,8 +128,7 @@ class TileMask(NamedTuple):
         q_index, kv_index = (columns, rows) if self.streamed == "query" else (rows, columns)
         q_pos, kv_pos = q_index, kv_index
         if call.has_positions:
-            q_pos = self._tokens_of_tile("query_positions", shape, slot)
-            kv_pos = self._tokens_of_tile("key_value_positions", shape, slot)
+            q_pos, kv_pos = (self._positions(side, shape, slot) for side in get_args(Side))
         allowed = call.mask(q_pos, kv_pos)
         if call.has_segment_ids:
             q_ids = self._tokens_of_tile("query_segment_ids", shape, slot)
@@ -127,9 +137,24 @@ class TileMask(NamedTuple):
             allowed &= kv_index < call.kv_len
         return allowed
 
+    def _positions(self, side: Side, shape: tuple[int, int], slot) -> jax.Array:
+        """Positions of the tile's rows or columns, as a matrix."""
+        name = f"{side}_positions"
+        if side == self.streamed:
+            if not counts_up(self.context.call, shape[1]):
+                return self._tokens_of_tile(name, shape, slot)
+            first = self._streamed_tokens(name, slot)[0]
+            return first + self.context.machine.column_indices(0, shape)
+        if not counts_up(self.context.call, shape[0]):
+            return self._tokens_of_tile(name, shape, slot)
+        return self.row_tokens[name] + plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
     def _tokens_of_tile(self, name: str, shape: tuple[int, int], slot) -> jax.Array:
         """An array's numbers of the tile's rows or columns, as a matrix."""
         if name in self.row_tokens:
             return spread(self.row_tokens[name], shape, rows=True)
+        return spread(load_vector(self._streamed_tokens(name, slot), rows=False), shape, rows=False)
+
+    def _streamed_tokens(self, name: str, slot):
         index = list(self.context.gmem.tokens.given(self.streamed)).index(name)
-        return spread(load_vector(self.context.smem.tokens.at[index, slot], rows=False), shape, rows=False)
+        return self.context.smem.tokens.at[index, slot]

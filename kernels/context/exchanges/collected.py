@@ -37,11 +37,11 @@ class Collected(ABC):
         """The inverse of `queries`."""
 
     @abstractmethod
-    def keys(self, x: Shaped[Array, "B t K *X"]) -> Array:
-        """Brings keys or values to the kernel."""
+    def keys(self, arrays: tuple[Shaped[Array, "B t K *X"], ...]) -> tuple[Array, ...]:
+        """Brings keys and values to the kernel."""
 
     @abstractmethod
-    def keys_back(self, x: Array) -> Shaped[Array, "B t K *X"]:
+    def keys_back(self, arrays: tuple[Array, ...]) -> tuple[Shaped[Array, "B t K *X"], ...]:
         """The transpose of `keys`, in the softmax's dtype: a key's gradient is the sum over the ranks that read it."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Collected(ABC):
         """Gradients of this rank's queries, keys and values."""
         collected = Cotangent(*map(self.queries, cotangent))
         d_query, *of_keys = halves.backward(self.collect(inputs), local_call, halves.tuning, collected)
-        d_key, d_value = (self.keys_back(d).astype(d.dtype) for d in of_keys)
+        d_key, d_value = (d.astype(local_call.dtype) for d in self.keys_back(tuple(of_keys)))
         return self.queries_back(d_query), d_key, d_value
 
 

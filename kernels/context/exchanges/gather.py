@@ -1,6 +1,9 @@
-"""Gather: every rank gathers all keys and values, and attends from its own queries to them.
+"""Gather: every rank gathers the keys and values that any rank needs, and attends from its own queries to them.
 
-dK and dV come home by a reduce-scatter. Source: Llama 3's context parallelism (arXiv:2407.21783).
+Documents and windows bound what is needed (`needed.py`). It is all of them where neither does. dK and dV come home by a
+reduce-scatter.
+
+Source: Llama 3's context parallelism (arXiv:2407.21783).
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from jaxtyping import Array, Shaped
 
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.context.exchanges.collected import Collected, arange_like
+from kernels.context.exchanges.needed import NeededChunks, can_leave_any
 from kernels.context.split import Split
 
 
@@ -18,26 +22,37 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
-    """What a rank's kernel is called for: its own queries, whose places it learns at run time, and all keys."""
-    return call._replace(kv_len=split.length, has_query_positions=True)
+    """What a rank's kernel is called for: its own queries, whose places it learns at run time, and whole rows."""
+    position_run = 1 if call.has_positions else split.run_length
+    return call._replace(kv_len=split.length, has_query_positions=True, position_run=position_run)
 
 
 class Gather(Collected):
     """One rank's part. See `Collected`."""
+
+    def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
+        super().__init__(inputs, call, split)
+        self.needed = None
+        if can_leave_any(call):
+            chunks = split.chunks(self.order, call.batch)
+            self.needed = NeededChunks(call, split, chunks, inputs.query_segment_ids)
 
     def queries(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B t ..."]:
         return x
 
     queries_back = queries
 
-    def keys(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
-        return self.order.sort(self.split.gather(x))
+    def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B T ..."], ...]:
+        return tuple(map(self._whole, arrays)) if self.needed is None else self.needed.gather(arrays)
 
-    def keys_back(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B t ..."]:
-        return self.split.sum_to_owners(self.order.unsort(x.astype(self.call.softmax_dtype)))
+    def keys_back(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
+        if self.needed is not None:
+            return self.needed.sum_to_owners(arrays)
+        dtype = self.call.softmax_dtype
+        return tuple(self.split.sum_to_owners(self.order.unsort(x.astype(dtype))) for x in arrays)
 
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
-        key, value = self.keys(inputs.key), self.keys(inputs.value)
+        key, value = self.keys((inputs.key, inputs.value))
         positions, ids = inputs.query_positions, inputs.query_segment_ids
         return AttentionInputs(
             inputs.query,
@@ -45,10 +60,13 @@ class Gather(Collected):
             value,
             inputs.sinks,
             ids,
-            None if ids is None else self.keys(ids),
+            None if ids is None else self._whole(ids),
             self.split.places(inputs) if positions is None else positions,
-            arange_like(key) if positions is None else self.keys(positions),
+            arange_like(key) if positions is None else self._whole(positions),
         )
+
+    def _whole(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
+        return self.order.sort(self.split.gather(x))
 
 
 part = Gather

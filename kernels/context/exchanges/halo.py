@@ -71,7 +71,19 @@ class Halo(Collected):
     def queries_back(self, x: Shaped[Array, "B*n c ..."]) -> Shaped[Array, "B t ..."]:
         return x.reshape(-1, self.call.q_len, *x.shape[2:])
 
-    def keys(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
+    def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B*n s ..."], ...]:
+        return tuple(map(self._with_halo, arrays))
+
+    def keys_back(self, arrays: tuple[Shaped[Array, "B*n s ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
+        def sum_to_owners(x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
+            shape = (x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:])
+            dtype = self.call.softmax_dtype
+            (own,) = jax.linear_transpose(self._with_halo, jax.ShapeDtypeStruct(shape, dtype))(x.astype(dtype))
+            return own
+
+        return tuple(map(sum_to_owners, arrays))
+
+    def _with_halo(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
         left, right = _reach(self.call)
         parts = [
             *(self._neighbours(x, -distance, length, from_end=True) for distance, length in self._pieces(left)[::-1]),
@@ -79,12 +91,6 @@ class Halo(Collected):
             *(self._neighbours(x, distance, length, from_end=False) for distance, length in self._pieces(right)),
         ]
         return jnp.concatenate(parts, axis=2).reshape(-1, left + self.run_length + right, *x.shape[2:])
-
-    def keys_back(self, x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
-        shape = (x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:])
-        dtype = self.call.softmax_dtype
-        (own,) = jax.linear_transpose(self.keys, jax.ShapeDtypeStruct(shape, dtype))(x.astype(dtype))
-        return own
 
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
         ids, positions = inputs.query_segment_ids, inputs.query_positions
@@ -97,15 +103,14 @@ class Halo(Collected):
             query_ids, key_ids = jnp.zeros_like(places), jnp.where(is_there, 0, 1)
         else:
             outside = jnp.repeat(unused_id(ids), self.num_runs)[:, None]
-            query_ids, key_ids = self.queries(ids), jnp.where(is_there, self.keys(ids), outside)
+            query_ids, key_ids = self.queries(ids), jnp.where(is_there, self._with_halo(ids), outside)
         query_positions = key_positions = None
         if self.call.mask.window is None:
             query_positions = places if positions is None else self.queries(positions)
-            key_positions = key_places if positions is None else self.keys(positions)
+            key_positions = key_places if positions is None else self._with_halo(positions)
         return AttentionInputs(
             self.queries(inputs.query),
-            self.keys(inputs.key),
-            self.keys(inputs.value),
+            *self.keys((inputs.key, inputs.value)),
             inputs.sinks,
             query_ids,
             key_ids,

@@ -59,7 +59,7 @@ class Heads:
         self.order = split.row_order(inputs)
 
     def bring(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Whole rows of this rank's heads, but for the sinks, which stay those of all heads; differentiable."""
+        """Whole rows of this rank's heads; differentiable."""
         ids, positions = (
             None if x is None else self.order.sort(self.split.gather(x))
             for x in (inputs.query_segment_ids, inputs.query_positions)
@@ -68,7 +68,7 @@ class Heads:
             self._to_heads(inputs.query),
             self._to_heads(self._copied(inputs.key)),
             self._to_heads(self._copied(inputs.value)),
-            inputs.sinks,
+            None if inputs.sinks is None else self._own_heads(inputs.sinks),
             ids,
             ids,
             positions,
@@ -77,32 +77,28 @@ class Heads:
         )
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
-        """Output and lse of this rank's queries."""
-        output, lse = halves.forward(self._of_kernel(inputs), local_call, halves.tuning)
-        return self._to_tokens(output), self._to_tokens(lse)
+        """Output of this rank's tokens, and lse of its heads, which stays here."""
+        output, lse = halves.forward(inputs._replace(places=None), local_call, halves.tuning)
+        return self._to_tokens(output), lse
+
+    def cotangent(self, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Cotangent:
+        """What the backward half starts from, of this rank's heads; `output` and `d_output` are of its tokens."""
+        delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
+        delta = self._to_heads(delta) - jnp.where(lse != -jnp.inf, d_lse, 0)
+        return Cotangent(self._to_heads(d_output), lse, delta)
 
     def backward(
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
     ) -> Gradients:
         """Gradients of what `bring` returned."""
-        # One message for both: each is small.
-        of_rows = self._exchange(jnp.concatenate([cotangent.lse, cotangent.delta]))
-        lse, delta = map(self.order.sort, jnp.split(of_rows, 2))
-        cotangent = Cotangent(self._to_heads(cotangent.d_output), lse, delta)
-        return halves.backward(self._of_kernel(inputs), local_call, halves.tuning, cotangent)
+        return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
 
-    def _of_kernel(self, inputs: AttentionInputs) -> AttentionInputs:
-        sinks = inputs.sinks
-        if sinks is not None:
-            num_heads = self.call.num_heads // self.split.num_ranks
-            sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(self.split.axis) * num_heads, num_heads)
-        return inputs._replace(sinks=sinks, places=None)
+    def _own_heads(self, sinks: Shaped[Array, " N"]) -> Shaped[Array, " n"]:
+        num_heads = self.call.num_heads // self.split.num_ranks
+        return lax.dynamic_slice_in_dim(sinks, lax.axis_index(self.split.axis) * num_heads, num_heads)
 
     def _to_heads(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
-        return self.order.sort(self._exchange(x))
-
-    def _exchange(self, x: Shaped[Array, "B t N ..."]) -> Shaped[Array, "B T n ..."]:
-        return lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True)
+        return self.order.sort(lax.all_to_all(x, self.split.axis, split_axis=2, concat_axis=1, tiled=True))
 
     def _to_tokens(self, x: Shaped[Array, "B T n ..."]) -> Shaped[Array, "B t N ..."]:
         return lax.all_to_all(self.order.unsort(x), self.split.axis, split_axis=1, concat_axis=2, tiled=True)

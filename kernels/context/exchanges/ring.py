@@ -40,7 +40,10 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """What a rank's kernel is called for, once for each rank's keys. The sinks are added afterwards."""
-    return call._replace(has_query_positions=True, has_key_value_positions=True, has_sinks=False)
+    position_run = 1 if call.has_positions else split.run_length
+    return call._replace(
+        has_query_positions=True, has_key_value_positions=True, has_sinks=False, position_run=position_run
+    )
 
 
 class Ring:

@@ -1,0 +1,141 @@
+"""Which chunks of keys a gather has to move: those that a query of another rank may attend to.
+
+Documents end, and windows reach only so far. A chunk is needed if another rank holds a chunk whose queries may attend
+to it, by the ids of the two and by the mask's reach. All ranks work that out for all ranks, so they agree on it.
+
+A program's shapes are static, and each row decides how much is needed. So there are a few programs of the exchange,
+from a sixteenth of a rank's chunks to all of them, and the rank whose chunks are in most demand chooses among them. The
+kernel sees a whole row in any case. What wasn't sent stands for other keys there, which no query attends to.
+
+Dimensions: B batch, t tokens of a rank, T of a row, R ranks, c chunks of a rank, C = c·R of a row, n that a rank sends,
+l tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
+
+from kernels.call import AttentionCall
+from kernels.context.split import Split
+
+# The parts of its chunks that a rank sends in each of the programs.
+_PARTS = (16, 8, 4, 2, 1)
+
+
+def can_leave_any(call: AttentionCall) -> bool:
+    """Whether there may be keys that no other rank needs."""
+    return call.has_segment_ids or (call.mask.lookback is not None and not call.mask.looks_ahead)
+
+
+def num_sent(needed: int, num_chunks: int) -> int:
+    """How many of a rank's chunks are sent where so many of the most demanded rank's are needed."""
+    return next(size for size in _sizes(num_chunks) if size >= needed)
+
+
+def _sizes(num_chunks: int) -> list[int]:
+    return sorted({max(1, num_chunks // part) for part in _PARTS})
+
+
+class NeededChunks:
+    """The chunks that ranks need of each other, on one of the ranks.
+
+    "In the order of the ranks": first rank 0's chunks as it holds them, then rank 1's, and so on.
+
+    Args:
+      call: of one rank.
+      split: of the rows.
+      chunks: which chunk of the row each is, in the order of the ranks.
+      segment_ids: of the rank's tokens; None: one document.
+    """
+
+    def __init__(
+        self, call: AttentionCall, split: Split, chunks: Int[Array, "B C"], segment_ids: Int[Array, "B t"] | None
+    ):
+        self.call, self.split, self.rank = call, split, lax.axis_index(split.axis)
+        self.num_chunks = call.q_len // split.run_chunk
+        by_rank = self._is_needed(chunks, segment_ids).reshape(-1, split.num_ranks, self.num_chunks)
+        self.most = by_rank.sum(-1).max()
+        # The needed chunks have the first turns to be sent, in the order in which they are held.
+        self.sent = jnp.argsort(~by_rank, axis=-1)
+        turns = jnp.argsort(self.sent, axis=-1)
+        self.chunks = chunks.reshape(by_rank.shape)
+        self.own_chunks, self.own_turns = self.chunks[:, self.rank], turns[:, self.rank]
+        # Of each chunk of the row: the rank that holds it, which of the rank's chunks it is, and its turn.
+        holders = jnp.argsort(chunks, axis=1)
+        self.holders, self.numbers = jnp.divmod(holders, self.num_chunks)
+        self.turns = jnp.take_along_axis(turns.reshape(chunks.shape), holders, axis=1)
+
+    def gather(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B T ..."], ...]:
+        """Whole rows, in their order, whose chunks are right where this rank needs or holds them."""
+
+        def gather(x: Shaped[Array, "B t ..."], num_sent: int) -> Shaped[Array, "B T ..."]:
+            own = self._cut(x)
+            sent = _take(own, self.sent[:, self.rank, :num_sent])
+            received = lax.all_gather(sent, self.split.axis, axis=1, tiled=True)
+            from_others = _take(received, self.holders * num_sent + jnp.minimum(self.turns, num_sent - 1))
+            is_own = _like(self.holders == self.rank, from_others)
+            return _joined(jnp.where(is_own, _take(own, self.numbers), from_others))
+
+        return self._with_as_many_as_needed(gather, arrays)
+
+    def sum_to_owners(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
+        """Each rank's tokens of the sum over all ranks, in the softmax's dtype; the transpose of `gather`."""
+        dtype, ranks = self.call.softmax_dtype, jnp.arange(self.split.num_ranks)
+
+        def sum_to_owners(x: Shaped[Array, "B T ..."], num_sent: int) -> Shaped[Array, "B t ..."]:
+            whole = self._cut(x)
+            sent = jnp.take_along_axis(self.chunks, self.sent[..., :num_sent], axis=2).reshape(x.shape[0], -1)
+            theirs = _take(whole, sent).astype(dtype)
+            is_own = jnp.broadcast_to(jnp.repeat(ranks == self.rank, num_sent), sent.shape)
+            theirs = jnp.where(_like(is_own, theirs), 0, theirs)  # added below, whether or not it is sent
+            summed = lax.psum_scatter(theirs, self.split.axis, scatter_dimension=1, tiled=True)
+            own = _take(whole, self.own_chunks).astype(dtype)
+            from_others = _take(summed, jnp.minimum(self.own_turns, num_sent - 1))
+            return _joined(own + jnp.where(_like(self.own_turns < num_sent, own), from_others, 0))
+
+        return self._with_as_many_as_needed(sum_to_owners, arrays)
+
+    def _is_needed(self, chunks: Int[Array, "B C"], segment_ids: Int[Array, "B t"] | None) -> Bool[Array, "B C"]:
+        """Whether a rank that doesn't hold a chunk may attend to it, in the order of the ranks."""
+        mask, owners = self.call.mask, jnp.arange(chunks.shape[1]) // self.num_chunks
+        # Of each chunk of keys, by the chunks of queries.
+        ahead = chunks[:, None] - chunks[:, :, None]
+        needs = owners[None, :, None] != owners
+        if not mask.looks_ahead:
+            needs &= ahead > 0
+            if mask.lookback is not None:  # from the chunk's last key to the first query
+                needs &= (ahead - 1) * self.split.run_chunk + 1 <= mask.lookback
+        if segment_ids is not None:
+            ids = self._cut(segment_ids)
+            ends = self.split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))
+            lowest, highest = ends[..., 0], ends[..., 1]
+            needs &= (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
+        return needs.any(-1)
+
+    def _with_as_many_as_needed(self, function: Callable, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        def of_size(size: int) -> Callable:
+            return lambda arrays: tuple(function(x, size) for x in arrays)
+
+        sizes = _sizes(self.num_chunks)
+        index = (self.most > jnp.array(sizes, jnp.int32)).sum()
+        return lax.switch(index, [of_size(size) for size in sizes], arrays)
+
+    def _cut(self, x: Shaped[Array, "B L ..."]) -> Shaped[Array, "B chunks l ..."]:
+        return x.reshape(x.shape[0], -1, self.split.run_chunk, *x.shape[2:])
+
+
+def _joined(chunks: Shaped[Array, "B chunks l ..."]) -> Shaped[Array, "B L ..."]:
+    return chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
+
+
+def _take(chunks: Shaped[Array, "B chunks l ..."], numbers: Int[Array, "B n"]) -> Shaped[Array, "B n l ..."]:
+    return jax.vmap(lambda row, numbers: jnp.take(row, numbers, axis=0, mode="clip"))(chunks, numbers)
+
+
+def _like(flags: Bool[Array, "B n"], x: Shaped[Array, "B n ..."]) -> Bool[Array, "B n ..."]:
+    return flags.reshape(*flags.shape, *[1] * (x.ndim - 2))
