@@ -8,6 +8,7 @@ partitioner (GSPMD, arXiv:2105.04663) derives every other array's sharding from 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -94,6 +95,9 @@ def bytes_per_device(abstract: Any, *, on_host: bool = False) -> int:
 
 
 def _start_devices() -> list[jax.Device]:
+    # What is offloaded lies in pinned memory of the host. XLA takes 64 GB of it at most, unless it is told; the memory
+    # that there is bounds it in any case.
+    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(2**20))
     try:
         return jax.devices()
     except RuntimeError as error:
