@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -82,12 +83,15 @@ class Split(NamedTuple):
         """Each rank's tokens of the sum over all ranks; the transpose of `gather`."""
         return lax.psum_scatter(x, self.axis, scatter_dimension=1, tiled=True)
 
-    def chunks(self, order: RowOrder, batch: int) -> Int[Array, "B C"]:
-        """The chunk of the row, of `run_chunk` tokens, that stands in each place of the ranks' order."""
+    def chunks(self, order: RowOrder, batch: int) -> Int[Array | np.ndarray, "B C"]:
+        """The chunk of the row, of `run_chunk` tokens, that stands in each place of the ranks' order.
+
+        NumPy's where it is known ahead of time.
+        """
         if order.chunks is not None:
             return order.chunks
         chunks = deal_tokens(self.deal, self.length, self.num_ranks)[:: self.run_chunk] // self.run_chunk
-        return jnp.broadcast_to(chunks, (batch, len(chunks)))
+        return np.broadcast_to(chunks, (batch, len(chunks)))
 
     def row_order(self, inputs: AttentionInputs) -> RowOrder:
         """The order of the row, for tokens that lie in the order of the ranks."""

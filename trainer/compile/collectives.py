@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, tuple_elements
@@ -39,16 +40,16 @@ def count_collectives(module: Module) -> tuple[CollectiveTotal, ...]:
     """A total for every operation that occurs, in the order of `OPERATIONS`.
 
     XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
-    fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most.
+    fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most. Of a
+    conditional's branches only the one that moves most counts.
     """
-    runs = module.runs()
+    runs = module.runs(lambda computation: sum(_payload(computation, each) for _, each in _collectives(computation)))
     totals: dict[str, CollectiveTotal] = {}
     chains: set[str] = set()
     for name, computation in module.computations.items():
-        for instruction in computation.instructions.values() if name in runs else ():
-            operation = _operation(computation, instruction)
+        for operation, instruction in _collectives(computation) if name in runs else ():
             chain = instruction.attribute("chain_id")
-            if operation is None or chain in chains or _stays_on_device(instruction.attributes):
+            if chain in chains:
                 continue
             if chain is not None:
                 chains.add(chain)
@@ -61,6 +62,14 @@ def count_collectives(module: Module) -> tuple[CollectiveTotal, ...]:
                 total.is_exact and runs[name].is_exact,
             )
     return tuple(totals[operation] for operation in OPERATIONS if operation in totals)
+
+
+def _collectives(computation: Computation) -> Iterator[tuple[str, Instruction]]:
+    """Those of a computation by itself, each with its operation."""
+    for instruction in computation.instructions.values():
+        operation = _operation(computation, instruction)
+        if operation is not None and not _stays_on_device(instruction.attributes):
+            yield operation, instruction
 
 
 def _operation(computation: Computation, instruction: Instruction) -> str | None:

@@ -90,20 +90,35 @@ class Module:
     def num_instructions(self) -> int:
         return sum(len(computation.instructions) for computation in self.computations.values())
 
-    def runs(self) -> dict[str, Runs]:
-        """How often each computation runs, by name. Every branch of a conditional counts as taken."""
+    def runs(self, weigh: Callable[[Computation], int]) -> dict[str, Runs]:
+        """How often each computation runs, by name.
+
+        Args:
+          weigh: says of a computation by itself how much is in it that matters. Of a conditional's branches the one
+            with most of that counts as taken.
+        """
+
+        def called(name: str) -> Iterator[tuple[Instruction, int | None, list[str]]]:
+            for instruction in self.computations[name].instructions.values():
+                is_loop = instruction.opcode == "while"
+                trips = self.trip_count(self.computations[name], instruction) if is_loop else 1
+                names = [each for each in instruction.called() if each in self.computations]
+                if names:
+                    yield instruction, trips, names
+
+        @functools.cache
+        def weight(name: str) -> int:
+            of_called = sum((trips or 1) * sum(map(weight, names)) for _, trips, names in called(name))
+            return weigh(self.computations[name]) + of_called
+
         counts: dict[str, Runs] = {}
 
         def visit(name: str, times: int, is_exact: bool) -> None:
             before = counts.get(name, Runs(0, True))
             counts[name] = Runs(before.count + times, before.is_exact and is_exact)
-            for instruction in self.computations[name].instructions.values():
-                trips: int | None = 1
-                if instruction.opcode == "while":
-                    trips = self.trip_count(self.computations[name], instruction)
-                for called in instruction.called():
-                    if called in self.computations:
-                        visit(called, times * (trips or 1), is_exact and trips is not None)
+            for instruction, trips, names in called(name):
+                for each in [max(names, key=weight)] if instruction.opcode == "conditional" else names:
+                    visit(each, times * (trips or 1), is_exact and trips is not None)
 
         visit(self.entry, 1, True)
         return counts

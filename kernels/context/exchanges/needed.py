@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
@@ -49,21 +50,28 @@ class NeededChunks:
     Args:
       call: of one rank.
       split: of the rows.
-      chunks: which chunk of the row each is, in the order of the ranks.
+      chunks: which chunk of the row each is, in the order of the ranks; NumPy's if every row has them alike.
       segment_ids: of the rank's tokens; None: one document.
     """
 
     def __init__(
-        self, call: AttentionCall, split: Split, chunks: Int[Array, "B C"], segment_ids: Int[Array, "B t"] | None
+        self,
+        call: AttentionCall,
+        split: Split,
+        chunks: Int[Array | np.ndarray, "B C"],
+        segment_ids: Int[Array, "B t"] | None,
     ):
         self.call, self.split, self.rank = call, split, lax.axis_index(split.axis)
         self.num_chunks = call.q_len // split.run_chunk
-        by_rank = self._is_needed(chunks, segment_ids).reshape(-1, split.num_ranks, self.num_chunks)
-        self.most = by_rank.sum(-1).max()
+        is_needed = self._is_needed(chunks, segment_ids)
+        by_rank = is_needed.reshape(-1, split.num_ranks, self.num_chunks)
+        most = by_rank.sum(-1).max()
+        # Where neither documents nor the deal of each row decide, it is known ahead of time.
+        self.most = int(most) if isinstance(is_needed, np.ndarray) else most
         # The needed chunks have the first turns to be sent, in the order in which they are held.
         self.sent = jnp.argsort(~by_rank, axis=-1)
         turns = jnp.argsort(self.sent, axis=-1)
-        self.chunks = chunks.reshape(by_rank.shape)
+        self.chunks = jnp.asarray(chunks, jnp.int32).reshape(by_rank.shape)
         self.own_chunks, self.own_turns = self.chunks[:, self.rank], turns[:, self.rank]
         # Of each chunk of the row: the rank that holds it, which of the rank's chunks it is, and its turn.
         holders = jnp.argsort(chunks, axis=1)
@@ -100,27 +108,31 @@ class NeededChunks:
 
         return self._with_as_many_as_needed(sum_to_owners, arrays)
 
-    def _is_needed(self, chunks: Int[Array, "B C"], segment_ids: Int[Array, "B t"] | None) -> Bool[Array, "B C"]:
+    def _is_needed(
+        self, chunks: Int[Array | np.ndarray, "B C"], segment_ids: Int[Array, "B t"] | None
+    ) -> Bool[Array | np.ndarray, "B C"]:
         """Whether a rank that doesn't hold a chunk may attend to it, in the order of the ranks."""
-        mask, owners = self.call.mask, jnp.arange(chunks.shape[1]) // self.num_chunks
+        mask, owners = self.call.mask, np.arange(chunks.shape[1]) // self.num_chunks
         # Of each chunk of keys, by the chunks of queries.
         ahead = chunks[:, None] - chunks[:, :, None]
         needs = owners[None, :, None] != owners
         if not mask.looks_ahead:
-            needs &= ahead > 0
+            needs = needs & (ahead > 0)
             if mask.lookback is not None:  # from the chunk's last key to the first query
-                needs &= (ahead - 1) * self.split.run_chunk + 1 <= mask.lookback
+                needs = needs & ((ahead - 1) * self.split.run_chunk + 1 <= mask.lookback)
         if segment_ids is not None:
             ids = self._cut(segment_ids)
             ends = self.split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))
             lowest, highest = ends[..., 0], ends[..., 1]
-            needs &= (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
+            needs = needs & (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
         return needs.any(-1)
 
     def _with_as_many_as_needed(self, function: Callable, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         def of_size(size: int) -> Callable:
             return lambda arrays: tuple(function(x, size) for x in arrays)
 
+        if isinstance(self.most, int):
+            return of_size(num_sent(self.most, self.num_chunks))(arrays)
         sizes = _sizes(self.num_chunks)
         index = (self.most > jnp.array(sizes, jnp.int32)).sum()
         return lax.switch(index, [of_size(size) for size in sizes], arrays)
