@@ -183,7 +183,7 @@ def _tokens_sent(call: AttentionCall, split: Split) -> int:
     if not can_leave_any(call):
         return call.q_len
     num_runs = split.num_runs or _RUNS_BY_COST
-    reach = split.length if call.mask.lookback is None or call.mask.looks_ahead else call.mask.lookback
+    reach = sum(reach_of(call.mask) or (split.length, 0))
     if call.has_segment_ids:
         reach = min(reach, _TOKENS_BEFORE)
     num_chunks = min(call.q_len, 128)

@@ -47,6 +47,8 @@ class ThroughputArguments:
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
     """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
+    seed: int | None = None
+    """Of the tokens and documents, to compare meshes on the same; None: fresh ones."""
     trace: bool = True
     """Trace some steps more, and say where the time goes."""
     baseline: Path | None = None
@@ -78,7 +80,7 @@ def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] |
     """Measures a workload in a process of its own; returns the result, or that process's exit status."""
     names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange")
     fields = {name: getattr(arguments, name) for name in names} | {"mesh": asdict(arguments.mesh)}
-    request = json.dumps({"workload": name, "trace": arguments.trace, "fields": fields})
+    request = json.dumps({"workload": name, "trace": arguments.trace, "seed": arguments.seed, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]
     # By default JAX takes three quarters of a GPU's memory. The longest sequences need more.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"} | os.environ

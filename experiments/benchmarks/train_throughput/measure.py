@@ -1,7 +1,8 @@
 """One workload, compiled, timed and traced in this process.
 
-    python -m experiments.benchmarks.train_throughput.measure '{"workload": "124m_32k", "trace": true, "fields": {}}'
+    python -m experiments.benchmarks.train_throughput.measure REQUEST
 
+where REQUEST is {"workload": "124m_32k", "trace": true, "seed": null, "fields": {}}, or the like,
 prints one line of JSON, the result.
 """
 
@@ -40,7 +41,9 @@ from trainer.step.sharding import batch_sharding, make_mesh
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
 
 
-def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) -> dict[str, Any]:
+def measure(
+    name: str, workload: Workload, config: TrainConfig, *, trace: bool, seed: int | None = None
+) -> dict[str, Any]:
     """Trains for some steps and returns the result, of JSON's types.
 
     Its `breakdown` is None where no trace was asked for, or the profiler saw no GPU.
@@ -50,6 +53,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
       workload: its batches and numbers of steps.
       config: `workload.config()`, or that with something replaced.
       trace: whether to trace some more steps, for the breakdown.
+      seed: of the tokens and documents; None: fresh ones.
 
     Raises:
       UserMistake: an attention backend that can't serve the call.
@@ -60,7 +64,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     attention = plan_attention(config, device)
     functions = make_step_functions(config, mesh)
     state = functions.init_state()
-    rng = np.random.default_rng()
+    rng = np.random.default_rng(seed)
     host_batches = [make_batch(workload, config, rng) for _ in range(workload.num_batches)]
     dealer = Dealer.of(config, functions.deal)
     batches = itertools.cycle(
@@ -108,6 +112,7 @@ def measure(name: str, workload: Workload, config: TrainConfig, *, trace: bool) 
     return {
         "workload": name,
         "mesh": dict(mesh.shape),
+        "seed": seed,
         "tokens_per_s": config.batch_size * config.sequence_length / step_s,
         "step_s": step_s,
         "fastest_step_s": min(windows),
@@ -173,7 +178,7 @@ def main(request: str) -> int:
     workload = WORKLOADS[asked["workload"]]
     try:
         config = override(workload.config(), **asked["fields"])
-        print(json.dumps(measure(asked["workload"], workload, config, trace=asked["trace"])))
+        print(json.dumps(measure(asked["workload"], workload, config, trace=asked["trace"], seed=asked["seed"])))
     except (UserMistake, TrainingFailed, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1 if isinstance(error, TrainingFailed) else 2

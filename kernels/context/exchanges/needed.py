@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels.call import AttentionCall
 from kernels.context.split import Split
+from kernels.masks import Mask
 
 # The parts of its chunks that a rank sends in each of the programs.
 _PARTS = (16, 8, 4, 2, 1)
@@ -30,7 +31,12 @@ _PARTS = (16, 8, 4, 2, 1)
 
 def can_leave_any(call: AttentionCall) -> bool:
     """Whether there may be keys that no other rank needs."""
-    return call.has_segment_ids or (call.mask.lookback is not None and not call.mask.looks_ahead)
+    return call.has_segment_ids or None not in _reach(call.mask)
+
+
+def _reach(mask: Mask) -> tuple[int | None, int | None]:
+    """How many tokens a query looks back, and ahead; None without a bound."""
+    return mask.lookback, (mask.window or (None, None))[1] if mask.looks_ahead else 0
 
 
 def num_sent(needed: int, num_chunks: int) -> int:
@@ -115,11 +121,12 @@ class NeededChunks:
         mask, owners = self.call.mask, np.arange(chunks.shape[1]) // self.num_chunks
         # Of each chunk of keys, by the chunks of queries.
         ahead = chunks[:, None] - chunks[:, :, None]
-        needs = owners[None, :, None] != owners
-        if not mask.looks_ahead:
-            needs = needs & (ahead > 0)
-            if mask.lookback is not None:  # from the chunk's last key to the first query
-                needs = needs & ((ahead - 1) * self.split.run_chunk + 1 <= mask.lookback)
+        tokens_between = (abs(ahead) - 1) * self.split.run_chunk
+        back, forth = (
+            is_side if reach is None else is_side & (tokens_between < reach)
+            for is_side, reach in zip((ahead > 0, ahead < 0), _reach(mask), strict=True)
+        )
+        needs = (owners[None, :, None] != owners) & (back | forth)
         if segment_ids is not None:
             ids = self._cut(segment_ids)
             ends = self.split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))

@@ -246,3 +246,24 @@ def test_a_program_of_eight_devices(rng):
     counted = {total["operation"]: (total["count"], total["bytes"]) for total in json.loads(done.stdout)}
     assert counted == expected
     assert all(total["is_exact"] for total in json.loads(done.stdout))
+
+
+def test_of_a_conditionals_branches_the_one_that_moves_most_counts():
+    def branch(name: str, size: int) -> str:
+        return f"""
+%{name} (x.{size}: f32[{size}]) -> f32[{size}] {{
+  %x.{size} = f32[{size}] parameter(0)
+  ROOT %all-reduce.{size} = f32[{size}] all-reduce(%x.{size}), replica_groups={{{{0,1}}}}, to_apply=%add
+}}
+"""
+
+    text = f"""{ADD}{branch("small", 10)}{branch("large", 100)}{branch("middle", 50)}
+ENTRY %main (i: s32[], p: f32[10], q: f32[100], r: f32[50]) -> f32[10] {{
+  %i = s32[] parameter(0)
+  %p = f32[10] parameter(1)
+  %q = f32[100] parameter(2)
+  %r = f32[50] parameter(3)
+  ROOT %one = f32[10] conditional(%i, %p, %q, %r), branch_computations={{%small, %large, %middle}}
+}}
+"""
+    assert totals(text) == {"all-reduce": CollectiveTotal("all-reduce", 1, 1, 400, True)}
