@@ -9,8 +9,10 @@ Command:
 
 Hardware and expected numbers:
     Two H200s of one host: the model of experiments/gpt_1b_32k.py, every layer global; parameters and optimizer state
-    split over both. The step takes 57.2 GB on each GPU, and for each 103.9 GB of the host's memory, compiled ahead of
-    time (JAX 0.11.2, 2026-11-24): `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2`.
+    split over both. The step takes 59.5 GB on each GPU, and for each 103.9 GB of the host's memory, compiled ahead of
+    time (JAX 0.11.2, 2026-11-25): `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2`. With
+    251 GiB in the host it was killed for want of memory, since XLA pins it in regions that double; one region of the
+    right size (XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=212) has yet to be tried.
     One device: refused, with the number that there is.
 
 Data: the Python standard library's own sources, as bytes, as one text: a million tokens of it are all before a token,

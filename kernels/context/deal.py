@@ -213,7 +213,8 @@ def deal_chunks(
     if cut_tokens is None:
         cut_tokens = np.zeros(len(costs), np.int64)
     parts = _part(np.arange(len(costs)), costs, num_ranks, cut_tokens)
-    parted = np.stack(sorted(parts, key=lambda chunks: chunks[0]))
+    parts.sort(key=lambda chunks: int(chunks[0]))
+    parted = np.stack(parts)
     if imbalance(costs[parted]) <= _LEVEL_ENOUGH:
         return parted
     of_rank = len(costs) // num_ranks

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool
 from layers.remat import HOST_MEMORY, offloads
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
+from trainer.step.sharding import is_on_host
 
 
 def require_host_memory(config: TrainConfig, device: jax.Device) -> None:
@@ -50,10 +51,21 @@ def moments_on_host(opt_state: Any, shardings: Any) -> Any:
     Args:
       opt_state: arrays or `jax.ShapeDtypeStruct`s.
       shardings: a NamedSharding in each leaf's place.
+
+    Raises:
+      UserMistake: JAX knows no memories of these devices, as of GPUs that aren't there (seen in JAX 0.11.2).
     """
-    return jax.tree.map(
+    on_host = jax.tree.map(
         lambda leaf, sharding: sharding.with_memory_kind(HOST_MEMORY) if leaf.shape else sharding, opt_state, shardings
     )
+    if not any(map(is_on_host, jax.tree.leaves(on_host))):
+        device = jax.tree.leaves(shardings)[0].mesh.devices.flat[0]
+        raise UserMistake(
+            f"--optimizer.offload-moments True: JAX {jax.__version__} can't lay arrays out in the host's memory for a "
+            f"{device.device_kind} ({device.platform}) that isn't there; compile it on a machine that has one, or "
+            "without the flag"
+        )
+    return on_host
 
 
 def stream_moments(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

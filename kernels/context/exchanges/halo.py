@@ -108,9 +108,11 @@ class Halo(Collected):
         if self.call.mask.window is None:
             query_positions = places if positions is None else self.queries(positions)
             key_positions = key_places if positions is None else self._with_halo(positions)
+        key, value = self.keys((inputs.key, inputs.value))
         return AttentionInputs(
             self.queries(inputs.query),
-            *self.keys((inputs.key, inputs.value)),
+            key,
+            value,
             inputs.sinks,
             query_ids,
             key_ids,

@@ -14,7 +14,7 @@ from trainer.checkpoints.training_state import Checkpoints
 from trainer.config import MeshConfig, OptimizerConfig, TrainConfig
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
-from trainer.step.host_offload import require_host_memory, stream_moments
+from trainer.step.host_offload import moments_on_host, require_host_memory, stream_moments
 from trainer.step.sharding import make_mesh
 
 CONFIG = TrainConfig(
@@ -86,3 +86,12 @@ def test_a_device_without_the_hosts_memory_is_refused():
     model = dataclasses.replace(CONFIG.model, remat="offload_inputs")
     with pytest.raises(UserMistake, match=r"--model.remat offload_inputs offloads .*recompute more"):
         require_host_memory(dataclasses.replace(CONFIG, model=model), device)
+
+
+def test_devices_whose_memories_jax_does_not_know_hold_no_moments_on_the_host():
+    # As GPUs that aren't there: their shardings drop the kind of memory.
+    device = SimpleNamespace(device_kind="NVIDIA H200", platform="gpu")
+    mesh = SimpleNamespace(devices=np.array([device]))
+    sharding = SimpleNamespace(mesh=mesh, memory_kind=None, with_memory_kind=lambda kind: sharding)
+    with pytest.raises(UserMistake, match=r"can't lay arrays out in the host's memory for a NVIDIA H200 \(gpu\) that"):
+        moments_on_host([np.zeros(3)], [sharding])
