@@ -180,7 +180,7 @@ def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, floa
 
 def _tokens_sent(call: AttentionCall, split: Split) -> int:
     """How many of its tokens' keys a rank sends to all others in a gather, about."""
-    if not can_leave_any(call):
+    if not can_leave_any(call, split):
         return call.q_len
     num_runs = split.num_runs or _RUNS_BY_COST
     reach = sum(reach_of(call.mask) or (split.length, 0))

@@ -54,8 +54,8 @@ def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(deal, mask, a
     some_ids = jnp.zeros(local.shape[:2], jnp.int32) if has_documents else None
     nothing |= {"query_segment_ids": some_ids, "key_value_segment_ids": some_ids}
     _, call = make_call(local, local, local, mask, **nothing, return_lse=True)
-    assert can_leave_any(call) == (has_documents or not isinstance(mask, CausalMask | FullMask))
-    if not can_leave_any(call):
+    assert can_leave_any(call, split) == (has_documents or not isinstance(mask, CausalMask | FullMask))
+    if not can_leave_any(call, split):
         return
 
     def on_rank(function, x, ids, places):
@@ -111,3 +111,13 @@ def test_short_documents_send_little(rng):
 def test_what_is_sent_is_rounded_up_to_a_program():
     assert [num_sent(needed, 128) for needed in (0, 1, 8, 9, 33, 65, 128)] == [8, 8, 8, 16, 64, 128, 128]
     assert [num_sent(needed, 3) for needed in range(4)] == [1, 1, 3, 3]
+
+
+def test_a_row_that_divides_only_into_tiny_chunks_is_gathered_whole():
+    length = 2 * 10_007
+    local = jnp.zeros((1, length // 2, 1, 4), jnp.bfloat16)
+    nothing = dict.fromkeys(("query_positions", "key_value_positions", "scale", "logits_soft_cap", "sinks"))
+    nothing |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), jnp.zeros(local.shape[:2], jnp.int32))
+    _, call = make_call(local, local, local, CausalMask(), **nothing, return_lse=True)
+    assert not can_leave_any(call, Split.of("context", 2, "in_order", length))
+    assert can_leave_any(call._replace(q_len=8192), Split.of("context", 2, "in_order", 16_384))

@@ -33,7 +33,7 @@ class Gather(Collected):
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
         super().__init__(inputs, call, split)
         self.needed = None
-        if can_leave_any(call):
+        if can_leave_any(call, split):
             chunks = split.chunks(self.order, call.batch)
             self.needed = NeededChunks(call, split, chunks, inputs.query_segment_ids)
 

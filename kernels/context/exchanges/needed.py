@@ -27,11 +27,14 @@ from kernels.masks import Mask
 
 # The parts of its chunks that a rank sends in each of the programs.
 _PARTS = (16, 8, 4, 2, 1)
+# Pairs of chunks are compared. Of a row that divides only into tiny ones there would be too many.
+_MOST_CHUNKS = 8192
 
 
-def can_leave_any(call: AttentionCall) -> bool:
-    """Whether there may be keys that no other rank needs."""
-    return call.has_segment_ids or None not in _reach(call.mask)
+def can_leave_any(call: AttentionCall, split: Split) -> bool:
+    """Whether there may be keys that no other rank needs, in chunks few enough to tell."""
+    is_bounded = call.has_segment_ids or None not in _reach(call.mask)
+    return is_bounded and split.length // split.run_chunk <= _MOST_CHUNKS
 
 
 def _reach(mask: Mask) -> tuple[int | None, int | None]:
@@ -87,11 +90,11 @@ class NeededChunks:
     def gather(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B T ..."], ...]:
         """Whole rows, in their order, whose chunks are right where this rank needs or holds them."""
 
-        def gather(x: Shaped[Array, "B t ..."], num_sent: int) -> Shaped[Array, "B T ..."]:
+        def gather(x: Shaped[Array, "B t ..."], size: int) -> Shaped[Array, "B T ..."]:
             own = self._cut(x)
-            sent = _take(own, self.sent[:, self.rank, :num_sent])
+            sent = _take(own, self.sent[:, self.rank, :size])
             received = lax.all_gather(sent, self.split.axis, axis=1, tiled=True)
-            from_others = _take(received, self.holders * num_sent + jnp.minimum(self.turns, num_sent - 1))
+            from_others = _take(received, self.holders * size + jnp.minimum(self.turns, size - 1))
             is_own = _like(self.holders == self.rank, from_others)
             return _joined(jnp.where(is_own, _take(own, self.numbers), from_others))
 
@@ -101,16 +104,16 @@ class NeededChunks:
         """Each rank's tokens of the sum over all ranks, in the softmax's dtype; the transpose of `gather`."""
         dtype, ranks = self.call.softmax_dtype, jnp.arange(self.split.num_ranks)
 
-        def sum_to_owners(x: Shaped[Array, "B T ..."], num_sent: int) -> Shaped[Array, "B t ..."]:
+        def sum_to_owners(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "B t ..."]:
             whole = self._cut(x)
-            sent = jnp.take_along_axis(self.chunks, self.sent[..., :num_sent], axis=2).reshape(x.shape[0], -1)
+            sent = jnp.take_along_axis(self.chunks, self.sent[..., :size], axis=2).reshape(x.shape[0], -1)
             theirs = _take(whole, sent).astype(dtype)
-            is_own = jnp.broadcast_to(jnp.repeat(ranks == self.rank, num_sent), sent.shape)
+            is_own = jnp.broadcast_to(jnp.repeat(ranks == self.rank, size), sent.shape)
             theirs = jnp.where(_like(is_own, theirs), 0, theirs)  # added below, whether or not it is sent
             summed = lax.psum_scatter(theirs, self.split.axis, scatter_dimension=1, tiled=True)
             own = _take(whole, self.own_chunks).astype(dtype)
-            from_others = _take(summed, jnp.minimum(self.own_turns, num_sent - 1))
-            return _joined(own + jnp.where(_like(self.own_turns < num_sent, own), from_others, 0))
+            from_others = _take(summed, jnp.minimum(self.own_turns, size - 1))
+            return _joined(own + jnp.where(_like(self.own_turns < size, own), from_others, 0))
 
         return self._with_as_many_as_needed(sum_to_owners, arrays)
 
