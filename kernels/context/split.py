@@ -5,6 +5,7 @@ Dimensions: B batch, T tokens of a row, t = T / R tokens of a rank, R ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -134,7 +135,14 @@ class RowOrder(NamedTuple):
         return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], axis=2).reshape(x.shape)
 
 
-def _take_chunks(x: Shaped[Array, "B T ..."], chunks: Int[Array, "B C"]) -> Shaped[Array, "B T ..."]:
-    cut = x.reshape(x.shape[0], chunks.shape[1], -1, *x.shape[2:])
-    taken = jax.vmap(lambda row, order: jnp.take(row, order, axis=0, unique_indices=True, mode="clip"))(cut, chunks)
-    return taken.reshape(x.shape)
+def _take_chunks(x: Shaped[Array, "B T ..."], order: Int[Array, "B C"]) -> Shaped[Array, "B T ..."]:
+    cut = x.reshape(x.shape[0], order.shape[1], -1, *x.shape[2:])
+    return take(cut, order, unique_indices=True).reshape(x.shape)
+
+
+def take(
+    chunks: Shaped[Array, "B C ..."], numbers: Int[Array, "B n"], *, unique_indices: bool = False
+) -> Shaped[Array, "B n ..."]:
+    """Chunks of each row, by their numbers in it."""
+    take_row = functools.partial(jnp.take, axis=0, unique_indices=unique_indices, mode="clip")
+    return jax.vmap(take_row)(chunks, numbers)

@@ -44,7 +44,7 @@ def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
 
 
 def test_loss_and_gradients_on_meshes_are_those_of_one_device(rng):
-    status, lines = run_parity("--sample", str(NUM_PROBLEMS), "--seed", str(rng.integers(2**31)))
+    status, lines = run_parity("--sample", str(NUM_PROBLEMS), "--seed", str(rng.integers(2**31)), "--jobs", "2")
     assert status == 0, "\n".join(line for line in lines if line.startswith("FAILED"))
     # One device against the oracle, and meshes whose context axis is 1 and more.
     assert sum(line.startswith("passed") for line in lines) >= 4 * NUM_PROBLEMS

@@ -98,27 +98,27 @@ class Module:
             with most of that counts as taken.
         """
 
-        def called(name: str) -> Iterator[tuple[Instruction, int | None, list[str]]]:
+        def called(name: str) -> Iterator[tuple[int | None, str]]:
+            """The trips and the name of each computation that counts as called."""
             for instruction in self.computations[name].instructions.values():
                 is_loop = instruction.opcode == "while"
                 trips = self.trip_count(self.computations[name], instruction) if is_loop else 1
                 names = [each for each in instruction.called() if each in self.computations]
-                if names:
-                    yield instruction, trips, names
+                if instruction.opcode == "conditional":
+                    names = [max(names, key=weight)]
+                yield from ((trips, each) for each in names)
 
         @functools.cache
         def weight(name: str) -> int:
-            of_called = sum((trips or 1) * sum(map(weight, names)) for _, trips, names in called(name))
-            return weigh(self.computations[name]) + of_called
+            return weigh(self.computations[name]) + sum((trips or 1) * weight(each) for trips, each in called(name))
 
         counts: dict[str, Runs] = {}
 
         def visit(name: str, times: int, is_exact: bool) -> None:
             before = counts.get(name, Runs(0, True))
             counts[name] = Runs(before.count + times, before.is_exact and is_exact)
-            for instruction, trips, names in called(name):
-                for each in [max(names, key=weight)] if instruction.opcode == "conditional" else names:
-                    visit(each, times * (trips or 1), is_exact and trips is not None)
+            for trips, each in called(name):
+                visit(each, times * (trips or 1), is_exact and trips is not None)
 
         visit(self.entry, 1, True)
         return counts

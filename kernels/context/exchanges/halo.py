@@ -36,8 +36,14 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 def reach_of(mask: Mask) -> tuple[int, int] | None:
     """How many tokens before and after its own a query may look; None if there is no such bound."""
+    left, right = reach_by_side(mask)
+    return None if left is None or right is None else (left, right)
+
+
+def reach_by_side(mask: Mask) -> tuple[int | None, int | None]:
+    """How many tokens before its own a query may look, and how many after; None for no bound."""
     left, right = mask.window or (mask.lookback, None if mask.looks_ahead else 0)
-    return None if left is None or right is None else (max(left, 0), max(right, 0))
+    return None if left is None else max(left, 0), None if right is None else max(right, 0)
 
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels.call import AttentionCall
-from kernels.context.split import Split
-from kernels.masks import Mask
+from kernels.context.exchanges.halo import reach_by_side, reach_of
+from kernels.context.split import Split, take
 
 # The parts of its chunks that a rank sends in each of the programs.
 _PARTS = (16, 8, 4, 2, 1)
@@ -33,13 +32,8 @@ _MOST_CHUNKS = 8192
 
 def can_leave_any(call: AttentionCall, split: Split) -> bool:
     """Whether there may be keys that no other rank needs, in chunks few enough to tell."""
-    is_bounded = call.has_segment_ids or None not in _reach(call.mask)
+    is_bounded = call.has_segment_ids or reach_of(call.mask) is not None
     return is_bounded and split.length // split.run_chunk <= _MOST_CHUNKS
-
-
-def _reach(mask: Mask) -> tuple[int | None, int | None]:
-    """How many tokens a query looks back, and ahead; None without a bound."""
-    return mask.lookback, (mask.window or (None, None))[1] if mask.looks_ahead else 0
 
 
 def num_sent(needed: int, num_chunks: int) -> int:
@@ -92,11 +86,11 @@ class NeededChunks:
 
         def gather(x: Shaped[Array, "B t ..."], size: int) -> Shaped[Array, "B T ..."]:
             own = self._cut(x)
-            sent = _take(own, self.sent[:, self.rank, :size])
+            sent = take(own, self.sent[:, self.rank, :size])
             received = lax.all_gather(sent, self.split.axis, axis=1, tiled=True)
-            from_others = _take(received, self.holders * size + jnp.minimum(self.turns, size - 1))
+            from_others = take(received, self.holders * size + jnp.minimum(self.turns, size - 1))
             is_own = _like(self.holders == self.rank, from_others)
-            return _joined(jnp.where(is_own, _take(own, self.numbers), from_others))
+            return _joined(jnp.where(is_own, take(own, self.numbers), from_others))
 
         return self._with_as_many_as_needed(gather, arrays)
 
@@ -107,12 +101,12 @@ class NeededChunks:
         def sum_to_owners(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "B t ..."]:
             whole = self._cut(x)
             sent = jnp.take_along_axis(self.chunks, self.sent[..., :size], axis=2).reshape(x.shape[0], -1)
-            theirs = _take(whole, sent).astype(dtype)
+            theirs = take(whole, sent).astype(dtype)
             is_own = jnp.broadcast_to(jnp.repeat(ranks == self.rank, size), sent.shape)
             theirs = jnp.where(_like(is_own, theirs), 0, theirs)  # added below, whether or not it is sent
             summed = lax.psum_scatter(theirs, self.split.axis, scatter_dimension=1, tiled=True)
-            own = _take(whole, self.own_chunks).astype(dtype)
-            from_others = _take(summed, jnp.minimum(self.own_turns, size - 1))
+            own = take(whole, self.own_chunks).astype(dtype)
+            from_others = take(summed, jnp.minimum(self.own_turns, size - 1))
             return _joined(own + jnp.where(_like(self.own_turns < size, own), from_others, 0))
 
         return self._with_as_many_as_needed(sum_to_owners, arrays)
@@ -127,7 +121,7 @@ class NeededChunks:
         tokens_between = (abs(ahead) - 1) * self.split.run_chunk
         back, forth = (
             is_side if reach is None else is_side & (tokens_between < reach)
-            for is_side, reach in zip((ahead > 0, ahead < 0), _reach(mask), strict=True)
+            for is_side, reach in zip((ahead > 0, ahead < 0), reach_by_side(mask), strict=True)
         )
         needs = (owners[None, :, None] != owners) & (back | forth)
         if segment_ids is not None:
@@ -153,10 +147,6 @@ class NeededChunks:
 
 def _joined(chunks: Shaped[Array, "B chunks l ..."]) -> Shaped[Array, "B L ..."]:
     return chunks.reshape(chunks.shape[0], -1, *chunks.shape[3:])
-
-
-def _take(chunks: Shaped[Array, "B chunks l ..."], numbers: Int[Array, "B n"]) -> Shaped[Array, "B n l ..."]:
-    return jax.vmap(lambda row, numbers: jnp.take(row, numbers, axis=0, mode="clip"))(chunks, numbers)
 
 
 def _like(flags: Bool[Array, "B n"], x: Shaped[Array, "B n ..."]) -> Bool[Array, "B n ..."]:

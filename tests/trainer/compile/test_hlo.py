@@ -257,13 +257,22 @@ def test_of_a_conditionals_branches_the_one_that_moves_most_counts():
 }}
 """
 
-    text = f"""{ADD}{branch("small", 10)}{branch("large", 100)}{branch("middle", 50)}
+    # Its two branches together have more than the largest, but only one of them runs.
+    nested = """
+%nested (y: f32[60]) -> f32[60] {
+  %y = f32[60] parameter(0)
+  %j = s32[] constant(0)
+  ROOT %either = f32[60] conditional(%j, %y, %y), branch_computations={%one_way, %other_way}
+}
+"""
+    inner = branch("one_way", 60) + branch("other_way", 61) + nested
+    text = f"""{ADD}{inner}{branch("small", 10)}{branch("large", 100)}
 ENTRY %main (i: s32[], p: f32[10], q: f32[100], r: f32[50]) -> f32[10] {{
   %i = s32[] parameter(0)
   %p = f32[10] parameter(1)
   %q = f32[100] parameter(2)
   %r = f32[50] parameter(3)
-  ROOT %one = f32[10] conditional(%i, %p, %q, %r), branch_computations={{%small, %large, %middle}}
+  ROOT %one = f32[10] conditional(%i, %p, %q, %r), branch_computations={{%small, %large, %nested}}
 }}
 """
     assert totals(text) == {"all-reduce": CollectiveTotal("all-reduce", 1, 1, 400, True)}
