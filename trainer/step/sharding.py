@@ -8,7 +8,6 @@ partitioner (GSPMD, arXiv:2105.04663) derives every other array's sharding from 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from layers.remat import HOST_MEMORY
 from trainer.config import MeshConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.step.device_layout import lay_out
+from trainer.step.pinned_memory import limit_pinned_memory
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
@@ -95,9 +95,7 @@ def bytes_per_device(abstract: Any, *, on_host: bool = False) -> int:
 
 
 def _start_devices() -> list[jax.Device]:
-    # What is offloaded lies in pinned memory of the host. XLA takes 64 GB of it at most, unless it is told; the memory
-    # that there is bounds it in any case.
-    os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(2**20))
+    limit_pinned_memory()
     try:
         return jax.devices()
     except RuntimeError as error:
