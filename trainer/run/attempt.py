@@ -13,6 +13,7 @@ from typing import NoReturn
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.hosts.loss_of_first import recording_loss_of_first
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.stop import SharedStopRequest
 from trainer.hosts.watch import Farewell
@@ -150,7 +151,7 @@ def attempt(
     drain_event_loops()
     this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event(), membership)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop:
+    with this.stop, recording_loss_of_first(workdir.record, membership.peers):
         try:
             with explained(config, command, this.record):
                 yield this

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import signal
 import socket
@@ -123,6 +124,22 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     record, _, _ = read_run(workdir)
     assert record["status"] == "failed"
     assert record["message"].startswith("process 1 (")
+
+    # Process 0 is killed. JAX aborts the survivor, and the record says why.
+    pair = start_two("--workdir", workdir, "--mesh.data", 8)
+    wait_until(pair, lambda: read_run(workdir)[0]["status"] == "running", "the next attempt")
+    pair[0].kill()
+    begun = time.monotonic()
+    pair[1].communicate(timeout=100)
+    assert pair[1].returncode == -signal.SIGABRT
+    while read_run(workdir)[0]["status"] == "running":
+        assert time.monotonic() - begun < LOST_WITHIN_S
+        time.sleep(0.1)
+    record, _, _ = read_run(workdir)
+    assert record["status"] == "failed"
+    assert re.match(
+        r"process 0 \(.+\) is gone: nothing answers at 127\.0\.0\.1:\d+, and JAX has ended", record["message"]
+    )
 
     # One process of 8 devices goes on, on another mesh, over the same tokens.
     others = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--mesh.context", 2)

@@ -1,0 +1,94 @@
+"""Records that process 0 is gone, which no process of the run can do.
+
+Process 0 writes the record. When it dies, JAX aborts the others from C++, before a line of Python runs in them. So
+process 1 has a child that outlives it. The child ends the record if nothing answers at process 0's address.
+
+    python -m trainer.hosts.loss_of_first RECORD HOST:PORT NAME
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from trainer.files.atomic import write_atomically
+from trainer.hosts.peers import Peers
+
+_OVER = b"over"
+_ANSWERS_WITHIN_S = 5.0
+
+
+@contextlib.contextmanager
+def recording_loss_of_first(record: Path, peers: Peers) -> Iterator[None]:
+    """If process 0 is lost inside, the record says so within seconds.
+
+    Args:
+      record: the run's `record.json`, on a file system that all processes share.
+      peers: the processes.
+    """
+    if peers.index != 1:
+        yield
+        return
+    command = [sys.executable, "-m", __name__, str(record), peers.first_address, peers.name(0)]
+    # In a session of its own, so that a Ctrl-C in the terminal doesn't end it.
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert child.stdin is not None
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # somebody has killed it
+            child.stdin.write(_OVER)
+            child.stdin.close()
+        child.wait()
+
+
+def end_record(record: Path, first_address: str, name: str) -> None:
+    """Ends a record that says `running`, unless process 0 answers.
+
+    Args:
+      record: the run's.
+      first_address: HOST:PORT of process 0.
+      name: of process 0, for the message.
+    """
+    if not record.exists():  # process 0 died before it could write one
+        return
+    fields = json.loads(record.read_text(encoding="utf-8"))
+    if fields["status"] != "running" or _answers(first_address):
+        return
+    fields |= {
+        "status": "failed",
+        "message": (
+            f"{name} is gone: nothing answers at {first_address}, and JAX has ended the other processes; run the same "
+            "command again, with as many processes as there are"
+        ),
+        "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
+    }
+    write_atomically(record, json.dumps(fields, indent=2) + "\n")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S):
+            return True
+    except OSError:
+        return False
+
+
+def main() -> None:
+    """Waits until process 1 says that all is over, or is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it to all that it has started
+    if sys.stdin.buffer.read() != _OVER:
+        record, first_address, name = sys.argv[1:]
+        end_record(Path(record), first_address, name)
+
+
+if __name__ == "__main__":
+    main()
