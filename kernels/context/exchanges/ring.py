@@ -3,7 +3,8 @@
 A rank never holds more than two ranks' keys. Each hop is under way while the kernel works on what has arrived. In the
 backward pass the gradients of keys and values travel with them, and a last hop takes them home.
 
-XLA would start all hops at once, and hold all keys at once, but for the barrier that ties a hop to the kernel's output.
+The barriers tie a hop's keys to the kernel's output. Without them XLA may start a hop before the one before it is used,
+and hold more ranks' keys at once.
 
 Source: Ring Attention (arXiv:2310.01889).
 
@@ -12,7 +13,8 @@ Dimensions: B batch, t tokens of a rank, N query heads, V head dim.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,8 @@ from jaxtyping import Array, Float, Int
 from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.split import Split
+
+_Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
 
 class _TravellingKeys(NamedTuple):
@@ -64,14 +68,12 @@ class Ring:
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves
     ) -> tuple[Float[Array, "B t N V"], Float[Array, "B t N"]]:
         """Output and lse of this rank's queries."""
-        keys, merged = self.own, None
-        for hop in range(self.num_hops):
-            following = self._to_next(keys) if hop + 1 < self.num_hops else keys
+
+        def attend(keys: _TravellingKeys) -> tuple[Array, Array]:
             output, lse = halves.forward(self._inputs(inputs, keys), local_call, halves.tuning)
-            part = output.astype(lse.dtype), lse
-            merged = part if merged is None else merge(merged, part)
-            keys, merged = lax.optimization_barrier((following, merged))
-        assert merged is not None, "there is a hop at least"
+            return output.astype(lse.dtype), lse
+
+        merged = self._over_hops(attend, lambda merged, keys: merge(merged, attend(keys)))
         output, lse = merged if inputs.sinks is None else add_sinks(merged, inputs.sinks)
         return output.astype(local_call.dtype), lse
 
@@ -80,18 +82,37 @@ class Ring:
     ) -> Gradients:
         """Gradients of this rank's queries, keys and values, summed in the softmax's dtype."""
         dtype = local_call.softmax_dtype
-        keys, d_query, of_keys = self.own, jnp.zeros(inputs.query.shape, dtype), None
-        for hop in range(self.num_hops):
-            following = self._to_next(keys) if hop + 1 < self.num_hops else keys
+
+        def gradients(keys: _TravellingKeys) -> tuple[Array, ...]:
             parts = halves.backward(self._inputs(inputs, keys), local_call, halves.tuning, cotangent)
-            d_query += parts[0].astype(dtype)
-            # The sum so far was sent on when the last hop's was done: it travels while this hop's is made.
-            arrived = None if of_keys is None else self._to_next(of_keys)
-            own = tuple(part.astype(dtype) for part in parts[1:])
-            of_keys = own if arrived is None else jax.tree.map(jnp.add, arrived, own)
-            keys, d_query, of_keys = lax.optimization_barrier((following, d_query, of_keys))
+            return tuple(part.astype(dtype) for part in parts)
+
+        def add(summed: tuple[Array, ...], keys: _TravellingKeys) -> tuple[Array, ...]:
+            # The keys' gradients so far were complete when the last hop was: they travel while this hop's are computed.
+            d_query, *of_keys = summed
+            return jax.tree.map(jnp.add, (d_query, *self._to_next(of_keys)), gradients(keys))
+
+        d_query, *of_keys = self._over_hops(gradients, add)
         d_key, d_value = self._shift(of_keys, 1 - self.num_hops)
         return d_query.astype(local_call.dtype), d_key.astype(local_call.dtype), d_value.astype(local_call.dtype)
+
+    def _over_hops(
+        self, first: Callable[[_TravellingKeys], _Sums], add: Callable[[_Sums, _TravellingKeys], _Sums]
+    ) -> _Sums:
+        """What `first` makes of this rank's own keys, and `add` of that and of each other rank's keys in turn."""
+        if self.num_hops == 1:
+            return first(self.own)
+
+        # A loop, so that compile time doesn't grow with the number of ranks.
+        def hop(_: Array, carried: tuple[_TravellingKeys, _Sums]) -> tuple[_TravellingKeys, _Sums]:
+            keys, summed = carried
+            return lax.optimization_barrier((self._to_next(keys), add(summed, keys)))
+
+        carried = lax.optimization_barrier((self._to_next(self.own), first(self.own)))
+        if self.num_hops > 2:
+            carried = lax.fori_loop(0, self.num_hops - 2, hop, carried)
+        keys, summed = carried
+        return add(summed, keys)
 
     def _inputs(self, inputs: AttentionInputs, keys: _TravellingKeys) -> AttentionInputs:
         return AttentionInputs(
