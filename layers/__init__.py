@@ -1,7 +1,7 @@
 """Flax layers over `kernels`: attention, rotary embedding, norm, MLP and a GPT.
 
-`GPTConfig` and `RopeScaling` are plain data and load at once; the rest loads with its first use, so that a config
-can be read and checked without importing Flax.
+`GPTConfig` and the classes of its fields are plain data and load at once; the rest loads with its first use, so that a
+config can be read and checked without importing Flax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flax_longcontext import require_ours, warn_of_neighbours
 require_ours("kernels", importer=__name__)
 warn_of_neighbours(__name__)
 
-from layers.config import GPTConfig, RopeScaling  # noqa: E402, it imports `kernels`
+from layers.config import GPTConfig, LayerOverride, MoEConfig, RopeScaling  # noqa: E402, it imports `kernels`
 
 if TYPE_CHECKING:
     from layers.activation_sharding import ActivationSharding
@@ -46,6 +46,8 @@ __all__ = [
     "Attention",
     "Block",
     "GPTConfig",
+    "LayerOverride",
+    "MoEConfig",
     "RMSNorm",
     "RopeScaling",
     "apply_rope",

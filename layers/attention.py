@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 from kernels import CausalMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
-from layers.config import RopeScaling, check_heads, check_implementation
+from layers.checks import check_heads, check_implementation
+from layers.config import QKNorm, RopeScaling
 from layers.initializers import small_init
 from layers.norm import RMSNorm
 from layers.rotary import Rotation, make_rotation, rotate
@@ -33,7 +34,7 @@ class Attention(nnx.Module):
       mask: who may attend to whom, from `kernels`.
       rope_base: base of the rotary frequencies; None: no rotary embedding.
       rope_scaling: how rotary frequencies are scaled for a longer context.
-      qk_norm: RMS-normalise queries and keys per head, before the rotary embedding (arXiv:2302.05442).
+      qk_norm: RMS-normalise queries and keys: "per_head" (arXiv:2302.05442), "whole" (arXiv:2501.00656) or "none".
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       sinks: learn a logit per head that takes part in the softmax and has no value (arXiv:2309.17453), starting at 0.
       implementation: attention backend of a call and of `prefill`, by name or as a tuning object; None: the fastest
@@ -71,7 +72,7 @@ class Attention(nnx.Module):
         mask: Mask = CausalMask(),  # noqa: B008  (frozen)
         rope_base: float | None = 10_000.0,
         rope_scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
-        qk_norm: bool = False,
+        qk_norm: QKNorm = "none",
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         implementation: str | Tuning | None = None,
@@ -121,7 +122,7 @@ class Attention(nnx.Module):
         self.output = projection(
             (num_heads, head_dim), width, axis=(-2, -1), kernel_init=output_kernel_init or kernel_init
         )
-        if qk_norm:
+        if qk_norm != "none":
             self.query_norm = RMSNorm(head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
             self.key_norm = RMSNorm(head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
         self.qk_norm = qk_norm
@@ -239,7 +240,7 @@ class Attention(nnx.Module):
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         if sharding is not None:
             query, key, value = map(sharding.constrain_heads, (query, key, value))
-        if self.qk_norm:
+        if self.qk_norm != "none":
             # The norms' backward needs what went in.
             query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
             query, key = self.query_norm(query), self.key_norm(key)

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from layers.activation_sharding import ActivationSharding
-from layers.config import MLPKind, check_choice
+from layers.checks import check_choice
+from layers.config import MLPKind
 from layers.initializers import small_init
 
 _GELU_SLOPE = 2 * math.sqrt(2 / math.pi)

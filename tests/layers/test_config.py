@@ -8,7 +8,7 @@ import pytest
 
 from kernels import CausalMask, MultiHeadMask
 from layers import GPTConfig, RopeScaling
-from layers.config import check_numbers
+from layers.checks import check_numbers
 
 
 def test_default_is_gpt2_small_with_124m_parameters():
@@ -25,7 +25,7 @@ def test_default_is_gpt2_small_with_124m_parameters():
         ),
         ({"num_layers": 0}, "model.num_layers=0 must be at least 1"),
         ({"head_dim": 63}, "head_dim=63 is odd.*use 64, or rope_base=None"),
-        ({"mlp": "relu"}, "model.mlp='relu' is not one of gelu, swiglu"),
+        ({"mlp": "relu"}, "model.mlp='relu' is not one of gelu, swiglu, geglu"),
         ({"remat": "some"}, r"model.remat='some'.* is not one of none, save_matmuls, .* nor of the form save\(NAME"),
         ({"compute_dtype": "float16"}, "model.compute_dtype='float16' is not one of float32, bfloat16"),
         ({"compute_dtype": "float64"}, "compute_dtype='float64' needs JAX's 64-bit types.*set JAX_ENABLE_X64=1"),
@@ -59,7 +59,7 @@ def test_odd_head_dim_is_fine_without_rotary_embedding():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kind": "yarn"}, "rope_scaling.kind='yarn' is not one of none, linear, ntk, llama3"),
+        ({"kind": "yarm"}, "rope_scaling.kind='yarm' is not one of none, linear, ntk, llama3, yarn, longrope"),
         ({"kind": "linear", "factor": 0.5}, "rope_scaling.factor=0.5 must be finite and at least 1"),
         ({"kind": "linear", "factor": float("inf")}, "rope_scaling.factor=inf must be finite"),
         ({"factor": 8.0}, "rope_scaling.factor=8.0 has no effect with rope_scaling.kind='none'; set the kind"),

@@ -14,7 +14,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from kernels import Mask, Tuning, parse_mask
-from layers import GPTConfig
+from layers import GPTConfig, LayerOverride, MoEConfig
 from trainer.config import TrainConfig
 from trainer.config.file import flag_types, is_text, load_config
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
@@ -139,6 +139,7 @@ def apply_flags(command: type[Command], overrides: Sequence[str], default: Comma
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
     registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
+    registry.primitive_rule(lambda info: _OF_A_FILE if info.type in (LayerOverride, MoEConfig | None) else None)
     with registry:
         fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
         readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
@@ -249,3 +250,14 @@ _IMPLEMENTATION: PrimitiveConstructorSpec[str | Tuning | None] = PrimitiveConstr
     is_instance=lambda value: isinstance(value, str | Tuning | None),
     str_from_instance=lambda value: [value if isinstance(value, str) else repr(value)],
 )
+_OF_A_FILE: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="in-config",
+    instance_from_str=lambda words: _refuse_word(words[0]),
+    is_instance=lambda value: isinstance(value, LayerOverride | MoEConfig | None),
+    str_from_instance=lambda value: [repr(value)],
+)
+
+
+def _refuse_word(word: str) -> NoReturn:
+    raise ValueError(f"got {word!r}, and only a config file can say it")

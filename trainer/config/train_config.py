@@ -16,7 +16,7 @@ from typing import Literal
 
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
-from layers.config import check_choice, check_numbers
+from layers.checks import check_choice, check_numbers
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import tyro
 
 from kernels.backends import Task
 from layers import RopeScaling
-from layers.config import check_implementation, check_numbers
+from layers.checks import check_implementation, check_numbers
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config.file import flag_types

@@ -312,8 +312,8 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             "config {path}: optimizer.schedule='cosin' is not one of cosine, wsd; did you mean cosine?",
         ),
         (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(qk_norm='yes'), 500)\n",
-            "config {path}: model.qk_norm='yes' is of type str; expected bool",
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(sinks='yes'), 500)\n",
+            "config {path}: model.sinks='yes' is of type str; expected bool",
         ),
         (
             _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, seed=1.5)\n",

@@ -43,7 +43,7 @@ MODEL = GPTConfig(
     mlp_width=26,
     tie_embeddings=False,
     mlp="swiglu",
-    qk_norm=True,
+    qk_norm="per_head",
     sinks=True,
 )
 CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))

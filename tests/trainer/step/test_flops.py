@@ -90,7 +90,7 @@ def test_documents_next_to_each_other_in_a_batch_stay_apart():
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_matmul_parameters_are_the_model_s_kernels(mlp, tie_embeddings):
-    config = dataclasses.replace(CONFIG, mlp=mlp, tie_embeddings=tie_embeddings, qk_norm=True, sinks=True)
+    config = dataclasses.replace(CONFIG, mlp=mlp, tie_embeddings=tie_embeddings, qk_norm="per_head", sinks=True)
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
     sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))

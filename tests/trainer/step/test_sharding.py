@@ -53,7 +53,7 @@ def test_devices_given_must_all_be_used():
     "options",
     [
         {"tie_embeddings": True, "mlp": "gelu"},
-        {"tie_embeddings": False, "mlp": "swiglu", "qk_norm": True, "sinks": True},
+        {"tie_embeddings": False, "mlp": "swiglu", "qk_norm": "per_head", "sinks": True},
     ],
 )
 def test_every_parameter_and_moment_has_a_rule(options):
