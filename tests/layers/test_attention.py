@@ -39,7 +39,7 @@ def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
             x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * parameter(norm.scale)
             for x, norm in ((query, layer.query_norm), (key, layer.key_norm))
         )
-    if layer.rope_base is not None:
+    if layer.rotary is not None:
         query, key = (np.asarray(apply_rope(jnp.asarray(x, jnp.float32), positions)) for x in (query, key))
     key, value = (np.repeat(x, NUM_HEADS // NUM_KV_HEADS, axis=2) for x in (key, value))
     logits = np.einsum("btnh,bsnh->bnts", query, key) * scale

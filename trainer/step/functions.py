@@ -158,6 +158,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
                 batch["target_mask"],
                 chunk_size=config.loss.chunk_size,
                 z_loss=config.loss.z_loss,
+                logits_soft_cap=config.model.final_logits_soft_cap,
                 shared_over="tensor" if mesh.shape["tensor"] > 1 else None,
             )
 

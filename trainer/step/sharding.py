@@ -39,12 +39,16 @@ PARTITION_RULES: tuple[tuple[str, P], ...] = (
     (r"head\.kernel", P(STATE_AXES, "tensor")),
     (r"final_norm\.scale", P(None)),
     (r"blocks\.\d+\.attention\.(query|key|value)\.kernel", P(None, STATE_AXES, "tensor", None)),
+    (r"blocks\.\d+\.attention\.(query|key|value)\.bias", P(None, "tensor", None)),
     (r"blocks\.\d+\.attention\.output\.kernel", P(None, "tensor", None, STATE_AXES)),
+    (r"blocks\.\d+\.attention\.output\.bias", P(None, None)),
     (r"blocks\.\d+\.attention\.(query_norm|key_norm)\.scale", P(None, None)),
     (r"blocks\.\d+\.attention\.sinks", P(None, "tensor")),
-    (r"blocks\.\d+\.(attention_norm|mlp_norm)\.scale", P(None, None)),
+    (r"blocks\.\d+\.(attention|mlp)_(post_)?norm\.scale", P(None, None)),
     (r"blocks\.\d+\.mlp\.(up|gate)\.kernel", P(None, STATE_AXES, "tensor")),
+    (r"blocks\.\d+\.mlp\.(up|gate)\.bias", P(None, "tensor")),
     (r"blocks\.\d+\.mlp\.down\.kernel", P(None, "tensor", STATE_AXES)),
+    (r"blocks\.\d+\.mlp\.down\.bias", P(None, None)),
 )
 
 
