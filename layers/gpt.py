@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, W width, V vocabulary, L layers of one stack.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels import SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
@@ -22,17 +23,20 @@ from layers.config import GPTConfig, NormPlacement
 from layers.initializers import small_init
 from layers.layer_config import LayerConfig
 from layers.mlp import MLP
+from layers.moe import MoE, RouterSums
 from layers.norm import RMSNorm
 from layers.remat import parse_remat
 from layers.rotary import Rotary, Rotation
 
-ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
+ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], tuple[Array, RouterSums | None]]
 GatherLayer = Callable[[nnx.State], nnx.State]
 Stacks = tuple[tuple[nnx.GraphDef, ...], tuple[nnx.State, ...]]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each added to the residual stream, with norms before them, behind them or both.
+    """Attention, then an MLP or a mixture of experts, each added to the residual stream.
+
+    Norms stand before them, behind them or both.
 
     Args:
       config: the network's sizes.
@@ -87,11 +91,10 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm, self.mlp_post_norm = norm("pre"), norm("post")
-        self.mlp = MLP(
+        make_mlp = functools.partial(
+            MLP if config.moe is None else MoE,
             config.width,
-            config.mlp_width,
             kind=config.mlp,
-            use_bias=config.mlp_bias,
             compute_dtype=config.compute_dtype,
             param_dtype=config.param_dtype,
             kernel_init=kernel_init,
@@ -99,6 +102,7 @@ class Block(nnx.Module):
             activation_sharding=activation_sharding,
             rngs=rngs,
         )
+        self.mlp = make_mlp(config.mlp_width, use_bias=config.mlp_bias) if config.moe is None else make_mlp(config.moe)
 
     def __call__(
         self,
@@ -109,12 +113,24 @@ class Block(nnx.Module):
         places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        return self.with_router_sums(hidden, segment_ids, positions, rotation, places)[0]
+
+    def with_router_sums(
+        self,
+        hidden: Float[Array, "B T W"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        rotation: Rotation | None = None,
+        places: Int[Array, "B T"] | None = None,
+        counted: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+        """A call, and the sums of the block's router, None without one; see `MoE` for `counted`."""
         hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             inputs = _normalize(self.attention_norm, hidden)
             attended = self.attention(inputs, segment_ids, positions, rotation, places)
             hidden = hidden + _normalize(self.attention_post_norm, attended)
-        return self._add_mlp(hidden)
+        return self._add_mlp(hidden, counted)
 
     def prefill(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
@@ -122,7 +138,7 @@ class Block(nnx.Module):
         """Returns the residual stream after this block and the cache; see `Attention.prefill` for the arguments."""
         inputs = _normalize(self.attention_norm, hidden)
         attended, cache = self.attention.prefill(inputs, cache, rotation, **options)
-        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended)), cache
+        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
 
     def decode(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
@@ -130,12 +146,15 @@ class Block(nnx.Module):
         """Returns the residual stream after this block and the cache; see `Attention.decode` for the arguments."""
         inputs = _normalize(self.attention_norm, hidden)
         attended, cache = self.attention.decode(inputs, cache, rotation, **options)
-        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended)), cache
+        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
 
-    def _add_mlp(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    def _add_mlp(
+        self, hidden: Float[Array, "B T W"], counted: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         with jax.named_scope("mlp"):
-            outputs = self.mlp(_normalize(self.mlp_norm, hidden))
-            return hidden + _normalize(self.mlp_post_norm, outputs)
+            inputs = _normalize(self.mlp_norm, hidden)
+            outputs, sums = self.mlp(inputs, counted) if isinstance(self.mlp, MoE) else (self.mlp(inputs), None)
+            return hidden + _normalize(self.mlp_post_norm, outputs), sums
 
 
 def _make_norm(config: GPTConfig) -> RMSNorm:
@@ -231,6 +250,27 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
+        return self.with_router_sums(tokens, segment_ids, positions, places, gather_layer=gather_layer)[0]
+
+    def with_router_sums(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
+        *,
+        counted: Bool[Array, "B T"] | None = None,
+        gather_layer: GatherLayer | None = None,
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+        """A call that also returns what the routers' losses are made of.
+
+        Args:
+          tokens, segment_ids, positions, places, gather_layer: as of a call.
+          counted: tokens that the sums are of, without padding; None: all.
+
+        Returns:
+          Hidden states as of a call, and the sums of all layers, in stacks; None without a mixture of experts.
+        """
         length, sharding = tokens.shape[1], self.activation_sharding
         rotations = self._make_rotations(
             length,
@@ -238,14 +278,16 @@ class GPT(nnx.Module):
             length if sharding is None else sharding.whole_length(length),
         )
 
-        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
+        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> tuple[Array, RouterSums | None]:
             if gather_layer is not None:
                 state = gather_layer(state)
             block = nnx.merge(graphdef, state)
-            return block(hidden, segment_ids, positions, rotations[block.attention.rotary], places)
+            rotation = rotations[block.attention.rotary]
+            return block.with_router_sums(hidden, segment_ids, positions, rotation, places, counted)
 
         stacks = self._split_stacks(cast=gather_layer is None)
-        return self.final_norm(self._apply_blocks(apply_block, stacks, self._embed(tokens)))
+        hidden, sums = self._apply_blocks(apply_block, stacks, self._embed(tokens))
+        return self.final_norm(hidden), sums
 
     def prefill(
         self,
@@ -363,7 +405,7 @@ class GPT(nnx.Module):
 
     def _apply_blocks(
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
-    ) -> Float[Array, "B T W"]:
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         if not self.config.scan_layers:
             return self._apply_each(apply_block, stacks, hidden)
         graphdefs, states = stacks
@@ -373,24 +415,30 @@ class GPT(nnx.Module):
         apply_in_scan = self._rematerialized(apply_block, prevent_cse=num_repeats == 1)
         apply_after_scan = self._rematerialized(apply_block, prevent_cse=True)
 
-        def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, None]:
+        def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, list[RouterSums | None]]:
+            sums = []
             for graphdef, state in zip(graphdefs, layer_states, strict=True):
-                hidden = apply_in_scan(graphdef, state, hidden)
-            return hidden, None
+                hidden, of_layer = apply_in_scan(graphdef, state, hidden)
+                sums.append(of_layer)
+            return hidden, sums
 
-        hidden, _ = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
+        hidden, sums = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
+        of_layers = jax.tree.map(lambda *of_pattern: jax.lax.collapse(jnp.stack(of_pattern, axis=1), 0, 2), *sums)
         for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
-            hidden = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
-        return hidden
+            hidden, last = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
+            of_layers = jax.tree.map(lambda stack, of_last: jnp.concatenate([stack, of_last[None]]), of_layers, last)
+        return hidden, of_layers
 
     def _apply_each(
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
-    ) -> Float[Array, "B T W"]:
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
         apply = jax.jit(self._rematerialized(apply_block, prevent_cse=True), static_argnums=(0,))
+        of_layers = []
         for graphdef, state in self._split_layers(stacks):
-            hidden = apply(graphdef, state, hidden)
-        return hidden
+            hidden, of_layer = apply(graphdef, state, hidden)
+            of_layers.append(of_layer)
+        return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
 
     def _rematerialized(self, apply_block: ApplyBlock, *, prevent_cse: bool) -> ApplyBlock:
         policy = parse_remat(self.config.remat)
@@ -482,11 +530,11 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
 
 
 def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:
-    """Matrices in the compute dtype; norm scales and sinks, which float32 sums meet, as they are."""
+    """Matrices in the compute dtype; norm scales, sinks and routers, which compute in float32, as they are."""
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        is_matrix = any(getattr(key, "key", None) in ("kernel", "embedding") for key in path)
-        return leaf.astype(dtype) if is_matrix else leaf
+        keys = {getattr(key, "key", None) for key in path}
+        return leaf.astype(dtype) if keys & {"kernel", "embedding"} and "router" not in keys else leaf
 
     return jax.tree_util.tree_map_with_path(cast, params)
 
