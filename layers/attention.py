@@ -298,9 +298,8 @@ class Attention(nnx.Module):
         query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
         if self.qk_norm == "per_head":
             return self.query_norm(query), self.key_norm(key)
-        whole = (lax.collapse(projected, 2) for projected in (query, key))
-        normalized = (norm(x) for norm, x in zip((self.query_norm, self.key_norm), whole, strict=True))
-        return tuple(x.reshape(shape) for x, shape in zip(normalized, (query.shape, key.shape), strict=True))
+        whole_query, whole_key = self.query_norm(lax.collapse(query, 2)), self.key_norm(lax.collapse(key, 2))
+        return whole_query.reshape(query.shape), whole_key.reshape(key.shape)
 
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
         outputs, sharding = self.output(attended), self.activation_sharding

@@ -274,11 +274,6 @@ class GPTConfig:
         return dict(Counter(self.layer(index) for index in range(self.num_layers)))
 
     @property
-    def layers_per_mask(self) -> dict[Mask, int]:
-        """The masks, in the order of the layers, and how many layers have each."""
-        return dict(Counter(self.layer(index).mask for index in range(self.num_layers)))
-
-    @property
     def num_parameters(self) -> int:
         """Parameters of the whole network, the embedding among them."""
         attention = sum(count * self._num_attention_parameters(layer) for layer, count in self.layer_counts.items())

@@ -418,6 +418,12 @@ class TrainConfig:
                     f"model.{name}={length} is not a multiple of {product} = {size}; "
                     f"use {-(-length // size) * size}, or make {product} a divisor of {length}"
                 )
+        for index in range(self.model.pattern_length):
+            if (num_kv_heads := self.model.layer(index).num_kv_heads) % self.mesh.tensor:
+                raise ValueError(
+                    f"model.layer_overrides gives layer {index} num_kv_heads={num_kv_heads}, which mesh.tensor = "
+                    f"{self.mesh.tensor} does not divide; make mesh.tensor a divisor of it"
+                )
         if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
             raise ValueError(
                 f"model.masks holds a MultiHeadMask, whose heads mesh.tensor={self.mesh.tensor} would split, and one "

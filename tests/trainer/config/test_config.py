@@ -43,8 +43,12 @@ MODEL = GPTConfig(
     mlp_width=26,
     tie_embeddings=False,
     mlp="swiglu",
+    mlp_bias=True,
+    attention_bias=True,
+    output_bias=True,
     qk_norm="per_head",
     sinks=True,
+    norm_placement="both",
 )
 CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))
 PER_HEAD = MultiHeadMask([CausalMask()] * 6 + [CausalMask() & LocalMask(7, 0)] * 6)
