@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, W width, V vocabulary, L layers of one stack.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,18 +90,20 @@ class Block(nnx.Module):
             rngs=rngs,
         )
         self.mlp_norm, self.mlp_post_norm = norm("pre"), norm("post")
-        make_mlp = functools.partial(
-            MLP if config.moe is None else MoE,
-            config.width,
-            kind=config.mlp,
-            compute_dtype=config.compute_dtype,
-            param_dtype=config.param_dtype,
-            kernel_init=kernel_init,
-            output_kernel_init=output_kernel_init,
-            activation_sharding=activation_sharding,
-            rngs=rngs,
+        options: dict[str, Any] = {
+            "kind": config.mlp,
+            "compute_dtype": config.compute_dtype,
+            "param_dtype": config.param_dtype,
+            "kernel_init": kernel_init,
+            "output_kernel_init": output_kernel_init,
+            "activation_sharding": activation_sharding,
+            "rngs": rngs,
+        }
+        self.mlp = (
+            MLP(config.width, config.mlp_width, use_bias=config.mlp_bias, **options)
+            if config.moe is None
+            else MoE(config.width, config.moe, **options)
         )
-        self.mlp = make_mlp(config.mlp_width, use_bias=config.mlp_bias) if config.moe is None else make_mlp(config.moe)
 
     def __call__(
         self,
