@@ -16,7 +16,17 @@ from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
 Aspect = Literal[
-    "free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "optimizer", "tokenizer", "seed"
+    "free",
+    "training",
+    "schedule",
+    "evaluation",
+    "sequences",
+    "corpus",
+    "model",
+    "optimizer",
+    "tokenizer",
+    "seed",
+    "beginning",
 ]
 
 # Which aspect of a run each field of TrainConfig touches. A test checks that no field is missing.
@@ -26,7 +36,7 @@ Aspect = Literal[
 #   evaluation  which tokens a validation loss is measured on, or how
 #   sequences   how documents are packed; the run then begins a new epoch
 #   corpus      where the documents are; the checkpoint's data state tells whether they are still the same
-#   model, optimizer, tokenizer, seed
+#   model, optimizer, tokenizer, seed, beginning
 #               refused, for the reasons below
 ASPECT_OF_FIELD: dict[str, Aspect] = {
     "name": "free",
@@ -37,6 +47,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "gradient_accumulation": "free",
     "log_every_num_steps": "free",
     "seed": "seed",
+    "init_from": "beginning",
     "model.vocab_size": "model",
     "model.num_layers": "model",
     "model.width": "model",
@@ -139,6 +150,7 @@ _REFUSED: dict[Aspect, str] = {
     "optimizer": "the moments are of another optimizer",
     "tokenizer": "the parameters were trained on other tokens",
     "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
+    "beginning": "the parameters began as those of that folder, which a run that resumes doesn't load again",
 }
 
 

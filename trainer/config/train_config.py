@@ -365,6 +365,9 @@ class TrainConfig:
     """Steps between log lines; the step time is measured over this window."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
+    init_from: str | None = None
+    """Folder whose model a fresh run begins with: a Hugging Face model's (config.json, *.safetensors, tokenizer.json)
+    or another run's workdir. Model and tokenizer are the folder's. None: random parameters."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -403,6 +406,18 @@ class TrainConfig:
                 f"sequence_length={self.sequence_length} is not a multiple of mesh.context={self.mesh.context}; "
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
+        if self.init_from is None:
+            self.check_model()
+        elif isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
+            _check_path("init_from", self.init_from)
+        self.optimizer.num_decay_steps(self.num_steps)
+
+    def check_model(self) -> None:
+        """Checks that the model can be trained on this mesh, and asked for the samples.
+
+        Raises:
+          ValueError: it can't.
+        """
         # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
         for name, axes in (
             ("width", ("fsdp", "context")),
@@ -441,7 +456,6 @@ class TrainConfig:
                     "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
                     "set data.tokenizer to its tokenizer.json"
                 )
-        self.optimizer.num_decay_steps(self.num_steps)
 
 
 def _check_path(name: str, path: str) -> None:

@@ -96,6 +96,8 @@ class StepFunctions:
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
+    begin_state: Callable[[Any], TrainState]
+    """Jitted: params → the state before the first step, with these parameters. Donates them."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     """Jitted: one update. Donates the state."""
     gradients: Callable[[Any, Batch], tuple[Any, CrossEntropy]]
@@ -135,7 +137,9 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
+        return begin_state(nnx.to_pure_dict(nnx.state(make_model(), nnx.Param)))
+
+    def begin_state(params) -> TrainState:
         skipping = jax.tree.map(jnp.asarray, Skipping())
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
 
@@ -249,6 +253,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
         abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),
         init_state=jax.jit(init_state, out_shardings=shardings),
+        begin_state=jax.jit(begin_state, in_shardings=(shardings.params,), out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(
             train_step,
             in_shardings=(shardings, of_batch),
