@@ -119,12 +119,20 @@ class FlopCounter:
 
 
 def num_matmul_parameters(config: GPTConfig) -> int:
-    """Parameters that every token is multiplied by. The head counts; the embedding, a lookup, doesn't."""
+    """Parameters that every token is multiplied by. The head counts; the embedding, a lookup, doesn't.
+
+    Of a mixture of experts the router counts, and as many experts as a token goes to.
+    """
     attention = sum(
         num_layers * config.width * layer.head_dim * 2 * (config.num_heads + layer.num_kv_heads)
         for layer, num_layers in config.layer_counts.items()
     )
-    mlp = (2 if config.mlp == "gelu" else 3) * config.width * config.mlp_width
+    moe, num_matrices = config.moe, 2 if config.mlp == "gelu" else 3
+    mlp = config.width * (
+        num_matrices * config.mlp_width
+        if moe is None
+        else num_matrices * moe.num_experts_per_token * moe.expert_width + moe.num_experts
+    )
     return attention + config.num_layers * mlp + config.width * config.vocab_size
 
 
