@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
-from layers import GPT, GPTConfig
+from layers import GPT, GPTConfig, MoEConfig
 from trainer.step.flops import FlopCounter, device_peak, num_matmul_parameters
 from trainer.step.sharding import path_name
 
@@ -95,6 +95,13 @@ def test_matmul_parameters_are_the_model_s_kernels(mlp, tie_embeddings):
     sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
     assert num_matmul_parameters(config) == kernels + (sizes["embedding.embedding"] if tie_embeddings else 0)
+
+
+def test_of_a_mixture_only_a_tokens_own_experts_count():
+    mixture = MoEConfig(num_experts=8, num_experts_per_token=3, expert_width=5)
+    dense = num_matmul_parameters(dataclasses.replace(CONFIG, mlp="swiglu", mlp_width=3 * 5))
+    routers = CONFIG.num_layers * CONFIG.width * 8
+    assert num_matmul_parameters(dataclasses.replace(CONFIG, mlp="swiglu", moe=mixture)) == dense + routers
 
 
 @pytest.mark.parametrize("keep_documents_apart", [True, False])
