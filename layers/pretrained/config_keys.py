@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_LAYERS = 10_000
+_MAX_STACKED = 4096  # layers, or experts of a layer: each has tensors of its own
 
 
 class Keys:
@@ -30,6 +30,13 @@ class Keys:
         value = self._value(name, default)
         if type(value) is not int or not 1 <= value < 2**31:
             raise self.wrong(name, "an integer from 1 to 2^31 - 1")
+        return value
+
+    def number_of_parts(self, name: str, default: int | None = None) -> int:
+        """How many layers there are, or experts: an integer from 1 to 4,096."""
+        value = self.integer(name, default)
+        if value > _MAX_STACKED:
+            raise self.wrong(name, f"at most {_MAX_STACKED:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -122,6 +129,11 @@ class Key:
 def integer(name: str, *fields: str, default: Default = None) -> Key:
     """A row for a count or a size."""
     return Key(name, fields, Keys.integer, default)
+
+
+def number_of_parts(name: str, *fields: str, default: Default = None) -> Key:
+    """A row for how many layers or experts there are."""
+    return Key(name, fields, Keys.number_of_parts, default)
 
 
 def number(name: str, *fields: str, default: Default = None) -> Key:

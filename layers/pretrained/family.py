@@ -90,6 +90,8 @@ class Family:
         Raises:
           ValueError: this family can't express the model; the message says which settings stand in the way.
         """
+        if self.section is not None:
+            raise ValueError(f"{self.model_type} holds more than a language model")
         kinds = kinds_of(config)
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         written |= {name: allowed[0] for name, allowed in self.required.items()}
@@ -100,8 +102,6 @@ class Family:
             else:
                 written[key.name] = key.back(value)
         written |= self.rule.write(kinds)
-        if self.section is not None:
-            raise ValueError(f"{self.model_type} holds more than a language model")
         try:
             again = self.read_config(written, "the written config.json")
         except ValueError as error:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from kernels import CausalMask, LocalMask, Mask
 from layers.config import GPTConfig
 from layers.layer_config import LayerOverride
-from layers.pretrained.config_keys import MAX_LAYERS, Keys
+from layers.pretrained.config_keys import Keys
 from layers.pretrained.rope_keys import Rope, effective, read_rope, write_scaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -56,9 +56,7 @@ class LayerRule:
 
     def read(self, keys: Keys) -> list[LayerKind]:
         """Every layer of the model."""
-        num_layers = keys.integer("num_hidden_layers")
-        if num_layers > MAX_LAYERS:
-            raise keys.wrong("num_hidden_layers", f"at most {MAX_LAYERS:,}")
+        num_layers = keys.number_of_parts("num_hidden_layers")
         windows = self._read_windows(keys, num_layers)
         if self.rope_by_type:
             full = read_rope(keys, layer_type=FULL, default_base=self.default_base)

@@ -26,6 +26,7 @@ from layers.pretrained.table import (
     parameter_shapes,
     positions,
     tensor_shapes,
+    without_copied_head,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def read_params(
         tensors: dict[str, Tensor] = dict(found)
         if family.adapt is not None:
             tensors = family.adapt(tensors)
+        tensors = without_copied_head(family, config, tensors)
         sources = find_sources(family, config, shapes)
         check_tensors(family, tensor_shapes(sources, shapes), tensors, os.fspath(directory))
         reader = _Reader(tensors, dtype, progress)
@@ -208,7 +210,7 @@ class _Reader:
 
 def _placement(shapes: Mapping[str, tuple[int, ...]], shardings: Any) -> dict[str, Sharding]:
     if shardings is None:
-        return dict.fromkeys(shapes, SingleDeviceSharding(jax.devices()[0]))
+        return dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     placement = flat(shardings)
     if placement.keys() != shapes.keys():
         differing = sorted(placement.keys() ^ shapes.keys())

@@ -56,8 +56,6 @@ def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family,
     reasons = []
     for name in MODULES if model_type is None else (model_type,):
         family = find_family(name, "the argument model_type")
-        if family.section is not None and model_type is None:
-            continue
         try:
             shapes = {path: leaf.shape for path, leaf in flat(parameter_shapes(config)).items()}
             written = family.write_config(config)

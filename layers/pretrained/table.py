@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ import numpy as np
 
 from layers.config import GPTConfig
 from layers.pretrained.family import Family
-from layers.pretrained.safetensors_file import Tensor
+from layers.pretrained.safetensors_file import Tensor, whole
 from layers.pretrained.steps import Row
 
 Shape = tuple[int, ...]
 
+_COMPARED_BYTES = 1 << 24
 _STACK = re.compile(r"^blocks\.(\d+)\.")
 
 
@@ -137,6 +139,41 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
             f"the tensors of {place} aren't those of this {family.model_type} model: {'; '.join(problems)}. "
             "If the config has changes on top of the folder's, take back those that change parameters"
         )
+
+
+def without_copied_head(family: Family, config: GPTConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A folder's tensors without a head that repeats the embedding, as some programs write it for models that tie them.
+
+    Args:
+      family: of the model.
+      config: of the model.
+      tensors: the folder's.
+
+    Raises:
+      ValueError: the model ties them, and they differ.
+    """
+    embedding, head = (
+        next(row.theirs for row in family.rows if row.ours == path) for path in ("embedding.embedding", "head.kernel")
+    )
+    if not config.tie_embeddings or head not in tensors or embedding not in tensors:
+        return dict(tensors)
+    one, other = tensors[embedding], tensors[head]
+    if one.shape != other.shape or not _same_bytes(one, other):
+        raise ValueError(
+            f"config.json ties the head to the embedding, but {head} isn't {embedding}; load the model with "
+            "tie_embeddings=False, or remove that tensor"
+        )
+    return {name: tensor for name, tensor in tensors.items() if name != head}
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    rows_at_once = max(1, _COMPARED_BYTES // max(1, math.prod(one.shape[1:]) * one.dtype.itemsize))
+    for first in range(0, one.shape[0], rows_at_once):
+        rows = slice(first, min(first + rows_at_once, one.shape[0]))
+        index = (rows, *whole(one.shape[1:]))
+        if one.read(index).tobytes() != other.read(index).tobytes():
+            return False
+    return True
 
 
 def grouped(names: Iterable[str], *, near: Iterable[str] = ()) -> str:

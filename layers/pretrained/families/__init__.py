@@ -19,6 +19,7 @@ MODULES: Mapping[str, str] = {
     "mixtral": "layers.pretrained.families.mixtral",
     "gemma2": "layers.pretrained.families.gemma2",
     "gemma3_text": "layers.pretrained.families.gemma3",
+    "gemma3": "layers.pretrained.families.gemma3_multimodal",
     "olmo2": "layers.pretrained.families.olmo2",
     "olmo3": "layers.pretrained.families.olmo3",
     "smollm3": "layers.pretrained.families.smollm3",

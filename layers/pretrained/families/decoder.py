@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from layers.pretrained.config_keys import Key, Keys, flag, integer, number
+from layers.pretrained.config_keys import Key, Keys, flag, integer, number, number_of_parts
 from layers.pretrained.steps import Row
 
 SIZES: tuple[Key, ...] = (
     integer("vocab_size", "vocab_size"),
     integer("hidden_size", "width"),
-    integer("num_hidden_layers", "num_layers"),
+    number_of_parts("num_hidden_layers", "num_layers"),
     integer("num_attention_heads", "num_heads"),
     integer("num_key_value_heads", "num_kv_heads", default=lambda keys: keys.integer("num_attention_heads")),
     integer("intermediate_size", "mlp_width"),

@@ -14,13 +14,19 @@ def every_other_slides(keys: Keys, num_layers: int) -> list[str]:
     return [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
 
 
+def _scalar(scale: float) -> int | float:
+    # transformers wants an integer here.
+    scalar = round(scale**-2)
+    return scalar if scalar and scalar**-0.5 == scale else scale**-2
+
+
 QUERY_SCALE = Key(
     "query_pre_attn_scalar",
     ("query_scale",),
     Keys.number,
     256.0,
     into=lambda scalar: scalar**-0.5,
-    back=lambda scale: round(scale**-2, 9),
+    back=_scalar,
 )
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from layers.pretrained.config_keys import Keys, optional_number
+from layers.pretrained.config_keys import Keys, integer, number_of_parts, optional_number
 from layers.pretrained.families import decoder
 from layers.pretrained.families.gemma2 import QUERY_SCALE, norms
 from layers.pretrained.family import Family
@@ -19,7 +19,12 @@ FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     keys=(
-        *decoder.SIZES,
+        integer("vocab_size", "vocab_size", default=262_208),
+        integer("hidden_size", "width", default=2304),
+        number_of_parts("num_hidden_layers", "num_layers", default=26),
+        integer("num_attention_heads", "num_heads", default=8),
+        integer("num_key_value_heads", "num_kv_heads", default=4),
+        integer("intermediate_size", "mlp_width", default=9216),
         decoder.head_dim(256),
         decoder.norm_epsilon(),
         decoder.tied(default=True),

@@ -1,6 +1,6 @@
 """gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, and clamped experts, in bfloat16 or in MXFP4."""
 
-from layers.pretrained.config_keys import integer, number
+from layers.pretrained.config_keys import integer, number, number_of_parts
 from layers.pretrained.families import decoder
 from layers.pretrained.families.gemma2 import every_other_slides
 from layers.pretrained.family import Family
@@ -26,7 +26,7 @@ FAMILY = Family(
         decoder.norm_epsilon(1e-5),
         decoder.tied(),
         decoder.biases(default=True),
-        integer("num_local_experts", "moe.num_experts", default=128),
+        number_of_parts("num_local_experts", "moe.num_experts", default=128),
         integer("num_experts_per_tok", "moe.num_experts_per_token", default=4),
         number("router_aux_loss_coef", "moe.load_balance_loss_weight", default=0.001),
     ),
