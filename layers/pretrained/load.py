@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from layers.gpt import GPT
 
 Progress = Callable[[int, int], None]
+Bounds = tuple[tuple[int, int], ...]
+"""A shard's start and stop in each dim; Python 3.11 can't hash slices."""
 
 _CHUNK_BYTES = 1 << 28
 """Bytes of a shard that are on the host at a time, if one tensor's part of it isn't larger."""
@@ -159,13 +161,14 @@ class _Reader:
         """Adds up the bytes that are going to be read."""
         for path, shape in shapes.items():
             itemsize = self._stored_dtype(sources[path]).itemsize
-            for index in _devices_of(placement[path], shape):
-                self.num_bytes += itemsize * math.prod(part.stop - part.start for part in index)
+            for bounds in _devices_of(placement[path], shape):
+                self.num_bytes += itemsize * math.prod(stop - start for start, stop in bounds)
 
     def read(self, source: Source, shape: tuple[int, ...], sharding: Sharding) -> jax.Array:
         """One parameter: each distinct shard is read once, and put on all devices that hold it."""
         shards: dict[jax.Device, jax.Array] = {}
-        for index, devices in _devices_of(sharding, shape).items():
+        for bounds, devices in _devices_of(sharding, shape).items():
+            index = tuple(slice(start, stop) for start, stop in bounds)
             targets = [SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in devices]
             shards |= dict(zip(devices, self._read_shard(source, index, targets), strict=True))
         arrays = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
@@ -221,12 +224,12 @@ def _placement(shapes: Mapping[str, tuple[int, ...]], shardings: Any) -> dict[st
     return placement
 
 
-def _devices_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Index, list[jax.Device]]:
+def _devices_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Bounds, list[jax.Device]]:
     """The distinct shards that this process holds, and the devices that hold each."""
-    devices: dict[Index, list[jax.Device]] = {}
+    devices: dict[Bounds, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = (part.indices(size) for part, size in zip(index or (), shape, strict=True))
-        devices.setdefault(tuple(slice(start, stop) for start, stop, _ in bounds), []).append(device)
+        devices.setdefault(tuple((start, stop) for start, stop, _ in bounds), []).append(device)
     return devices
 
 
