@@ -419,14 +419,16 @@ class TrainConfig:
           ValueError: it can't.
         """
         # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
-        for name, axes in (
-            ("width", ("fsdp", "context")),
-            ("num_heads", ("tensor",)),
-            ("num_kv_heads", ("tensor",)),
-            ("mlp_width", ("tensor",)),
-            ("vocab_size", ("tensor",)),
+        model, moe = self.model, self.model.moe
+        hidden = ("mlp_width", model.mlp_width) if moe is None else ("moe.expert_width", moe.expert_width)
+        for name, length, axes in (
+            ("width", model.width, ("fsdp", "context")),
+            ("num_heads", model.num_heads, ("tensor",)),
+            ("num_kv_heads", model.num_kv_heads, ("tensor",)),
+            (*hidden, ("tensor",)),
+            ("vocab_size", model.vocab_size, ("tensor",)),
         ):
-            length, size = getattr(self.model, name), math.prod(getattr(self.mesh, axis) for axis in axes)
+            size = math.prod(getattr(self.mesh, axis) for axis in axes)
             if length % size:
                 product = " × ".join(f"mesh.{axis}" for axis in axes)
                 raise ValueError(

@@ -26,7 +26,7 @@ from kernels import (
     TritonTiles,
     TritonTuning,
 )
-from layers import GPT, GPTConfig
+from layers import GPT, GPTConfig, MoEConfig
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchdogConfig
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
@@ -49,6 +49,11 @@ MODEL = GPTConfig(
     qk_norm="per_head",
     sinks=True,
     norm_placement="both",
+)
+MIXTURE = dataclasses.replace(
+    MODEL,
+    mlp_bias=False,
+    moe=MoEConfig(num_experts=7, num_experts_per_token=2, expert_width=34, router_bias=True, expert_bias=True),
 )
 CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))
 PER_HEAD = MultiHeadMask([CausalMask()] * 6 + [CausalMask() & LocalMask(7, 0)] * 6)
@@ -134,21 +139,27 @@ def splits_of_the_partition_rules() -> set[tuple[str, tuple[str, ...]]]:
     """(model field, mesh axes) of every dim that a rule lays on axes."""
     mesh = jax.sharding.AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "context"))
     fields = {getattr(MODEL, field.name): field.name for field in dataclasses.fields(MODEL) if field.type == "int"}
-    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(MODEL, rngs=nnx.Rngs(0))), nnx.Param))
+    fields[MIXTURE.moe.expert_width] = "moe.expert_width"
     splits, num_rules = set(), set()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        spec = partition_spec(path_name(path), leaf.shape, mesh)
-        splits |= {
-            (fields[length], axes) for length, entry in zip(leaf.shape, spec, strict=True) if (axes := axes_of(entry))
-        }
-        num_rules.add(spec)
+    for model in (MODEL, MIXTURE):
+        params = nnx.to_pure_dict(
+            nnx.state(nnx.eval_shape(lambda model=model: GPT(model, rngs=nnx.Rngs(0))), nnx.Param)
+        )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            spec = partition_spec(path_name(path), leaf.shape, mesh)
+            splits |= {
+                (fields[length], axes)
+                for length, entry in zip(leaf.shape, spec, strict=True)
+                if (axes := axes_of(entry))
+            }
+            num_rules.add(spec)
     assert num_rules == {spec for _, spec in PARTITION_RULES}
     return splits
 
 
 def test_refuses_exactly_what_the_partition_rules_cannot_split():
     splits = splits_of_the_partition_rules()
-    assert ("width", ("fsdp", "context")) in splits
+    assert {("width", ("fsdp", "context")), ("moe.expert_width", ("tensor",))} <= splits
     for axes in (("fsdp", "context"), ("tensor",)):
         for name in ("vocab_size", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_layers"):
             odd = {name: getattr(MODEL, name) // 2 | 1}
@@ -166,6 +177,17 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
                         dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
                 else:
                     dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+
+
+def test_refuses_experts_that_tensor_cannot_split():
+    config = dataclasses.replace(CONFIG, model=MIXTURE, mesh=MeshConfig(tensor=2))
+    odd = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, expert_width=33))
+    with pytest.raises(
+        ValueError, match=r"model\.moe\.expert_width=33 is not a multiple of mesh\.tensor = 2; use 34, "
+    ):
+        dataclasses.replace(config, model=odd)
+    # There is no other MLP whose width could matter.
+    dataclasses.replace(config, model=dataclasses.replace(MIXTURE, mlp_width=25))
 
 
 def test_the_width_divides_over_fsdp_and_context_together():
