@@ -60,9 +60,9 @@ class RouterSums(NamedTuple):
           >>> float(sums.load_balance(num_tokens=4) / 4)
           2.0
         """
-        load = (self.choices if choices is None else choices) / num_tokens
-        of_layers = self.choices.shape[-1] * jnp.sum(load.astype(self.probabilities.dtype) * self.probabilities, -1)
-        return of_layers.mean()
+        choices = self.choices if choices is None else choices
+        load = choices.astype(self.probabilities.dtype) / num_tokens
+        return choices.shape[-1] * jnp.sum(load * self.probabilities, axis=-1).mean()
 
     def z_loss(self) -> Float[Array, ""]:
         """The router z-loss times the number of tokens, the mean over layers.
