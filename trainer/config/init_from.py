@@ -16,7 +16,7 @@ from typing import Any
 
 from layers import GPTConfig
 from trainer.config.file import load_saved_config
-from trainer.config.train_config import DataConfig, TrainConfig
+from trainer.config.train_config import DataConfig, TrainConfig, check_path
 from trainer.errors import UserMistake
 
 _OF_THE_RUN = ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
@@ -125,6 +125,10 @@ def read_initial_model(init_from: str) -> InitialModel:
     Raises:
       UserMistake: there is no such folder, or it describes no model that this version knows.
     """
+    try:
+        check_path("init_from", init_from)
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from None
     folder = Path(init_from).expanduser().absolute()
     if not folder.is_dir():
         raise UserMistake(

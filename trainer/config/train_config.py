@@ -65,9 +65,9 @@ class DataConfig:
             raise ValueError(f"data.token_cache_gib={self.token_cache_gib} must be at least 0 and finite")
         if self.num_prefetch_batches < 1:
             raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
-        _check_path("data.token_cache_dir", self.token_cache_dir)
+        check_path("data.token_cache_dir", self.token_cache_dir)
         if self.tokenizer is not None:
-            _check_path("data.tokenizer", self.tokenizer)
+            check_path("data.tokenizer", self.tokenizer)
         check_numbers(self, "data.")
 
 
@@ -326,7 +326,7 @@ class CompilationConfig:
     """Folder of XLA's persistent compilation cache; the empty string turns it off."""
 
     def __post_init__(self):
-        _check_path("compilation.cache_dir", self.cache_dir or "~")
+        check_path("compilation.cache_dir", self.cache_dir or "~")
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ class TrainConfig:
         if self.init_from is None:
             self.check_model()
         elif isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
-            _check_path("init_from", self.init_from)
+            check_path("init_from", self.init_from)
         self.optimizer.num_decay_steps(self.num_steps)
 
     def check_model(self) -> None:
@@ -460,7 +460,7 @@ class TrainConfig:
                 )
 
 
-def _check_path(name: str, path: str) -> None:
+def check_path(name: str, path: str) -> None:
     """Raises ValueError for a path that no file system takes, and for the empty one, which would be this folder."""
     parts = Path(path).parts
     if not path or "\0" in path:
