@@ -42,11 +42,12 @@ def with_kernels(model: Any, *, implementation: str | Tuning | None = None) -> A
             "another one"
         )
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init}
-    return _with_kernels(type(model), implementation)(**fields)
+    base: Any = type(model)
+    return _with_kernels(base, implementation)(**fields)
 
 
 @functools.cache
-def _with_kernels(base: type, implementation: str | Tuning | None) -> type:
+def _with_kernels(base: Any, implementation: str | Tuning | None) -> type:
     """A subclass, since gemma's `nn.jit` keeps its traces by class: a trace with kernels mustn't serve one without."""
     from flax import linen as nn
 

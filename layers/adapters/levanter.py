@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from kernels import CausalMask, FullMask, LocalMask, Mask, Tuning
 from layers.adapters.shards import attend_in_shards
@@ -103,14 +104,9 @@ def dot_product_attention(
         mesh,
         batch_axes,
         head_axes,
-        *(
-            _array(named, wanted, name).astype(dtype).reshape(_flat(wanted, axes))
-            for name, named, wanted in (
-                ("query", query, (*axes.batch, axes.query, *axes.heads, axes.features)),
-                ("key", key, (*axes.batch, axes.key, *axes.shared_heads, axes.features)),
-                ("value", value, (*axes.batch, axes.key, *axes.shared_heads, axes.features)),
-            )
-        ),
+        axes.flatten(query, axes.query, axes.heads, "query").astype(dtype),
+        axes.flatten(key, axes.key, axes.shared_heads, "key").astype(dtype),
+        axes.flatten(value, axes.key, axes.shared_heads, "value").astype(dtype),
         static_mask,
         scale=scaling_factor,
         logits_soft_cap=logits_soft_cap,
@@ -161,6 +157,10 @@ class _Axes(NamedTuple):
         groups = [axis for axis in free if axis not in shared]
         return _Axes(tuple(batch), tuple(heads), tuple(groups), q_axis, kv_axis, features)
 
+    def flatten(self, named: Any, length: Any, heads: tuple[Any, ...], what: str) -> Float[Array, "B T N H"]:
+        array = _array(named, (*self.batch, length, *heads, self.features), what)
+        return array.reshape(_size(self.batch), length.size, _size(heads), self.features.size)
+
     def split_over(self) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
         """The mesh, and its axes that split the batch and the heads, by haliax's current axis mapping."""
         from haliax.partitioning import _get_mesh, physical_axis_name
@@ -186,7 +186,7 @@ class _Axes(NamedTuple):
         return haliax.named(out.reshape([axis.size for axis in ours]), ours).rearrange(theirs)
 
 
-def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, jax.Array]]:
+def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, Any]]:
     """An `AttentionMask` as a kernels mask, and the segment ids and positions that it is evaluated on."""
     if mask is None:
         return FullMask(), {}
@@ -205,7 +205,7 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, jax.Array]]:
     )
 
     parts: list[Mask] = []
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, Any] = {}
     if mask.sliding_window is not None:
         parts.append(LocalMask(mask.sliding_window - 1, 0))
     if mask.bidirectional_window is not None:
@@ -236,7 +236,7 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, jax.Array]]:
 
 
 def _named_parts(mask: Any) -> list[Any]:
-    """The arrays of an `AttentionMask` that may differ within the batch, without their positions' axes."""
+    """The arrays of an `AttentionMask` that may differ within the batch."""
     if mask is None or not hasattr(mask, "is_causal"):
         return []
     parts = [mask.causal_offset, *(mask.segment_ids or ())]
@@ -253,12 +253,8 @@ def _array(named: Any, axes: tuple[Any, ...], what: str) -> jax.Array:
     return named.rearrange(axes).array
 
 
-def _flat(wanted: tuple[Any, ...], axes: _Axes) -> tuple[int, int, int, int]:
-    """[B, T, N, H] of arrays whose axes are in that order."""
-    batch = math.prod(axis.size for axis in axes.batch)
-    length = wanted[len(axes.batch)].size
-    heads = math.prod(axis.size for axis in wanted[len(axes.batch) + 1 : -1])
-    return batch, length, heads, wanted[-1].size
+def _size(axes: tuple[Any, ...]) -> int:
+    return math.prod(axis.size for axis in axes)
 
 
 def _refuse(**reasons: str | bool) -> None:

@@ -40,7 +40,7 @@ def apply_attention(
     wv_product_einsum: Any,
     implementation: str | Tuning | None = None,
 ) -> tuple[Float[Array, "B T N V"], None, None]:
-    """What `maxtext.layers.attention_op.AttentionOp.apply_attention` computes, in memory proportional to T, or a refusal.
+    """What `AttentionOp.apply_attention` of `maxtext.layers.attention_op` computes in O(T) memory, or a refusal.
 
     Training and prefill, for the attention types global, local_sliding, chunk, full and mla; heads and batch may be
     split over the mesh.
@@ -94,15 +94,16 @@ def apply_attention(
         }
     )
     batch_axes, head_axes = _split_axes(self)
-    segment_ids = _segment_ids(decoder_segment_ids, decoder_segment_ids_kv)
     dtype = jnp.result_type(query, key, value)
     out = attend_in_shards(
         self.mesh,
         batch_axes,
         head_axes,
-        *(array.astype(dtype) for array in (query, key, value)),
+        query.astype(dtype),
+        key.astype(dtype),
+        value.astype(dtype),
         _mask(self),
-        **segment_ids,
+        **_segment_ids(decoder_segment_ids, decoder_segment_ids_kv),
         sinks=sinks,
         scale=1.0,
         logits_soft_cap=self.attn_logits_soft_cap or None,  # 0 turns it off in MaxText, as None does
@@ -135,7 +136,7 @@ def _given(op: Any, name: str) -> int:
     return value
 
 
-def _segment_ids(of_query: jax.Array | None, of_key: jax.Array | None) -> dict[str, jax.Array]:
+def _segment_ids(of_query: jax.Array | None, of_key: jax.Array | None) -> dict[str, Any]:
     if of_query is None:
         _refuse({"decoder_segment_ids_kv": of_key is not None and "decoder_segment_ids must come with it"})
         return {}

@@ -113,6 +113,7 @@ def test_state_keeps_its_names(make_model):
 
 def test_other_models_are_refused(rng):
     from bonsai.models.vit import modeling as vit
+
     from layers.adapters.bonsai import use_kernels
 
     with pytest.raises(ValueError, match=r"expected a model whose layers have an `attn` of bonsai.models.qwen3.*Trans"):
@@ -128,6 +129,7 @@ def small_vit(vit):
 
 def test_vit_takes_attention_fn(rng):
     from bonsai.models.vit import modeling as vit
+
     from layers import attention_fn
 
     images = jnp.asarray(rng.standard_normal((1, 224, 224, 3)), jnp.float32)
@@ -140,3 +142,24 @@ def test_vit_takes_attention_fn(rng):
         return model(images, rngs=nnx.Rngs(0))
 
     assert_same(logits(True), logits(False))
+
+
+@pytest.mark.usefixtures("needs_eight_devices")
+def test_on_a_mesh(modeling, config, make_model, rng):
+    """With bonsai's own sharding, batch over fsdp and heads over tp, on axes of type Explicit."""
+    tokens = jnp.asarray(rng.integers(1, 64, (8, LENGTH)), jnp.int32)
+    split = dataclasses.replace(config, shd_cfg=modeling.ShardConfig.default(use_fsdp=True, use_tp=True))
+
+    def logits(adapted, config, tokens):
+        model = make_model(adapted, config=config)
+        caches = nnx.List([modeling.LayerCache(config, 8, CELLS, jnp.float32) for _ in range(config.num_layers)])
+        attend = nnx.jit(lambda model, caches, part: model(part, cache=caches, segment_ids=jnp.ones_like(part)))
+        return [attend(model, caches, part) for part in (tokens[:, :-1], tokens[:, -1:])]
+
+    expected = logits(False, config, tokens)
+    axes = ("fsdp", "tp")
+    mesh = jax.make_mesh((2, 2), axes, (jax.sharding.AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(tokens, jax.sharding.NamedSharding(mesh, jax.P("fsdp")))
+        for adapted in (False, True):
+            assert_same(jax.device_get(logits(adapted, split, rows)), jax.device_get(expected))

@@ -254,3 +254,39 @@ def test_arguments_are_levanters(levanter):
     from layers.adapters.levanter import _MASK_FIELDS
 
     assert {field.name for field in dataclasses.fields(levanter.Mask)} == _MASK_FIELDS
+
+
+@pytest.mark.usefixtures("needs_eight_devices")
+def test_on_a_mesh(levanter, rng):
+    """Batch and key/value heads split by haliax's axis mapping, queries' positions not."""
+    import haliax
+
+    from layers.adapters.levanter import dot_product_attention
+
+    def draw(**sizes):
+        axes = [haliax.Axis(name, size) for name, size in sizes.items()]
+        return haliax.named(jnp.asarray(rng.standard_normal(list(sizes.values())), jnp.float32), axes)
+
+    query = draw(batch=8, kv_head=2, q_heads_per_group=2, position=LENGTH, head_size=HEAD_DIM)
+    key, value = (draw(batch=8, kv_head=2, key_position=LENGTH, head_size=HEAD_DIM) for _ in range(2))
+    sinks = draw(kv_head=2, q_heads_per_group=2)
+
+    def attend(query, key, value, sinks):
+        return dot_product_attention(
+            "position", "key_position", "head_size", query, key, value, levanter.Mask.causal(), attn_sink=sinks
+        ).array
+
+    expected = attend(query, key, value, sinks)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    with haliax.partitioning.set_mesh(mesh), haliax.axis_mapping({"batch": "data", "kv_head": "model"}):
+        inputs = haliax.shard((query, key, value, sinks))
+        compiled = jax.jit(attend).lower(*inputs).compile()
+        out = compiled(*inputs)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    assert "all-gather" not in compiled.as_text(), "each device attends to its own part"
+    with (
+        haliax.partitioning.set_mesh(mesh),
+        haliax.axis_mapping({"position": "data"}),
+        pytest.raises(ValueError, match="the mesh's data splits 'position'"),
+    ):
+        jax.jit(attend)(query, key, value, sinks)

@@ -162,8 +162,9 @@ def test_other_segment_ids_of_keys(make_op, arrays, ours):
 def test_attention_layer(op_module, make_config, rng, monkeypatch):
     """Inside MaxText's own attention layer, with its projections and rotary embedding."""
     from flax import nnx
-    from layers.adapters.maxtext import apply_attention
     from maxtext.layers.attentions import Attention
+
+    from layers.adapters.maxtext import apply_attention
 
     config = make_config()
     mesh = make_mesh(config)
@@ -237,3 +238,23 @@ def test_arguments_are_maxtexts(op_module):
     own = inspect.signature(apply_attention).parameters.values()
     their = inspect.signature(op_module.AttentionOp.apply_attention).parameters.values()
     assert [(p.name, p.default) for p in own if p.name != "implementation"] == [(p.name, p.default) for p in their]
+
+
+@pytest.mark.usefixtures("needs_eight_devices")
+def test_on_a_mesh(make_op, make_config, rng, ours):
+    """Batch over fsdp and heads over tensor by MaxText's own logical rules, tokens not."""
+    from flax.linen import partitioning
+
+    config = make_config()
+    shapes = [(8, LENGTH, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    query, key, value, cotangent = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    arrays = types.SimpleNamespace(inputs=(query, key, value), cotangent=cotangent)
+    segment_ids = jnp.asarray(np.sort(rng.integers(1, 4, (8, LENGTH)), -1))
+    expected = run(make_op(), arrays, segment_ids)
+    op = make_op(mesh=make_mesh(config, fsdp=4, tensor=2))
+    with partitioning.axis_rules(config.logical_axis_rules):
+        assert_same(ours(op, arrays, segment_ids), expected)
+        jaxpr = str(jax.make_jaxpr(lambda *inputs: ours(op, arrays, segment_ids)[0])(query))
+    assert "shard_map" in jaxpr
+    with partitioning.axis_rules(config.logical_axis_rules), pytest.raises(ValueError, match="mesh's context splits"):
+        ours(make_op(mesh=make_mesh(config, context=2)), arrays, segment_ids)
