@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from kernels import CausalMask, LocalMask, Target
+from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
 from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention, plan_attention
@@ -355,7 +356,12 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     config = load_config(trainer_command.config)
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, masks=(CausalMask() & LocalMask(63, 0), CausalMask())),
+        model=dataclasses.replace(
+            config.model,
+            masks=(CausalMask() & LocalMask(63, 0), CausalMask()),
+            layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
+            query_scale=0.3,
+        ),
         data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
     )
     seen = []

@@ -1,4 +1,4 @@
-"""Run by test_sharded_decoder.py in a process of its own, which has 8 CPU devices: every field of a dense GPT on meshes.
+"""Run by test_sharded_decoder.py in a process of its own, which has 8 CPU devices: all fields of a dense GPT on meshes.
 
 Prints the sums of the loss and the largest difference of each gradient from one device's, as JSON. In float64.
 """

@@ -84,7 +84,8 @@ def test_an_update_is_of_adamws_size(rng):
 def test_muon_updates_the_matrices_of_blocks_and_adam_all_else():
     config = GPTConfig(
         64, num_layers=2, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32, mlp="swiglu",
-        qk_norm="per_head", sinks=True, tie_embeddings=False,
+        qk_norm="per_head", sinks=True, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True,
+        norm_placement="both",
     )  # fmt: skip
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
     rules = {path_name(path): rule for path, rule in jax.tree_util.tree_flatten_with_path(muon_or_adam(params))[0]}
