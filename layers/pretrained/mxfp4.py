@@ -49,7 +49,7 @@ class UnpackedTensor:
         exponents = self.scales.read((experts, outputs, held)).astype(np.int32) - 127
         values = _VALUES[np.stack([packed & 15, packed >> 4], -1)].reshape(*packed.shape[:-1], _BLOCK)
         values = np.ldexp(values, exponents[..., None]).astype(self.dtype)
-        columns = values.reshape(*values.shape[:2], -1).swapaxes(1, 2)
+        columns = values.reshape(*values.shape[:2], values.shape[2] * _BLOCK).swapaxes(1, 2)
         return columns[:, inputs.start - held.start * _BLOCK : inputs.stop - held.start * _BLOCK]
 
 

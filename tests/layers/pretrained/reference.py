@@ -17,7 +17,7 @@ import torch
 import transformers
 
 SIZES = {
-    "vocab_size": 48,
+    "vocab_size": 40,
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 2,
@@ -28,7 +28,6 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
-PROMPT_LENGTH = 40
 WINDOW = 8
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
@@ -71,10 +70,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 6,
-            "norm_topk_prob": True,
+            "norm_topk_prob": False,
         },
     ),
-    "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    "mixtral": (
+        "MixtralConfig",
+        {"intermediate_size": 6, "num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    ),
     "gemma2": (
         "Gemma2Config",
         {
