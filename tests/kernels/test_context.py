@@ -206,7 +206,8 @@ def test_calls_of_one_mask_weigh_together_by_the_features_of_their_heads(monkeyp
     monkeypatch.setattr(
         "kernels.context.plan.choose_deal", lambda masks, *_, **__: weighed.append(dict(masks)) or "by_cost"
     )
-    calls = {call_of(): 4.0, call_of(WINDOW): 20.0, call_of(num_kv_heads=8): 3.0, call_of(head_dim=256): 1.5}
+    call = functools.partial(call_of, length=2048)
+    calls = {call(): 4.0, call(WINDOW): 20.0, call(num_kv_heads=8): 3.0, call(head_dim=256): 1.5}
     assert len(plan_context(calls, "context", 8).exchanges) == 4
     assert weighed == [{CAUSAL: 10.0, WINDOW: 20.0}]
 

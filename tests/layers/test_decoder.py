@@ -56,7 +56,7 @@ FAMILIES = {
     },
     "OLMo": {
         "masks": (WINDOW, CausalMask()),
-        "layer_overrides": (LayerOverride(), LayerOverride(rope_scaling=SCALINGS[3])),
+        "layer_overrides": (LayerOverride(), LayerOverride(rope_base=100.0, rope_scaling=SCALINGS[3])),
         "norm_placement": "post",
         "qk_norm": "whole",
         "mlp": "swiglu",
@@ -64,6 +64,7 @@ FAMILIES = {
     },
     "gpt-oss": {
         "masks": (WINDOW, CausalMask()),
+        "rope_base": 100.0,
         "rope_scaling": SCALINGS[4],
         "attention_bias": True,
         "output_bias": True,

@@ -69,10 +69,10 @@ def open_run(
     model = dataclasses.replace(config.model, **implementations)
     if rope_scaling.kind != "none":
         model = dataclasses.replace(model, rope_scaling=rope_scaling)
-        if model.rope_base is None:
+        if all(layer.rope_base is None or layer.rope_scaling != rope_scaling for layer in model.layer_counts):
+            has = "no rotary embedding (model.rope_base is None)" if model.rope_base is None else "one for each layer"
             raise UserMistake(
-                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has no rotary embedding "
-                "(model.rope_base is None); leave it out"
+                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has {has}; leave it out"
             )
     try:
         model.check_looks_back_only()
