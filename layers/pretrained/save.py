@@ -54,10 +54,10 @@ def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family,
       ValueError: no family, or not this one, can express the model; the message has the reasons.
     """
     reasons = []
+    shapes = _shapes_of(config)
     for name in MODULES if model_type is None else (model_type,):
         family = find_family(name, "the argument model_type")
         try:
-            shapes = {path: leaf.shape for path, leaf in flat(parameter_shapes(config)).items()}
             written = family.write_config(config)
             find_sources(family, config, shapes)
         except ValueError as error:
@@ -107,7 +107,7 @@ def write_huggingface(
         raise ValueError(f"{target.parent} is not a folder; make it, or choose another place")
     family, written = family_of(config, model_type)
     arrays = flat(params)
-    shapes = {path: tuple(leaf.shape) for path, leaf in flat(parameter_shapes(config)).items()}
+    shapes = _shapes_of(config)
     if wrong := sorted(path for path in shapes.keys() | arrays.keys() if shapes.get(path) != _shape(arrays.get(path))):
         raise ValueError(f"the parameters aren't those of the config; {wrong[0]}, for example, is misshapen or missing")
     if tokenizer_dir is not None and generation_config is None and (Path(tokenizer_dir) / GENERATION_NAME).exists():
@@ -161,7 +161,7 @@ class _Piece(NamedTuple):
 
     def make(self, arrays: Mapping[str, Any]) -> np.ndarray:
         """The tensor."""
-        parts = [np.asarray(_take(arrays[path], self.position)) for path in self.source.paths]
+        parts = [_take(arrays[path], self.position) for path in self.source.paths]
         return self.source.row.into_file([part.astype(self.dtype, copy=False) for part in parts])
 
 
@@ -212,9 +212,11 @@ def _header(contents: Mapping[str, _Piece]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _take(array: Any, position: tuple[int, ...]) -> Any:
+def _take(array: Any, position: tuple[int, ...]) -> np.ndarray:
+    if isinstance(array, np.ndarray) or [device.platform for device in array.devices()] == ["cpu"]:
+        return np.asarray(array)[position]  # a view
     # Traced, so that one program serves all layers.
-    return array if not position else _take_traced(array, np.array(position, np.int32))
+    return np.asarray(_take_traced(array, np.array(position, np.int32)) if position else array)
 
 
 @jax.jit
@@ -231,6 +233,10 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(leaf.shape) for path, leaf in flat(parameter_shapes(config)).items()}
 
 
 def _shape(array: Any) -> tuple[int, ...] | None:

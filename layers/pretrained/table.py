@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,8 +49,12 @@ class Source:
         return self.row.theirs.format(layer=self.first_layer + layer * self.layer_step, expert=expert)
 
 
-def parameter_shapes(config: GPTConfig) -> dict[str, Any]:
-    """The parameters of a GPT as `jax.ShapeDtypeStruct`s, a nested dict as `nnx.to_pure_dict` makes it."""
+@functools.lru_cache(maxsize=8)
+def parameter_shapes(config: GPTConfig) -> Any:
+    """The parameters of a GPT as `jax.ShapeDtypeStruct`s, a nested dict as `nnx.to_pure_dict` makes it.
+
+    The same dict for the same config: it isn't to be changed.
+    """
     from flax import nnx
 
     from layers.gpt import GPT

@@ -77,7 +77,7 @@ def test_mxfp4_blocks_are_unpacked_as_transformers_does(tmp_path, rng):
 
     from layers.pretrained.mxfp4 import UnpackedTensor
     from layers.pretrained.steps import read_whole
-    from tests.layers.pretrained.array_tensor import ArrayTensor
+    from tests.layers.pretrained.samples import ArrayTensor
 
     blocks = rng.integers(0, 256, (2, 6, 3, 16)).astype(np.uint8)
     scales = rng.integers(100, 150, (2, 6, 3)).astype(np.uint8)

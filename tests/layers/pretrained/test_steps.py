@@ -9,13 +9,7 @@ import pytest
 from layers.pretrained.mxfp4 import UnpackedTensor, with_unpacked_blocks
 from layers.pretrained.safetensors_file import whole
 from layers.pretrained.steps import Pattern, Row, read_whole
-from tests.layers.pretrained.array_tensor import ArrayTensor
-
-
-def random_index(rng, shape):
-    bounds = (sorted(rng.integers(0, size + 1, 2)) for size in shape)
-    return tuple(slice(int(start), int(stop)) for start, stop in bounds)
-
+from tests.layers.pretrained.samples import ArrayTensor, random_index
 
 # A pattern, a parameter's shape, and how NumPy makes the parameter of the file's tensor.
 PATTERNS = (
