@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import struct
 import subprocess
 import sys
@@ -268,6 +269,8 @@ class Pretrained:
     """NumPy arrays, as in `TrainState`."""
     page: Path
     """A config file that says nothing about the model but how it runs."""
+    seed: int
+    """Of the parameters, for the report of a failure."""
 
 
 PAGE = """
@@ -314,7 +317,8 @@ def pretrained(trainer_command, make_tokenizer, tmp_path_factory) -> Pretrained:
         rope_scaling=RopeScaling("llama3", 4.0, original_context_length=32),
         norm_epsilon=1e-5,
     )
-    rng = np.random.default_rng()
+    seed = secrets.randbits(32)
+    rng = np.random.default_rng(seed)
     shapes = abstract_params(model, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     (folder / "tokenizer").mkdir()
@@ -327,4 +331,4 @@ def pretrained(trainer_command, make_tokenizer, tmp_path_factory) -> Pretrained:
             documents=config.data.files[0], tokens=config.data.token_cache_dir, cache=config.compilation.cache_dir
         )
     )
-    return Pretrained(folder / "llama", model, params, page)
+    return Pretrained(folder / "llama", model, params, page, seed)

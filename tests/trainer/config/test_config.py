@@ -277,6 +277,33 @@ def test_a_saved_tuning_that_cannot_be_read_back_is_told(saved, message):
         config_from_json(config)
 
 
+def test_what_layers_are_made_of_is_read_back():
+    model = dataclasses.replace(
+        MODEL,
+        layer_overrides=(
+            LayerOverride(rope_base=None, num_kv_heads=4),
+            LayerOverride(rope_scaling=RopeScaling("longrope", 2.0, short_factors=(1.0, 1.5), long_factors=(1.0, 3.0))),
+        ),
+        rope_scaling=RopeScaling("yarn", 4.0, attention_factor=1.2, truncate=False),
+        mlp_bias=False,
+        moe=MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=8, router_bias=True),
+    )
+    config = dataclasses.replace(CONFIG, model=model)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    saved = config_to_json(config)
+    saved["model"]["layer_overrides"][0]["rope_base"] = "none"
+    with pytest.raises(UserMistake, match=r"model\.layer_overrides\.rope_base='none' is of type str; expected float"):
+        config_from_json(saved)
+
+
+def test_a_layers_own_heads_divide_over_tensor():
+    model = dataclasses.replace(MODEL, layer_overrides=(LayerOverride(), LayerOverride(num_kv_heads=3)))
+    with pytest.raises(
+        ValueError, match=r"layer_overrides gives layer 1 num_kv_heads=3, which mesh.tensor = 2 does not divide; make"
+    ):
+        dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=2))
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "a/b", "/tmp", "a\0b", "a\nb", "\x1b[31m", "\ud800", "x" * 256, "é" * 128]
 )

@@ -14,6 +14,7 @@ from kernels import CausalMask, LocalMask
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.command.compile_command import parse_command_line as parse_compile_command
+from trainer.compile.fit_search import single_remedies
 from trainer.compile.step_profile import profile_step
 from trainer.config import DataConfig, MeshConfig, TrainConfig
 from trainer.config.file import config_from_json, config_to_json
@@ -208,6 +209,22 @@ def test_a_contradiction_is_told_with_status_2_before_any_device_starts(trainer_
         "--model.num-heads=8 (there 4); leave this out: a model's shape comes with its parameters\n"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_is_not_the_workdir(pretrained, folder, config_file):
+    before = (folder / "config.json").read_bytes()
+    (folder.parent / "link").symlink_to(folder)
+    with pytest.raises(UserMistake, match=r"workdir .*/link is the folder of init_from, whose config\.json"):
+        claim_workdir(folder.parent / "link", parse(config_file(), "--init-from", folder))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert (folder / "config.json").read_bytes() == before
+
+
+def test_a_search_for_memory_tries_only_what_the_folders_model_allows(folder, config_file):
+    config = parse(config_file(), "--init-from", folder, "--mesh.tensor", 2)
+    fields = {change.field: change.value for changes in single_remedies(config, 128) for change in changes}
+    assert fields["mesh.context"] == 32, "of a width of 32, though the sequence has 64 tokens"
+    assert "mesh.tensor" not in fields, "the two key/value heads are split already"
 
 
 def test_a_step_compiles_from_config_json_alone(pretrained, folder):

@@ -303,7 +303,7 @@ def test_the_tokenizer_is_held_against_what_the_checkpoint_says(
     if identity is not None:
         identity = identity.format(file=load_tokenizer(str(tokenizer_file)).identity)
     found = dataclasses.replace(find_newest(workdir / "checkpoints"), tokenizer=identity)
-    monkeypatch.setattr("trainer.sample.trained_run.find_newest", lambda folder: found)
+    monkeypatch.setattr("trainer.saved_run.find_newest", lambda folder: found)
     # What comes after the tokenizer is refused by a stop token that no tokenizer has.
     told = refusal(sample(workdir, "--prompt", "x", "--stop-token", 9999, *arguments))
     assert re.search(message or "--stop-token 9999 is not an id", told)
