@@ -46,7 +46,7 @@ class SampleCommand:
     tokenizer: str | None = None
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Stretches the context past the trained length, by its factor; the run's own unless given."""
+    """Replaces the run's own, and stretches the context past the trained length by its factor over the run's own."""
     implementation: str | None = AS_TRAINED
     """Attention backend for the prompts. as-trained: the one of the run's config; None: the fastest on this device."""
     decode_implementation: str | None = AS_TRAINED

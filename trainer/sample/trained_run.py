@@ -32,8 +32,9 @@ class TrainedRun:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model can attend to: the trained length, times what RoPE scaling makes of it."""
-        return int(self.config.sequence_length * self.model.rope_scaling.factor)
+        """Tokens that the model can attend to: the trained length, times what more RoPE scaling makes of it."""
+        stretch = self.model.rope_scaling.factor / self.config.model.rope_scaling.factor
+        return int(self.config.sequence_length * max(stretch, 1.0))
 
     def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
         """Reads the model's parameters onto one device.
