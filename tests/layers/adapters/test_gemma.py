@@ -1,6 +1,7 @@
 """The gemma adapter against the unmodified models of Google DeepMind's `gemma` package."""
 
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -170,3 +171,19 @@ def test_other_architectures_are_refused(gm):
 
     with pytest.raises(ValueError, match=r"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got Gemma4"):
         with_kernels(gm.nn.Gemma4_E2B())
+
+
+def test_no_array_of_length_squared(make_model, draw_params):
+    """Gemma still describes its dense mask; XLA drops what nothing reads."""
+    from layers.adapters.gemma import with_kernels
+
+    model, length = make_model(), 1024
+    tokens = jnp.ones((1, length), jnp.int32)
+    params = draw_params(model, tokens[:, :LENGTH])
+
+    def arrays_of_length_squared(model):
+        gradient = jax.jit(jax.grad(lambda params: model.apply(params, tokens).logits.sum()))
+        return re.findall(rf"\[[\d,]*\b{length},(?:\d+,)?{length}\b", gradient.lower(params).compile().as_text())
+
+    assert arrays_of_length_squared(model)
+    assert not arrays_of_length_squared(with_kernels(model))
