@@ -133,6 +133,24 @@ def test_attention_types(make_op, arrays, ours, kind, packed):
     assert_same(ours(op, arrays, segment_ids), run(op, arrays, segment_ids))
 
 
+def test_mla(make_op, arrays, ours):
+    """Values of another head dim than keys."""
+    query, key, value = arrays.inputs
+    arrays = types.SimpleNamespace(inputs=(query, key, value[..., :6]), cotangent=arrays.cotangent[..., :6])
+    op = make_op(attention_type="mla")
+    assert_same(ours(op, arrays), run(op, arrays))
+
+
+def test_prefill(make_op, arrays):
+    from layers.adapters.maxtext import apply_attention
+
+    op = make_op()
+    call = (*arrays.inputs, arrays.segment_ids, None, None, "prefill")
+    einsums = {"qk_product_einsum": jnp.einsum, "wv_product_einsum": jnp.einsum}
+    out, _, row_sum = op.apply_attention(*call, **einsums)
+    assert_same(apply_attention(op, *call, **einsums)[0], out / row_sum)
+
+
 def test_default_backend(make_op, arrays, ours):
     op = make_op()
     assert_same(ours(op, arrays, arrays.segment_ids, implementation=None), run(op, arrays, arrays.segment_ids))
