@@ -23,6 +23,7 @@ from tests.layers.pretrained.reference import (  # noqa: E402
     float64_everywhere,
     load_reference,
     logits_of,
+    save_random_model,
     torch,
 )
 
@@ -37,7 +38,7 @@ def test_a_fresh_model_computes_what_transformers_computes(case, tmp_path, rng):
 @pytest.mark.parametrize("case", CASES)
 def test_transformers_loads_what_is_exported(case, tmp_path, rng):
     source = tmp_path / "source"
-    make_case(case, source, seed=int(rng.integers(2**31)))
+    save_random_model(case, source, seed=int(rng.integers(2**31)))
     config = config_from_huggingface(source)
     write_huggingface(tmp_path / "export", config, read_params(source, config), dtype="bfloat16")
     tokens = rng.integers(0, SIZES["vocab_size"], (2, 30))
