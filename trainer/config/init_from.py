@@ -9,6 +9,7 @@ a flag always.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight")
 
 def is_workdir(folder: Path) -> bool:
     """Whether a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
-    return (folder / "checkpoints").is_dir()
+    return os.path.isdir(folder / "checkpoints")  # unlike Path's, it answers for any path, be it forbidden
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def read_initial_model(init_from: str) -> InitialModel:
     except ValueError as refused:
         raise UserMistake(str(refused)) from None
     folder = Path(init_from).expanduser().absolute()
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserMistake(
             f"init_from={init_from!r} is no folder; expected a Hugging Face model's on this machine "
             "(`hf download NAME --local-dir DIR` puts one there), or the workdir of a run"
@@ -141,10 +142,10 @@ def read_initial_model(init_from: str) -> InitialModel:
         return InitialModel(folder, held.model, tokenizer, held.data.end_of_document_token)
     try:
         model = GPTConfig.from_huggingface(folder)
-    except ValueError as refused:
+    except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"
-    return InitialModel(folder, model, str(tokenizer_file) if tokenizer_file.is_file() else None, None)
+    return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None, None)
 
 
 def _layers(model: GPTConfig) -> Iterator[tuple[int, int]]:

@@ -80,7 +80,7 @@ def _load_huggingface(
         origin = _describe_huggingface(folder)
         with console.loading("loading parameters") as progress:
             params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype, progress=progress)
-    except ValueError as refused:
+    except (ValueError, OSError) as refused:
         if reason_of(refused) is not None:  # as JAX tells that memory ran out
             raise
         raise UserMistake(f"init_from={str(folder)!r}: {refused}") from refused

@@ -167,14 +167,14 @@ def set_config(folder: Path, **keys: object) -> None:
 @pytest.mark.timeout(300)
 def test_two_processes_each_read_what_their_devices_hold(trainer_command, pretrained, read_run, tmp_path):
     arguments = ("--config", pretrained.page, "--init-from", pretrained.folder, "--workdir", tmp_path / "run")
-    arguments += ("--batch-size", 8, "--mesh.data", 2, "--mesh.fsdp", 4)
+    arguments += ("--batch-size", 4, "--mesh.fsdp", 4)
     port = free_port()
     pair = [
-        trainer_command.start(*arguments, "--distributed", f"127.0.0.1:{port},2,{index}", **environment_of_cpus(4))
+        trainer_command.start(*arguments, "--distributed", f"127.0.0.1:{port},2,{index}", **environment_of_cpus(2))
         for index in range(2)
     ]
     outcomes = [trainer_command.finish(process) for process in pair]
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     _, steps, _ = read_run(tmp_path / "run")
-    config = parse(pretrained, "--init-from", pretrained.folder, "--batch-size", 8).train
+    config = parse(pretrained, "--init-from", pretrained.folder, "--batch-size", 4).train
     assert steps[0]["loss"] == pytest.approx(first_loss(config, pretrained.params), rel=1e-5)
