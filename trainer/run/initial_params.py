@@ -15,7 +15,6 @@ import jax
 
 from layers.pretrained import read_params
 from layers.pretrained.folder import open_tensors, read_config
-from trainer.checkpoints.folder import DIGESTS
 from trainer.checkpoints.parameters import restore_params
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
@@ -106,5 +105,4 @@ def _load_checkpoint(
         console.warning(f"{damaged}; the one before it is taken")
     with console.working("loading parameters"):
         checkpoint, params = restore_params(checkpoint, functions.abstract_state.params)
-    digest = hashlib.sha256((checkpoint.path / DIGESTS).read_bytes()).hexdigest()
-    return params, {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256sums_sha256": digest}
+    return params, {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
