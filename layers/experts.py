@@ -58,14 +58,15 @@ class Experts(nnx.Module):
         order = jnp.argsort(experts, stable=True)  # of the copies, when they are sorted by expert
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
         num_copies = jnp.bincount(experts, length=self.num_experts)
-        is_own = jax.nn.one_hot(experts[order], self.num_experts, dtype=tokens.dtype)
 
         copies = _copy_tokens(tokens, order, place)
-        hidden = checkpoint_name(self.up(copies, num_copies, is_own), "projection")
+        hidden = checkpoint_name(self.up(copies, experts[order], num_copies), "projection")
         if self.kind == "gelu":
             hidden = gelu(hidden)
         else:
-            hidden = GATES[self.kind](checkpoint_name(self.gate(copies, num_copies, is_own), "projection"), hidden)
+            hidden = GATES[self.kind](
+                checkpoint_name(self.gate(copies, experts[order], num_copies), "projection"), hidden
+            )
         outputs = _uncopy(self.down.multiply(hidden, num_copies), order, place)
         outputs = checkpoint_name(outputs, "projection").reshape(*chosen.shape, -1)
         mixed = jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=weights.dtype).astype(tokens.dtype)
@@ -95,13 +96,14 @@ class GroupedLinear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((num_experts, out_features), param_dtype)) if use_bias else None
 
     def __call__(
-        self, copies: Float[Array, "C in"], num_copies: Int[Array, " E"], is_own: Float[Array, "C E"]
+        self, copies: Float[Array, "C in"], experts: Int[Array, " C"], num_copies: Int[Array, " E"]
     ) -> Float[Array, "C out"]:
-        """The outputs in the copies' type; `is_own`: 1 for each copy's expert, 0 for the others."""
+        """The outputs in the copies' type, of copies sorted by `experts`, of which each has `num_copies`."""
         outputs = self.multiply(copies, num_copies)
         if self.bias is None:
             return outputs
         # A matmul and no lookup, whose gradient would add up copy by copy.
+        is_own = jax.nn.one_hot(experts, num_copies.size, dtype=copies.dtype)
         return outputs + jnp.dot(is_own, self.bias[...].astype(copies.dtype))
 
     def multiply(self, copies: Float[Array, "C in"], num_copies: Int[Array, " E"]) -> Float[Array, "C out"]:

@@ -192,7 +192,7 @@ def test_the_router_is_wider_than_the_experts(rng):
     moe = MoE(WIDTH, config, compute_dtype="bfloat16", rngs=nnx.Rngs(0))
     inputs = jnp.asarray(rng.standard_normal((1, 200, WIDTH)), jnp.bfloat16)
     logits = np.asarray(inputs, np.float64)[0] @ np.asarray(moe.router.kernel[...], np.float64)
-    outputs, sums = moe(inputs)
+    outputs, sums = nnx.jit(lambda moe, inputs: moe(inputs))(moe, inputs)
     assert (outputs.dtype, sums.probabilities.dtype) == (jnp.bfloat16, jnp.float32)
     # Rounded to bfloat16, logits of 64 experts would tie or change places for some of 200 tokens.
     assert sums.choices.tolist() == np.bincount(logits.argmax(1), minlength=64).tolist()
