@@ -36,8 +36,10 @@ Progress = Callable[[int, int], None]
 Bounds = tuple[tuple[int, int], ...]
 """A shard's start and stop in each dim; Python 3.11 can't hash slices."""
 
-_CHUNK_BYTES = 1 << 28
-"""Bytes of a shard that are on the host at a time, if one tensor's part of it isn't larger."""
+# Bytes of a shard that are on the host at a time, if one tensor's part of it isn't larger.
+_CHUNK_BYTES = 1 << 27
+# A shard of fewer bytes is made on the host, which spares compiling.
+_SMALL_BYTES = 1 << 24
 
 
 def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
@@ -180,32 +182,33 @@ class _Reader:
         sizes = [part.stop - part.start for part in index]
         block_bytes = self._stored_dtype(source).itemsize * math.prod(sizes[num_stacked:])
         names = [source.tensor_name(position) for position in positions(stacked)]
+        order = (0, *(1 + dim for dim in source.row.order))
+        if len(names) * block_bytes <= _SMALL_BYTES:
+            blocks = self._read_blocks(source, names, rest).transpose(order).reshape(sizes)
+            return [jax.device_put(blocks.astype(self.dtype, copy=False), target) for target in targets]
+        # The shard grows on its device, so that the host holds a few layers at a time. It is transposed there, too:
+        # NumPy would take longer for that than for reading.
+        shards = [_zeros((len(names), *sizes[num_stacked:]), self.dtype, target) for target in targets]
         blocks_at_once = max(1, _CHUNK_BYTES // max(block_bytes, 1))
-        if len(names) <= blocks_at_once:
-            whole = self._read_blocks(source, names, rest).astype(self.dtype, copy=False)
-            return [jax.device_put(whole.reshape(sizes), target) for target in targets]
-        # A large stack: its shard grows on the device, so that the host holds a few layers at a time.
-        flat_shape = (len(names), *sizes[num_stacked:])
-        shards = [_zeros(flat_shape, self.dtype, target) for target in targets]
         for first in range(0, len(names), blocks_at_once):
             blocks = self._read_blocks(source, names[first : first + blocks_at_once], rest)
             if blocks.dtype.itemsize > self.dtype.itemsize:
                 blocks = blocks.astype(self.dtype)
             shards = [
-                _write(shard, jax.device_put(blocks, target), first)
+                _write(shard, jax.device_put(blocks, target), first, order)
                 for shard, target in zip(shards, targets, strict=True)
             ]
             jax.block_until_ready(shards)
         return [shard.reshape(sizes) for shard in shards]
 
     def _read_blocks(self, source: Source, names: Sequence[str], rest: Index) -> np.ndarray:
-        blocks = np.empty((len(names), *(part.stop - part.start for part in rest)), self._stored_dtype(source))
-        for position, name in enumerate(names):
-            blocks[position] = source.row.read(self.tensors[name], source.which, source.shapes, rest)
-            self.num_read += blocks[position].nbytes
+        blocks = []
+        for name in names:
+            blocks.append(source.row.read(self.tensors[name], source.which, source.shapes, rest))
+            self.num_read += blocks[-1].nbytes
             if self.progress is not None:
                 self.progress(self.num_read, self.num_bytes)
-        return blocks
+        return blocks[0][None] if len(blocks) == 1 else np.stack(blocks)
 
     def _stored_dtype(self, source: Source) -> np.dtype:
         return self.tensors[source.tensor_name(())].dtype
@@ -237,9 +240,10 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, target: Sharding) -> jax.Ar
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=target)()
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(shard: jax.Array, blocks: jax.Array, first: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(shard, blocks.astype(shard.dtype), first, axis=0)
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="order")
+def _write(shard: jax.Array, blocks: jax.Array, first: jax.Array | int, order: tuple[int, ...]) -> jax.Array:
+    blocks = blocks.transpose(order).astype(shard.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(shard, blocks, first, axis=0)
 
 
 def _spread(mesh: Mesh, leaf: jax.ShapeDtypeStruct) -> Sharding:

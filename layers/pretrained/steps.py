@@ -53,7 +53,8 @@ class Pattern:
         return tuple(self.text.split("->")[1].split())
 
     @functools.cached_property
-    def _order(self) -> tuple[int, ...]:
+    def order(self) -> tuple[int, ...]:
+        """For each dim of the parameter its place among the unmerged dims of the file's tensor."""
         in_file = [name for group in self.groups for name in group]
         return tuple(in_file.index(name) for name in self.names)
 
@@ -64,7 +65,7 @@ class Pattern:
 
     def into_file(self, array: np.ndarray) -> np.ndarray:
         """The file's tensor of a parameter."""
-        return array.transpose(np.argsort(self._order)).reshape(self.shape_in_file(array.shape))
+        return array.transpose(np.argsort(self.order)).reshape(self.shape_in_file(array.shape))
 
     def read(self, tensor: Tensor, shape: Sequence[int], index: Index) -> np.ndarray:
         """A slice of the parameter, from the slice of the file's tensor that holds it.
@@ -73,6 +74,9 @@ class Pattern:
           tensor: the file's.
           shape: the whole parameter's.
           index: of the slice.
+
+        Returns:
+          The slice with its dims in the file's order: `order` transposes it to the parameter's.
         """
         sizes = dict(zip(self.names, shape, strict=True))
         wanted = dict(zip(self.names, index, strict=True))
@@ -83,7 +87,7 @@ class Pattern:
             source.append(slice(wanted[outer].start * step, wanted[outer].stop * step))
             block_shape += [wanted[outer].stop - wanted[outer].start, *(sizes[name] for name in inner)]
             cut += [slice(None), *(wanted[name] for name in inner)]
-        return tensor.read(tuple(source)).reshape(block_shape)[tuple(cut)].transpose(self._order)
+        return tensor.read(tuple(source)).reshape(block_shape)[tuple(cut)]
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,11 @@ class Row:
         """Leading dims of the parameter that are spread over tensors."""
         return self.theirs.count("{")
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The transposition that makes a parameter of what `read` returns."""
+        return Pattern(self.pattern).order
+
     def shape_in_file(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """The tensor's shape, for those of its parameters, stacked dims left out."""
         parts = [Pattern(self.pattern).shape_in_file(shape) for shape in shapes]
@@ -158,7 +167,7 @@ class Row:
         return (*parts[0][: self.axis], joined, *parts[0][self.axis + 1 :]) if parts[0] else ()
 
     def read(self, tensor: Tensor, which: int, shapes: Sequence[Sequence[int]], index: Index) -> np.ndarray:
-        """A slice of a parameter.
+        """A slice of a parameter, with its dims in the file's order; see `order`.
 
         Args:
           tensor: the file's.

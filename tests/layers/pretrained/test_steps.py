@@ -29,7 +29,9 @@ def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng)
     expected = convert(tensor)
     for _ in range(20):
         index = random_index(rng, shape)
-        np.testing.assert_array_equal(row.read(ArrayTensor(tensor), 0, (shape,), index), expected[index])
+        np.testing.assert_array_equal(
+            row.read(ArrayTensor(tensor), 0, (shape,), index).transpose(row.order), expected[index]
+        )
     np.testing.assert_array_equal(row.into_file([expected]), tensor)
 
 
@@ -44,7 +46,9 @@ def test_joined_parameters_are_parts_of_one_tensor(rng):
     for which, array in enumerate(arrays):
         for _ in range(20):
             index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(row.read(ArrayTensor(tensor), which, shapes, index), array[index])
+            np.testing.assert_array_equal(
+                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
+            )
 
 
 def test_interleaved_parameters_are_every_other_column(rng):
@@ -57,7 +61,9 @@ def test_interleaved_parameters_are_every_other_column(rng):
         np.testing.assert_array_equal(tensor[..., which::2], array)
         for _ in range(20):
             index = random_index(rng, array.shape)
-            np.testing.assert_array_equal(row.read(ArrayTensor(tensor), which, shapes, index), array[index])
+            np.testing.assert_array_equal(
+                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
+            )
 
 
 def test_mxfp4_values_are_those_of_the_standard(rng):
