@@ -5,6 +5,7 @@ A field's docstring is its help text on the command line. The classes validate t
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections import Counter
@@ -308,9 +309,8 @@ class GPTConfig:
         Raises:
           ValueError: it describes no model of a family that `layers.pretrained` knows.
         """
-        from layers.pretrained import config_from_huggingface
-
-        return config_from_huggingface(directory)
+        # By its name, as `layers` loads its own modules: the families import this module.
+        return importlib.import_module("layers.pretrained").config_from_huggingface(directory)
 
 
 _OVERRIDABLE = tuple(field.name for field in fields(LayerOverride))
