@@ -11,7 +11,7 @@ from layers.config import GPTConfig, MoEConfig
 from layers.pretrained.config_keys import Key, Keys
 from layers.pretrained.layer_kinds import LayerRule, kinds_of, settings_of
 from layers.pretrained.safetensors_file import Tensor
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 # What a config says about how a model runs or is trained, and not about what it computes.
 _RUN_FIELDS = frozenset(
@@ -44,7 +44,7 @@ class Family:
     architecture: str
     keys: tuple[Key, ...]
     rule: LayerRule
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unused: tuple[str, ...] = ()

@@ -55,8 +55,12 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
       ValueError: there is no such file, or it describes no model of the families that are known.
 
     Example:
-      >>> config_from_huggingface("Llama-3.1-8B").rope_scaling.kind  # doctest: +SKIP
-      'llama3'
+      >>> from pathlib import Path
+      >>> sizes = '"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128'
+      >>> text = f'{{"model_type": "qwen2", "num_attention_heads": 4, {sizes}}}'
+      >>> num_characters = Path("config.json").write_text(text)
+      >>> config_from_huggingface(".").attention_bias
+      True
     """
     values, place = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
     return find_family(values.get("model_type"), place).read_config(values, place)
@@ -102,7 +106,7 @@ def read_params(
         tensors = without_copied_head(family, config, tensors)
         sources = find_sources(family, config, shapes)
         check_tensors(family, tensor_shapes(sources, shapes), tensors, os.fspath(directory))
-        reader = _Reader(tensors, dtype, progress)
+        reader = _ShardReader(tensors, dtype, progress)
         reader.plan(sources, shapes, placement)
         arrays = {path: reader.read(sources[path], shape, placement[path]) for path, shape in shapes.items()}
     return jax.tree.unflatten(jax.tree.structure(tree), [arrays[path] for path in flat(tree)])
@@ -120,8 +124,15 @@ def load_gpt(directory: str | os.PathLike[str], *, mesh: Mesh | None = None, **c
       ValueError: as `config_from_huggingface`, `read_params` and `ActivationSharding`.
 
     Example:
-      >>> model = load_gpt("Llama-3.1-8B", param_dtype="bfloat16")  # doctest: +SKIP
-      >>> logits = model.logits(model(tokens))  # doctest: +SKIP
+      >>> from flax import nnx
+      >>> from layers import GPT
+      >>> from layers.pretrained import write_huggingface
+      >>> sizes = dict(vocab_size=256, num_layers=2, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128)
+      >>> model = GPT(GPTConfig(**sizes, mlp="swiglu"), rngs=nnx.Rngs(0))
+      >>> write_huggingface("tiny-llama", model.config, nnx.to_pure_dict(nnx.state(model)))
+      >>> model = load_gpt("tiny-llama", param_dtype="bfloat16")
+      >>> model.logits(model(jnp.zeros((1, 16), jnp.int32))).shape
+      (1, 16, 256)
     """
     from flax import nnx
 
@@ -138,7 +149,7 @@ def load_gpt(directory: str | os.PathLike[str], *, mesh: Mesh | None = None, **c
     return nnx.merge(graphdef, state)
 
 
-class _Reader:
+class _ShardReader:
     """Makes arrays of tensors, and counts what it has read.
 
     Args:

@@ -109,8 +109,13 @@ class SafetensorsFile:
       ValueError: this is no regular file, or its header doesn't describe exactly the bytes that follow.
 
     Example:
-      >>> with SafetensorsFile("model.safetensors") as file:  # doctest: +SKIP
-      ...     rows = file.tensors["model.norm.weight"].read((slice(0, 16),))
+      >>> from pathlib import Path
+      >>> header = b'{"norm": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}'
+      >>> data = np.arange(3, dtype=np.float32).tobytes()
+      >>> num_bytes = Path("norm.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+      >>> with SafetensorsFile("norm.safetensors") as file:
+      ...     file.tensors["norm"].read((slice(1, 3),))
+      array([1., 2.], dtype=float32)
     """
 
     def __init__(self, path: str | os.PathLike[str]):

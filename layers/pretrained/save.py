@@ -99,6 +99,15 @@ def write_huggingface(
 
     Raises:
       ValueError: the folder exists, no family can express the model, or the parameters aren't the config's.
+
+    Example:
+      >>> from flax import nnx
+      >>> from layers import GPT
+      >>> sizes = dict(vocab_size=256, num_layers=2, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128)
+      >>> model = GPT(GPTConfig(**sizes, mlp="swiglu"), rngs=nnx.Rngs(0))
+      >>> write_huggingface("tiny-llama", model.config, nnx.to_pure_dict(nnx.state(model)), dtype="bfloat16")
+      >>> sorted(os.listdir("tiny-llama"))
+      ['config.json', 'model.safetensors']
     """
     target = Path(directory)
     if target.exists() or target.is_symlink():

@@ -128,7 +128,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One row of a family's table.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 from layers.config import GPTConfig
 from layers.pretrained.family import Family
 from layers.pretrained.safetensors_file import Tensor, whole
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 Shape = tuple[int, ...]
 
@@ -36,7 +36,7 @@ class Source:
       paths: of the row's parameters.
     """
 
-    row: Row
+    row: TensorRow
     which: int
     first_layer: int
     layer_step: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layers.pretrained.config_keys import Key, Keys, flag, integer, number, number_of_parts
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 SIZES: tuple[Key, ...] = (
     integer("vocab_size", "vocab_size"),
@@ -44,55 +44,55 @@ def biases(default: bool = False) -> Key:
     return flag("attention_bias", "attention_bias", "output_bias", default=default)
 
 
-def vocabulary(prefix: str = "model.", head: str = "lm_head.weight") -> tuple[Row, ...]:
+def vocabulary(prefix: str = "model.", head: str = "lm_head.weight") -> tuple[TensorRow, ...]:
     """Embedding, final norm and head."""
     return (
-        Row(f"{prefix}embed_tokens.weight", "embedding.embedding", "V W -> V W"),
-        Row(f"{prefix}norm.weight", "final_norm.scale", "W -> W"),
-        Row(head, "head.kernel", "V W -> W V"),
+        TensorRow(f"{prefix}embed_tokens.weight", "embedding.embedding", "V W -> V W"),
+        TensorRow(f"{prefix}norm.weight", "final_norm.scale", "W -> W"),
+        TensorRow(head, "head.kernel", "V W -> W V"),
     )
 
 
-def attention(prefix: str = "model.") -> tuple[Row, ...]:
+def attention(prefix: str = "model.") -> tuple[TensorRow, ...]:
     """The four projections, with their biases."""
     layer = prefix + "layers.{layer}.self_attn."
     return (
-        Row(layer + "q_proj.weight", "blocks.*.attention.query.kernel", "(N H) W -> W N H"),
-        Row(layer + "k_proj.weight", "blocks.*.attention.key.kernel", "(K H) W -> W K H"),
-        Row(layer + "v_proj.weight", "blocks.*.attention.value.kernel", "(K H) W -> W K H"),
-        Row(layer + "o_proj.weight", "blocks.*.attention.output.kernel", "W (N H) -> N H W"),
-        Row(layer + "q_proj.bias", "blocks.*.attention.query.bias", "(N H) -> N H"),
-        Row(layer + "k_proj.bias", "blocks.*.attention.key.bias", "(K H) -> K H"),
-        Row(layer + "v_proj.bias", "blocks.*.attention.value.bias", "(K H) -> K H"),
-        Row(layer + "o_proj.bias", "blocks.*.attention.output.bias", "W -> W"),
+        TensorRow(layer + "q_proj.weight", "blocks.*.attention.query.kernel", "(N H) W -> W N H"),
+        TensorRow(layer + "k_proj.weight", "blocks.*.attention.key.kernel", "(K H) W -> W K H"),
+        TensorRow(layer + "v_proj.weight", "blocks.*.attention.value.kernel", "(K H) W -> W K H"),
+        TensorRow(layer + "o_proj.weight", "blocks.*.attention.output.kernel", "W (N H) -> N H W"),
+        TensorRow(layer + "q_proj.bias", "blocks.*.attention.query.bias", "(N H) -> N H"),
+        TensorRow(layer + "k_proj.bias", "blocks.*.attention.key.bias", "(K H) -> K H"),
+        TensorRow(layer + "v_proj.bias", "blocks.*.attention.value.bias", "(K H) -> K H"),
+        TensorRow(layer + "o_proj.bias", "blocks.*.attention.output.bias", "W -> W"),
     )
 
 
-def qk_norms(prefix: str = "model.") -> tuple[Row, ...]:
+def qk_norms(prefix: str = "model.") -> tuple[TensorRow, ...]:
     """The norms of queries and keys, over each head or over all."""
     layer = prefix + "layers.{layer}.self_attn."
     return (
-        Row(layer + "q_norm.weight", "blocks.*.attention.query_norm.scale", "H -> H"),
-        Row(layer + "k_norm.weight", "blocks.*.attention.key_norm.scale", "H -> H"),
+        TensorRow(layer + "q_norm.weight", "blocks.*.attention.query_norm.scale", "H -> H"),
+        TensorRow(layer + "k_norm.weight", "blocks.*.attention.key_norm.scale", "H -> H"),
     )
 
 
-def pre_norms(prefix: str = "model.") -> tuple[Row, ...]:
+def pre_norms(prefix: str = "model.") -> tuple[TensorRow, ...]:
     """The norms before attention and before the MLP."""
     return (
-        Row(prefix + "layers.{layer}.input_layernorm.weight", "blocks.*.attention_norm.scale", "W -> W"),
-        Row(prefix + "layers.{layer}.post_attention_layernorm.weight", "blocks.*.mlp_norm.scale", "W -> W"),
+        TensorRow(prefix + "layers.{layer}.input_layernorm.weight", "blocks.*.attention_norm.scale", "W -> W"),
+        TensorRow(prefix + "layers.{layer}.post_attention_layernorm.weight", "blocks.*.mlp_norm.scale", "W -> W"),
     )
 
 
-def gated_mlp(prefix: str = "model.") -> tuple[Row, ...]:
+def gated_mlp(prefix: str = "model.") -> tuple[TensorRow, ...]:
     """The three matrices of a gated MLP, with their biases."""
     layer = prefix + "layers.{layer}.mlp."
     return (
-        Row(layer + "gate_proj.weight", "blocks.*.mlp.gate.kernel", "F W -> W F"),
-        Row(layer + "up_proj.weight", "blocks.*.mlp.up.kernel", "F W -> W F"),
-        Row(layer + "down_proj.weight", "blocks.*.mlp.down.kernel", "W F -> F W"),
-        Row(layer + "gate_proj.bias", "blocks.*.mlp.gate.bias", "F -> F"),
-        Row(layer + "up_proj.bias", "blocks.*.mlp.up.bias", "F -> F"),
-        Row(layer + "down_proj.bias", "blocks.*.mlp.down.bias", "W -> W"),
+        TensorRow(layer + "gate_proj.weight", "blocks.*.mlp.gate.kernel", "F W -> W F"),
+        TensorRow(layer + "up_proj.weight", "blocks.*.mlp.up.kernel", "F W -> W F"),
+        TensorRow(layer + "down_proj.weight", "blocks.*.mlp.down.kernel", "W F -> F W"),
+        TensorRow(layer + "gate_proj.bias", "blocks.*.mlp.gate.bias", "F -> F"),
+        TensorRow(layer + "up_proj.bias", "blocks.*.mlp.up.bias", "F -> F"),
+        TensorRow(layer + "down_proj.bias", "blocks.*.mlp.down.bias", "W -> W"),
     )

@@ -6,7 +6,7 @@ from layers.pretrained.config_keys import Key, Keys, optional_number
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import FULL, SLIDING, LayerRule
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 
 def every_other_slides(keys: Keys, num_layers: int) -> list[str]:
@@ -30,14 +30,14 @@ QUERY_SCALE = Key(
 )
 
 
-def norms(prefix: str = "model.") -> tuple[Row, ...]:
+def norms(prefix: str = "model.") -> tuple[TensorRow, ...]:
     """The norms before and after attention, and before and after the MLP."""
     layer = prefix + "layers.{layer}."
     return (
-        Row(layer + "input_layernorm.weight", "blocks.*.attention_norm.scale", "W -> W"),
-        Row(layer + "post_attention_layernorm.weight", "blocks.*.attention_post_norm.scale", "W -> W"),
-        Row(layer + "pre_feedforward_layernorm.weight", "blocks.*.mlp_norm.scale", "W -> W"),
-        Row(layer + "post_feedforward_layernorm.weight", "blocks.*.mlp_post_norm.scale", "W -> W"),
+        TensorRow(layer + "input_layernorm.weight", "blocks.*.attention_norm.scale", "W -> W"),
+        TensorRow(layer + "post_attention_layernorm.weight", "blocks.*.attention_post_norm.scale", "W -> W"),
+        TensorRow(layer + "pre_feedforward_layernorm.weight", "blocks.*.mlp_norm.scale", "W -> W"),
+        TensorRow(layer + "post_feedforward_layernorm.weight", "blocks.*.mlp_post_norm.scale", "W -> W"),
     )
 
 

@@ -6,7 +6,7 @@ from layers.pretrained.families.gemma2 import every_other_slides
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
 from layers.pretrained.mxfp4 import with_unpacked_blocks
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 _LAYER = "model.layers.{layer}."
 _MLP = _LAYER + "mlp."
@@ -40,26 +40,26 @@ FAMILY = Family(
     rows=(
         *decoder.vocabulary(),
         *decoder.attention(),
-        Row(_LAYER + "self_attn.sinks", "blocks.*.attention.sinks", "N -> N"),
+        TensorRow(_LAYER + "self_attn.sinks", "blocks.*.attention.sinks", "N -> N"),
         *decoder.pre_norms(),
-        Row(_MLP + "router.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
-        Row(_MLP + "router.bias", "blocks.*.mlp.router.bias", "E -> E"),
-        Row(
+        TensorRow(_MLP + "router.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
+        TensorRow(_MLP + "router.bias", "blocks.*.mlp.router.bias", "E -> E"),
+        TensorRow(
             _MLP + "experts.gate_up_proj",
             _experts("gate.kernel", "up.kernel"),
             "E W F -> E W F",
             join="interleaved",
             axis=2,
         ),
-        Row(
+        TensorRow(
             _MLP + "experts.gate_up_proj_bias",
             _experts("gate.bias", "up.bias"),
             "E F -> E F",
             join="interleaved",
             axis=1,
         ),
-        Row(_MLP + "experts.down_proj", "blocks.*.mlp.experts.down.kernel", "E F W -> E F W"),
-        Row(_MLP + "experts.down_proj_bias", "blocks.*.mlp.experts.down.bias", "E W -> E W"),
+        TensorRow(_MLP + "experts.down_proj", "blocks.*.mlp.experts.down.kernel", "E F W -> E F W"),
+        TensorRow(_MLP + "experts.down_proj_bias", "blocks.*.mlp.experts.down.bias", "E W -> E W"),
     ),
     adapt=with_unpacked_blocks,
 )

@@ -4,7 +4,7 @@ from layers.pretrained.config_keys import integer, number, number_of_parts
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 _MOE = "model.layers.{layer}.block_sparse_moe."
 
@@ -28,9 +28,9 @@ FAMILY = Family(
         *decoder.vocabulary(),
         *decoder.attention(),
         *decoder.pre_norms(),
-        Row(_MOE + "gate.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
-        Row(_MOE + "experts.{expert}.w1.weight", "blocks.*.mlp.experts.gate.kernel", "F W -> W F"),
-        Row(_MOE + "experts.{expert}.w3.weight", "blocks.*.mlp.experts.up.kernel", "F W -> W F"),
-        Row(_MOE + "experts.{expert}.w2.weight", "blocks.*.mlp.experts.down.kernel", "W F -> F W"),
+        TensorRow(_MOE + "gate.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
+        TensorRow(_MOE + "experts.{expert}.w1.weight", "blocks.*.mlp.experts.gate.kernel", "F W -> W F"),
+        TensorRow(_MOE + "experts.{expert}.w3.weight", "blocks.*.mlp.experts.up.kernel", "F W -> W F"),
+        TensorRow(_MOE + "experts.{expert}.w2.weight", "blocks.*.mlp.experts.down.kernel", "W F -> F W"),
     ),
 )

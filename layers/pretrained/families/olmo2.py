@@ -3,13 +3,13 @@
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 _LAYER = "model.layers.{layer}."
 
 NORMS = (
-    Row(_LAYER + "post_attention_layernorm.weight", "blocks.*.attention_post_norm.scale", "W -> W"),
-    Row(_LAYER + "post_feedforward_layernorm.weight", "blocks.*.mlp_post_norm.scale", "W -> W"),
+    TensorRow(_LAYER + "post_attention_layernorm.weight", "blocks.*.attention_post_norm.scale", "W -> W"),
+    TensorRow(_LAYER + "post_feedforward_layernorm.weight", "blocks.*.mlp_post_norm.scale", "W -> W"),
 )
 
 FAMILY = Family(

@@ -3,7 +3,7 @@
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 _LAYER = "model.layers.{layer}."
 _QUERY_KEY_VALUE = tuple(f"blocks.*.attention.{name}.kernel" for name in ("query", "key", "value"))
@@ -17,14 +17,14 @@ FAMILY = Family(
     rule=LayerRule(windows="all", partial_rope=True),
     rows=(
         *decoder.vocabulary(),
-        Row(_LAYER + "self_attn.qkv_proj.weight", _QUERY_KEY_VALUE, "(N H) W -> W N H"),
-        Row(_LAYER + "self_attn.o_proj.weight", "blocks.*.attention.output.kernel", "W (N H) -> N H W"),
+        TensorRow(_LAYER + "self_attn.qkv_proj.weight", _QUERY_KEY_VALUE, "(N H) W -> W N H"),
+        TensorRow(_LAYER + "self_attn.o_proj.weight", "blocks.*.attention.output.kernel", "W (N H) -> N H W"),
         *decoder.pre_norms(),
-        Row(
+        TensorRow(
             _LAYER + "mlp.gate_up_proj.weight",
             ("blocks.*.mlp.gate.kernel", "blocks.*.mlp.up.kernel"),
             "F W -> W F",
         ),
-        Row(_LAYER + "mlp.down_proj.weight", "blocks.*.mlp.down.kernel", "W F -> F W"),
+        TensorRow(_LAYER + "mlp.down_proj.weight", "blocks.*.mlp.down.kernel", "W F -> F W"),
     ),
 )

@@ -4,7 +4,7 @@ from layers.pretrained.config_keys import flag, integer, number, number_of_parts
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
-from layers.pretrained.steps import Row
+from layers.pretrained.steps import TensorRow
 
 _MLP = "model.layers.{layer}.mlp."
 
@@ -34,9 +34,9 @@ FAMILY = Family(
         *decoder.attention(),
         *decoder.qk_norms(),
         *decoder.pre_norms(),
-        Row(_MLP + "gate.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
-        Row(_MLP + "experts.{expert}.gate_proj.weight", "blocks.*.mlp.experts.gate.kernel", "F W -> W F"),
-        Row(_MLP + "experts.{expert}.up_proj.weight", "blocks.*.mlp.experts.up.kernel", "F W -> W F"),
-        Row(_MLP + "experts.{expert}.down_proj.weight", "blocks.*.mlp.experts.down.kernel", "W F -> F W"),
+        TensorRow(_MLP + "gate.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
+        TensorRow(_MLP + "experts.{expert}.gate_proj.weight", "blocks.*.mlp.experts.gate.kernel", "F W -> W F"),
+        TensorRow(_MLP + "experts.{expert}.up_proj.weight", "blocks.*.mlp.experts.up.kernel", "F W -> W F"),
+        TensorRow(_MLP + "experts.{expert}.down_proj.weight", "blocks.*.mlp.experts.down.kernel", "W F -> F W"),
     ),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from layers.pretrained.mxfp4 import UnpackedTensor, with_unpacked_blocks
 from layers.pretrained.safetensors_file import whole
-from layers.pretrained.steps import Pattern, Row, read_whole
+from layers.pretrained.steps import Pattern, TensorRow, read_whole
 from tests.layers.pretrained.samples import ArrayTensor, random_index
 
 # A pattern, a parameter's shape, and how NumPy makes the parameter of the file's tensor.
@@ -24,7 +24,7 @@ PATTERNS = (
 
 @pytest.mark.parametrize(("pattern", "shape", "convert"), PATTERNS, ids=[pattern for pattern, *_ in PATTERNS])
 def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng):
-    row = Row("tensor", "parameter", pattern)
+    row = TensorRow("tensor", "parameter", pattern)
     tensor = rng.standard_normal(Pattern(pattern).shape_in_file(shape))
     expected = convert(tensor)
     for _ in range(20):
@@ -36,7 +36,7 @@ def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng)
 
 
 def test_joined_parameters_are_parts_of_one_tensor(rng):
-    row = Row("tensor", ("query", "key", "value"), "(N H) W -> W N H")
+    row = TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H")
     shapes = ((5, 4, 3), (5, 2, 3), (5, 2, 3))
     query, key, value = arrays = [rng.standard_normal(shape) for shape in shapes]
     tensor = row.into_file(arrays)
@@ -52,7 +52,7 @@ def test_joined_parameters_are_parts_of_one_tensor(rng):
 
 
 def test_interleaved_parameters_are_every_other_column(rng):
-    row = Row("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
+    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
     shapes = ((2, 3, 4), (2, 3, 4))
     arrays = [rng.standard_normal(shape) for shape in shapes]
     tensor = row.into_file(arrays)
