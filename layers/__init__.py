@@ -1,7 +1,7 @@
 """Flax layers over `kernels`: attention, rotary embedding, norm, MLP and a GPT.
 
-`GPTConfig` and `RopeScaling` are plain data and load at once; the rest loads with its first use, so that a config
-can be read and checked without importing Flax.
+`GPTConfig` and the classes of its fields are plain data and load at once; the rest loads with its first use, so that a
+config can be read and checked without importing Flax.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from flax_longcontext import require_ours, warn_of_neighbours
 require_ours("kernels", importer=__name__)
 warn_of_neighbours(__name__)
 
-from layers.config import GPTConfig, RopeScaling  # noqa: E402, it imports `kernels`
+from layers.config import GPTConfig, MoEConfig  # noqa: E402, it imports `kernels`
+from layers.layer_config import LayerOverride  # noqa: E402
+from layers.rope_scaling import RopeScaling  # noqa: E402
 
 if TYPE_CHECKING:
     from layers.activation_sharding import ActivationSharding
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from layers.flax_interop import attention_fn
     from layers.gpt import GPT, Block, init_caches, unroll_params, unrolled_config
     from layers.mlp import MLP
+    from layers.moe import MoE
     from layers.norm import RMSNorm
     from layers.rotary import apply_rope
 
@@ -31,6 +34,7 @@ _MODULE_OF = {
     "Block": "layers.gpt",
     "GPT": "layers.gpt",
     "MLP": "layers.mlp",
+    "MoE": "layers.moe",
     "RMSNorm": "layers.norm",
     "apply_rope": "layers.rotary",
     "attention_fn": "layers.flax_interop",
@@ -46,6 +50,9 @@ __all__ = [
     "Attention",
     "Block",
     "GPTConfig",
+    "LayerOverride",
+    "MoE",
+    "MoEConfig",
     "RMSNorm",
     "RopeScaling",
     "apply_rope",

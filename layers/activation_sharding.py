@@ -65,6 +65,11 @@ class ActivationSharding:
             )
 
     @property
+    def layout(self) -> MeshLayout:
+        """The same for functions that each device runs on its own part."""
+        return MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.deal)
+
+    @property
     def exchanges_keys(self) -> bool:
         """Whether a sequence's tokens lie on several devices."""
         return self.mesh.shape[self.sequence_axis] > 1
@@ -142,13 +147,12 @@ class ActivationSharding:
           ValueError: if B, T, N or K don't divide into the mesh, for a `MultiHeadMask` with heads split, or if the
             exchange can't serve the call.
         """
-        layout = MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.deal)
         return attend_over_mesh(
             query,
             key,
             value,
             mask,
-            layout,
+            self.layout,
             segment_ids=segment_ids,
             positions=positions,
             places=places,
@@ -156,6 +160,14 @@ class ActivationSharding:
             exchange=self.exchange,
             **options,
         )
+
+    def whole_length(self, length: int) -> int:
+        """Tokens of the whole sequence of which `length` are here: all of them, or this device's part.
+
+        Args:
+          length: T, of the arrays that the caller has.
+        """
+        return length * self.mesh.shape[self.sequence_axis] if self.sequence_axis in manual_axes() else length
 
     def places(self, length: int) -> Int[Array, "1 T"]:
         """Where in the sequence `length` tokens stand: all of its tokens, or this device's part of them.

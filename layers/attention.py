@@ -10,16 +10,19 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
-from layers.config import RopeScaling, check_heads, check_implementation
+from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
+from layers.config import QKNorm
 from layers.initializers import small_init
 from layers.norm import RMSNorm
-from layers.rotary import Rotation, make_rotation, rotate
+from layers.rope_scaling import RopeScaling
+from layers.rotary import Rotary, Rotation, make_rotation, rotate
 
 
 class Attention(nnx.Module):
@@ -33,7 +36,13 @@ class Attention(nnx.Module):
       mask: who may attend to whom, from `kernels`.
       rope_base: base of the rotary frequencies; None: no rotary embedding.
       rope_scaling: how rotary frequencies are scaled for a longer context.
-      qk_norm: RMS-normalise queries and keys per head, before the rotary embedding (arXiv:2302.05442).
+      rope_fraction: part of each head's features that turns, from the first.
+      attention_bias: add a bias to queries, keys and values.
+      output_bias: add a bias to the output.
+      qk_norm: RMS-normalise queries and keys: "per_head" over each head's features (arXiv:2302.05442), "whole" over
+        those of all heads together (arXiv:2501.00656), or "none".
+      qk_norm_after_rope: do so after the rotary embedding, not before it.
+      query_scale: multiplies the logits; None: 1 / √head_dim.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       sinks: learn a logit per head that takes part in the softmax and has no value (arXiv:2309.17453), starting at 0.
       implementation: attention backend of a call and of `prefill`, by name or as a tuning object; None: the fastest
@@ -43,6 +52,7 @@ class Attention(nnx.Module):
         bfloat16 unless this says "float32".
       param_dtype: type that parameters are stored in.
       norm_epsilon: added to the mean square in QK-norm.
+      norm_scale_offset: added to the scale in QK-norm.
       kernel_init: initialiser of the query, key and value projections; None: `small_init(width)`.
       output_kernel_init: initialiser of the output projection; None: `kernel_init`.
       activation_sharding: how the call is split over a mesh; None: on one device.
@@ -71,7 +81,12 @@ class Attention(nnx.Module):
         mask: Mask = CausalMask(),  # noqa: B008  (frozen)
         rope_base: float | None = 10_000.0,
         rope_scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
-        qk_norm: bool = False,
+        rope_fraction: float = 1.0,
+        attention_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: QKNorm = "none",
+        qk_norm_after_rope: bool = False,
+        query_scale: float | None = None,
         logits_soft_cap: float | None = None,
         sinks: bool = False,
         implementation: str | Tuning | None = None,
@@ -79,6 +94,7 @@ class Attention(nnx.Module):
         compute_dtype: jnp.dtype | str = "bfloat16",
         param_dtype: jnp.dtype | str = "float32",
         norm_epsilon: float = 1e-6,
+        norm_scale_offset: float = 0.0,
         kernel_init: nnx.Initializer | None = None,
         output_kernel_init: nnx.Initializer | None = None,
         activation_sharding: ActivationSharding | None = None,
@@ -91,14 +107,17 @@ class Attention(nnx.Module):
                     f"width={width} is not a multiple of num_heads={num_heads}; change one of them, or give head_dim"
                 )
             head_dim = width // num_heads
-        check_heads(num_heads, num_kv_heads, head_dim, rope_base)
+        check_heads(num_heads, num_kv_heads, head_dim, rope_base, rope_fraction)
+        check_choice("qk_norm", qk_norm, QKNorm)
+        if rope_base is not None:
+            rope_scaling.check_rotary_dim(rotary_dim(head_dim, rope_fraction))
         if mask is not None:
             mask.for_each_head(num_heads)  # refuses a mask of another number of heads
 
         self.mask = mask
         self.head_dim = head_dim
-        self.rope_base = rope_base
-        self.rope_scaling = rope_scaling
+        self.rotary = None if rope_base is None else Rotary(head_dim, rope_base, rope_scaling, rope_fraction)
+        self.query_scale = query_scale
         self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")
@@ -110,21 +129,29 @@ class Attention(nnx.Module):
         kernel_init = kernel_init or small_init(width)
         projection = functools.partial(
             nnx.LinearGeneral,
-            use_bias=False,
             dtype=jnp.dtype(compute_dtype),
             param_dtype=jnp.dtype(param_dtype),
             rngs=rngs,
         )
-        self.query = projection(width, (num_heads, head_dim), kernel_init=kernel_init)
-        self.key = projection(width, (num_kv_heads, head_dim), kernel_init=kernel_init)
-        self.value = projection(width, (num_kv_heads, head_dim), kernel_init=kernel_init)
+        inner = functools.partial(projection, kernel_init=kernel_init, use_bias=attention_bias)
+        self.query = inner(width, (num_heads, head_dim))
+        self.key = inner(width, (num_kv_heads, head_dim))
+        self.value = inner(width, (num_kv_heads, head_dim))
         self.output = projection(
-            (num_heads, head_dim), width, axis=(-2, -1), kernel_init=output_kernel_init or kernel_init
+            (num_heads, head_dim),
+            width,
+            axis=(-2, -1),
+            kernel_init=output_kernel_init or kernel_init,
+            use_bias=output_bias,
         )
-        if qk_norm:
-            self.query_norm = RMSNorm(head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
-            self.key_norm = RMSNorm(head_dim, epsilon=norm_epsilon, param_dtype=param_dtype)
+        if qk_norm != "none":
+            num_norms = (num_heads, num_kv_heads) if qk_norm == "whole" else (1, 1)
+            self.query_norm, self.key_norm = (
+                RMSNorm(num * head_dim, epsilon=norm_epsilon, scale_offset=norm_scale_offset, param_dtype=param_dtype)
+                for num in num_norms
+            )
         self.qk_norm = qk_norm
+        self.qk_norm_after_rope = qk_norm_after_rope
         self.sinks = nnx.Param(jnp.zeros(num_heads, param_dtype)) if sinks else None
 
     def __call__(
@@ -150,7 +177,11 @@ class Attention(nnx.Module):
         if self.activation_sharding is not None:
             self.activation_sharding.check_places(positions, places)
         if rotation is None:
-            rotation = self.make_rotation(inputs.shape[1], places if positions is None else positions)
+            length, sharding = inputs.shape[1], self.activation_sharding
+            context_length = length if sharding is None else sharding.whole_length(length)
+            rotation = self.make_rotation(
+                length, places if positions is None else positions, context_length=context_length
+            )
         query, key, value = self._project(inputs, rotation)
         # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
         # so the kernel plans its tiles then.
@@ -213,22 +244,32 @@ class Attention(nnx.Module):
             cache,
             self.mask,
             query_positions=positions,
+            scale=self.query_scale,
             sinks=None if self.sinks is None else self.sinks[...],
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.decode_implementation,
         )
         return self._project_back(attended), cache
 
-    def make_rotation(self, length: int, positions: Int[Array, "B T"] | None) -> Rotation | None:
-        """The rotary embedding's angles at these positions, for layers like this one to share; None if it has none."""
-        if self.rope_base is None:
+    def make_rotation(
+        self, length: int, positions: Int[Array, "B T"] | None, *, context_length: int | None = None
+    ) -> Rotation | None:
+        """The rotation at these positions, for layers of the same `rotary` to share; None: no rotary embedding.
+
+        Args:
+          length: T, of the arrays that the caller has.
+          positions: each token's place in its document. None: its place in the sequence.
+          context_length: the most tokens that a sequence may have, which longrope asks for.
+
+        Raises:
+          ValueError: longrope without a context length.
+        """
+        if self.rotary is None:
             return None
         if positions is None:
             sharding = self.activation_sharding
             positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.places(length)
-        return make_rotation(
-            positions, self.head_dim, base=self.rope_base, scaling=self.rope_scaling, dtype=self.compute_dtype
-        )
+        return make_rotation(positions, self.rotary, context_length=context_length, dtype=self.compute_dtype)
 
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None
@@ -239,16 +280,26 @@ class Attention(nnx.Module):
         query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
         if sharding is not None:
             query, key, value = map(sharding.constrain_heads, (query, key, value))
-        if self.qk_norm:
-            # The norms' backward needs what went in.
-            query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
-            query, key = self.query_norm(query), self.key_norm(key)
-        if self.rope_base is not None:
-            assert rotation is not None, "there is a rope_base"
+        if self.qk_norm != "none" and not self.qk_norm_after_rope:
+            query, key = self._normalize(query, key)
+        if self.rotary is not None:
+            assert rotation is not None, "there is a rotary embedding"
             query, key = rotate(query, rotation), rotate(key, rotation)
+        if self.qk_norm != "none" and self.qk_norm_after_rope:
+            query, key = self._normalize(query, key)
         # What the kernel's backward needs; turning has no need of what went in.
         query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
         return query, key, value
+
+    def _normalize(
+        self, query: Float[Array, "B T N H"], key: Float[Array, "B T K H"]
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        # The norms' backward needs what went in.
+        query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
+        if self.qk_norm == "per_head":
+            return self.query_norm(query), self.key_norm(key)
+        whole_query, whole_key = self.query_norm(lax.collapse(query, 2)), self.key_norm(lax.collapse(key, 2))
+        return whole_query.reshape(query.shape), whole_key.reshape(key.shape)
 
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
         outputs, sharding = self.output(attended), self.activation_sharding
@@ -274,6 +325,7 @@ class Attention(nnx.Module):
                 segment_ids=segment_ids,
                 positions=positions,
                 places=places,
+                scale=self.query_scale,
                 sinks=sinks,
                 logits_soft_cap=self.logits_soft_cap,
                 implementation=self.implementation,
@@ -291,6 +343,7 @@ class Attention(nnx.Module):
             key_value_segment_ids=segment_ids,
             query_positions=positions,
             key_value_positions=positions,
+            scale=self.query_scale,
             sinks=sinks,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,

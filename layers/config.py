@@ -1,71 +1,75 @@
 """What a GPT is made of, as plain data: no Flax, no device.
 
-A field's docstring is its help text on the command line. Both classes validate themselves on construction.
+A field's docstring is its help text on the command line. The classes validate themselves on construction.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal, get_args, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 import jax
 
 from kernels import CausalMask, Mask, Tuning
-from kernels.backends import Task, find_backend
 from kernels.static_numbers import checked_soft_cap
-from layers.remat import parse_remat
+from layers.checks import check_choice, check_implementation, check_numbers, check_remat
+from layers.layer_config import LayerConfig, LayerOverride
+from layers.rope_scaling import RopeScaling
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
-MLPKind = Literal["gelu", "swiglu"]
-RopeScalingKind = Literal["none", "linear", "ntk", "llama3"]
+MLPKind = Literal["gelu", "swiglu", "geglu", "clamped_swiglu"]
+NormPlacement = Literal["pre", "post", "both"]
+QKNorm = Literal["none", "per_head", "whole"]
 
-_INT32_MAX = 2**31 - 1
-_FLOAT32_MAX = 2.0**128 - 2.0**104
-_FLOAT32_SMALLEST = 2.0**-126  # devices take smaller ones for 0
 # Composed masks are evaluated recursively, also while JAX traces, when Python's stack is deep already.
 _MAX_MASK_DEPTH = 64
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are changed to serve positions past those trained on."""
+class MoEConfig:
+    """A mixture of experts in the place of each block's MLP: every token goes to its top few, and none is dropped."""
 
-    kind: RopeScalingKind = "none"
-    """linear: position interpolation (arXiv:2306.15595); ntk: NTK-aware base change (arXiv:2309.00071);
-    llama3: low frequencies only (arXiv:2407.21783)."""
-    factor: float = 1.0
-    """How many times longer the context becomes."""
-    low_frequency_factor: float = 1.0
-    """llama3: frequencies with fewer than this many turns in the original context are divided by `factor`."""
-    high_frequency_factor: float = 4.0
-    """llama3: frequencies with more than this many turns in the original context stay as they are."""
-    original_context_length: int = 8192
-    """llama3: the context length, in tokens, before scaling."""
+    num_experts: int
+    """Experts of a layer."""
+    num_experts_per_token: int
+    """Experts that each token goes to, those of the largest router logits."""
+    expert_width: int
+    """Hidden features of an expert, an MLP of the kind that `GPTConfig.mlp` names."""
+    normalize_top_k: bool = True
+    """A token's weights add up to 1 over its own experts (Mixtral, gpt-oss); False: over all of them."""
+    router_bias: bool = False
+    """A bias on the router's logits (gpt-oss)."""
+    expert_bias: bool = False
+    """Biases in the experts' matrices (gpt-oss)."""
+    load_balance_loss_weight: float = 0.01
+    """Weight in the loss of the load-balance loss (arXiv:2101.03961); 0: it is a metric only."""
+    router_z_loss_weight: float = 0.001
+    """Weight in the loss of the mean square of the router logits' log-sum-exp (arXiv:2202.08906); 0: a metric only."""
 
     def __post_init__(self):
-        check_choice("rope_scaling.kind", self.kind, RopeScalingKind)
-        if not 1.0 <= self.factor < math.inf:
-            raise ValueError(f"rope_scaling.factor={self.factor} must be finite and at least 1 (1 changes nothing)")
-        if self.kind == "none" and self.factor != 1.0:
+        for name in ("num_experts", "num_experts_per_token", "expert_width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.moe.{name}={getattr(self, name)} must be at least 1")
+        if self.num_experts_per_token > self.num_experts:
             raise ValueError(
-                f"rope_scaling.factor={self.factor} has no effect with rope_scaling.kind='none'; "
-                "set the kind to linear, ntk or llama3"
+                f"model.moe.num_experts_per_token={self.num_experts_per_token} is more than "
+                f"num_experts={self.num_experts}; use at most that many"
             )
-        if not 0.0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(
-                f"rope_scaling.low_frequency_factor={self.low_frequency_factor} must be positive and less than "
-                f"high_frequency_factor={self.high_frequency_factor}"
-            )
-        if self.original_context_length < 1:
-            raise ValueError(f"rope_scaling.original_context_length={self.original_context_length} must be at least 1")
-        check_numbers(self, "rope_scaling.")
+        for name in ("load_balance_loss_weight", "router_z_loss_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"model.moe.{name}={getattr(self, name)} must be finite and not negative; 0 keeps the metric alone"
+                )
+        check_numbers(self, "model.moe.")
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A pre-norm decoder-only transformer; the defaults are GPT-2 small's size, 124M parameters."""
+    """A decoder-only transformer; the defaults are GPT-2 small's size, 124M parameters."""
 
     vocab_size: int = 50_304
     """Tokens in the vocabulary (GPT-2's 50,257 rounded up to a multiple of 128)."""
@@ -82,17 +86,37 @@ class GPTConfig:
     mlp_width: int = 3072
     """Hidden features of the MLP."""
     mlp: MLPKind = "gelu"
-    """gelu: two matrices; swiglu: three, gated (arXiv:2002.05202)."""
+    """gelu: two matrices; swiglu and geglu: three, gated by SiLU or GELU in its tanh form (arXiv:2002.05202);
+    clamped_swiglu: gated by x sigmoid(1.702 x), with both sides clamped to 7 and 1 added to the other one (gpt-oss,
+    arXiv:2508.10925)."""
+    mlp_bias: bool = False
+    """Biases in the MLP's matrices."""
+    moe: MoEConfig | None = None
+    """A mixture of experts in each block; None: one MLP."""
     tie_embeddings: bool = True
     """The head uses the embedding's own matrix."""
     masks: tuple[Mask, ...] = (CausalMask(),)
     """Attention masks, repeated over the layers: layer i uses masks[i % len(masks)]."""
+    layer_overrides: tuple[LayerOverride, ...] = ()
+    """What sets layers apart beside their masks, repeated over the layers alike: as many as there are masks, unless
+    there is one at most of either. Set in a config file."""
     rope_base: float | None = 10_000.0
     """Base of the rotary frequencies (arXiv:2104.09864); None: no position embedding at all."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """How rotary frequencies are scaled for a longer context."""
-    qk_norm: bool = False
-    """RMS-normalise queries and keys per head (arXiv:2302.05442)."""
+    rope_fraction: float = 1.0
+    """Part of each head's features that rotary embedding turns, from the first (GPT-NeoX, arXiv:2204.06745)."""
+    attention_bias: bool = False
+    """Biases in the query, key and value projections (Qwen 2, arXiv:2407.10671)."""
+    output_bias: bool = False
+    """A bias in attention's output projection (gpt-oss, arXiv:2508.10925)."""
+    qk_norm: QKNorm = "none"
+    """RMS-normalise queries and keys: per_head, over each head's features (arXiv:2302.05442), or whole, over those of
+    all heads together (OLMo 2, arXiv:2501.00656)."""
+    qk_norm_after_rope: bool = False
+    """Normalise queries and keys after the rotary embedding, not before it."""
+    query_scale: float | None = None
+    """Attention logits are query · key times this; None: 1 / √head_dim. Gemma sets it (arXiv:2408.00118)."""
     logits_soft_cap: float | None = None
     """Attention logits become cap * tanh(logits / cap); None: as they are."""
     sinks: bool = False
@@ -116,13 +140,27 @@ class GPTConfig:
     """Type that parameters are stored in; no narrower than float32 in training."""
     norm_epsilon: float = 1e-6
     """Added to the mean square in every RMS norm."""
+    norm_placement: NormPlacement = "pre"
+    """Which side of attention and of the MLP their norms stand on: pre, on what goes in (GPT-2); post, on what comes
+    out (OLMo 2, arXiv:2501.00656); both (Gemma 2, arXiv:2408.00118)."""
+    norm_scale_offset: float = 0.0
+    """Added to the scale of every RMS norm; Gemma's is 1, so that a stored scale of 0 changes nothing."""
+    embedding_scale: float | None = None
+    """What embeddings are multiplied by; Gemma's is √width (arXiv:2403.08295). None: nothing."""
+    final_logits_soft_cap: float | None = None
+    """The head's logits become cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None: as they are."""
 
     def __post_init__(self):
         for name in ("vocab_size", "num_layers", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
         check_numbers(self, "model.")
-        check_choice("model.mlp", self.mlp, MLPKind)
+        for name, choices in (
+            ("mlp", MLPKind),
+            ("qk_norm", QKNorm),
+            ("norm_placement", NormPlacement),
+        ):
+            check_choice(f"model.{name}", getattr(self, name), choices)
         check_remat(self.remat)
         for name in ("compute_dtype", "param_dtype"):
             check_choice(f"model.{name}", getattr(self, name), DTypeName)
@@ -133,7 +171,23 @@ class GPTConfig:
                 )
         check_implementation(self.implementation, "attention", "model.implementation")
         check_implementation(self.decode_implementation, "decoding", "model.decode_implementation")
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.rope_base)
+        self._check_masks()
+        self._check_layers()
+        for name in ("logits_soft_cap", "final_logits_soft_cap"):
+            object.__setattr__(self, name, checked_soft_cap(getattr(self, name), f"model.{name}"))
+        for name in ("query_scale", "embedding_scale"):
+            if (scale := getattr(self, name)) is not None and not scale > 0:
+                raise ValueError(f"model.{name}={scale} must be positive; None is the usual scale")
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"model.norm_epsilon={self.norm_epsilon} must be positive")
+        if self.qk_norm == "none" and self.qk_norm_after_rope:
+            raise ValueError(
+                "model.qk_norm_after_rope=True has no effect with model.qk_norm='none'; set that to per_head or whole"
+            )
+        if self.moe is not None and self.mlp_bias:
+            raise ValueError("model.mlp_bias=True has no effect with model.moe; set model.moe.expert_bias")
+
+    def _check_masks(self) -> None:
         if not self.masks:
             raise ValueError("model.masks is empty; give at least one mask, for example (CausalMask(),)")
         for mask in self.masks:
@@ -154,9 +208,29 @@ class GPTConfig:
                 f"model.masks has {len(self.masks)} entries for num_layers={self.num_layers}, so the last would "
                 f"never be used; drop some, or raise num_layers to {len(self.masks)}"
             )
-        object.__setattr__(self, "logits_soft_cap", checked_soft_cap(self.logits_soft_cap, "model.logits_soft_cap"))
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"model.norm_epsilon={self.norm_epsilon} must be positive")
+
+    def _check_layers(self) -> None:
+        for override in self.layer_overrides:
+            if not isinstance(override, LayerOverride):
+                raise ValueError(f"model.layer_overrides holds {override!r}; expected a LayerOverride")
+        num_masks, num_overrides = len(self.masks), len(self.layer_overrides)
+        if num_overrides > self.num_layers:
+            raise ValueError(
+                f"model.layer_overrides has {num_overrides} entries for num_layers={self.num_layers}, so the last "
+                f"would never be used; drop some, or raise num_layers to {num_overrides}"
+            )
+        if min(num_masks, num_overrides) > 1 and num_masks != num_overrides:
+            raise ValueError(
+                f"model.layer_overrides has {num_overrides} entries and model.masks {num_masks}; "
+                "spell both out to one length, or give one entry that serves all layers"
+            )
+        for index in range(self.pattern_length):
+            try:
+                self.layer(index).check(self.num_heads)
+            except ValueError as error:
+                if not self.layer_overrides:
+                    raise
+                raise ValueError(f"model.layer_overrides, layer {index}: {error}") from None
 
     def check_looks_back_only(self) -> None:
         """Checks that a text can be written with this model, one token after another.
@@ -172,77 +246,71 @@ class GPTConfig:
                 )
 
     @property
-    def layers_per_mask(self) -> dict[Mask, int]:
-        """The masks, in the order of the layers, and how many layers have each."""
-        return dict(Counter(self.masks[layer % len(self.masks)] for layer in range(self.num_layers)))
+    def pattern_length(self) -> int:
+        """After how many layers the masks and overrides repeat."""
+        return max(len(self.masks), len(self.layer_overrides))
+
+    def layer(self, index: int) -> LayerConfig:
+        """What a layer has of its own.
+
+        Args:
+          index: of the layer, from 0.
+
+        Example:
+          >>> nope = LayerOverride(rope_base=None)
+          >>> config = GPTConfig(layer_overrides=(LayerOverride(),) * 3 + (nope,))
+          >>> [config.layer(index).rope_base for index in range(5)]
+          [10000.0, 10000.0, 10000.0, None, 10000.0]
+        """
+        override = self.layer_overrides[index % len(self.layer_overrides)] if self.layer_overrides else LayerOverride()
+        own = {name: value for name in _OVERRIDABLE if (value := getattr(override, name)) != "model"}
+        return LayerConfig(
+            mask=self.masks[index % len(self.masks)],
+            **{name: own.get(name, getattr(self, name)) for name in _OVERRIDABLE},
+        )
+
+    @property
+    def layer_counts(self) -> dict[LayerConfig, int]:
+        """The distinct layers, in their order, and how many there are of each."""
+        return dict(Counter(self.layer(index) for index in range(self.num_layers)))
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the whole network, the embedding among them."""
-        attention = self.width * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += 2 * self.head_dim * self.qk_norm + self.num_heads * self.sinks
-        mlp = (3 if self.mlp == "swiglu" else 2) * self.width * self.mlp_width
+        attention = sum(count * self._num_attention_parameters(layer) for layer, count in self.layer_counts.items())
+        norms = (4 if self.norm_placement == "both" else 2) * self.width
         vocabulary = (1 if self.tie_embeddings else 2) * self.vocab_size * self.width
-        return vocabulary + self.num_layers * (attention + mlp + 2 * self.width) + self.width
+        return vocabulary + attention + self.num_layers * (self._num_mlp_parameters + norms) + self.width
 
+    def _num_attention_parameters(self, layer: LayerConfig) -> int:
+        query, key = self.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        biases = (query + 2 * key) * self.attention_bias + self.width * self.output_bias
+        norms = {"none": 0, "per_head": 2 * layer.head_dim, "whole": query + key}[self.qk_norm]
+        return self.width * 2 * (query + key) + biases + norms + self.num_heads * self.sinks
 
-def check_remat(remat: str) -> None:
-    """Raises ValueError if this is no remat policy."""
-    try:
-        parse_remat(remat)
-    except ValueError as error:
-        raise ValueError(f"model.remat={remat!r}: {error}") from None
-
-
-def check_implementation(implementation: str | Tuning | None, task: Task, argument: str) -> None:
-    """Raises ValueError if there is no such backend."""
-    if implementation is not None:
-        find_backend(implementation, task, argument)
-
-
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None) -> None:
-    """Raises ValueError if these head counts and sizes cannot make an attention layer."""
-    if num_heads % num_kv_heads:
-        small = [n for n in range(1, math.isqrt(num_heads) + 1) if num_heads % n == 0]
-        divisors = sorted({*small, *(num_heads // n for n in small)})
-        raise ValueError(
-            f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}; "
-            f"set num_kv_heads to one of {divisors}"
+    @property
+    def _num_mlp_parameters(self) -> int:
+        num_inner = 1 if self.mlp == "gelu" else 2  # matrices into the hidden features; one leads out of them
+        hidden, bias = (
+            (self.mlp_width, self.mlp_bias) if self.moe is None else (self.moe.expert_width, self.moe.expert_bias)
         )
-    if rope_base is None:
-        return
-    if head_dim % 2:
-        raise ValueError(
-            f"head_dim={head_dim} is odd, and rotary embedding turns pairs of features; "
-            f"use {head_dim + 1}, or rope_base=None for no rotary embedding"
-        )
-    if not rope_base > 1:
-        raise ValueError(
-            f"rope_base={rope_base} must be greater than 1 (10,000 is usual); None turns rotary embedding off"
-        )
+        expert = (num_inner + 1) * self.width * hidden + (num_inner * hidden + self.width) * bias
+        if self.moe is None:
+            return expert
+        return self.moe.num_experts * (expert + self.width + self.moe.router_bias)
+
+    @classmethod
+    def from_huggingface(cls, directory: str | os.PathLike[str]) -> GPTConfig:
+        """The config of a Hugging Face folder's model, read from its `config.json` alone.
+
+        Args:
+          directory: the folder.
+
+        Raises:
+          ValueError: it describes no model of a family that `layers.pretrained` knows.
+        """
+        # By its name, as `layers` loads its own modules: the families import this module.
+        return importlib.import_module("layers.pretrained").config_from_huggingface(directory)
 
 
-def check_numbers(config: object, section: str = "") -> None:
-    """Checks that a device can hold the numbers of a config class: integers are int32 there, and the rest float32.
-
-    Raises:
-      ValueError: a number is NaN or infinite, or lies outside of its type.
-    """
-    for name, hint in get_type_hints(type(config)).items():
-        value, is_float = getattr(config, name), float in (hint, *get_args(hint))
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if not abs(value) <= (_FLOAT32_MAX if is_float else _INT32_MAX):  # NaN compares as False
-            raise ValueError(
-                f"{section}{name}={value} must be finite and at most "
-                + ("3.4e38, the most that float32 holds" if is_float else f"2^31 - 1 = {_INT32_MAX:,}")
-            )
-        if 0 < abs(value) < _FLOAT32_SMALLEST:
-            raise ValueError(f"{section}{name}={value} is 0 in float32, whose smallest number is 1.2e-38")
-
-
-def check_choice(name: str, value: object, choices: object) -> None:
-    """Raises ValueError if the value isn't one of a Literal's."""
-    allowed = get_args(choices)
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
+_OVERRIDABLE = tuple(field.name for field in fields(LayerOverride))

@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, W width, V vocabulary, L layers of one stack.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,29 +13,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Mask, SlabCache, slab_capacity
+from kernels import SlabCache, slab_capacity
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
-from layers.config import GPTConfig
+from layers.config import GPTConfig, NormPlacement
 from layers.initializers import small_init
+from layers.layer_config import LayerConfig
 from layers.mlp import MLP
+from layers.moe import MoE, RouterSums
 from layers.norm import RMSNorm
 from layers.remat import parse_remat
-from layers.rotary import Rotation
+from layers.rotary import Rotary, Rotation
 
-ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], Array]
+ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], tuple[Array, RouterSums | None]]
 GatherLayer = Callable[[nnx.State], nnx.State]
 Stacks = tuple[tuple[nnx.GraphDef, ...], tuple[nnx.State, ...]]
 
 
 class Block(nnx.Module):
-    """Attention, then an MLP, each on a normalised copy of the residual stream that it adds to.
+    """Attention, then an MLP or a mixture of experts, each added to the residual stream.
+
+    Norms stand before them, behind them or both.
 
     Args:
       config: the network's sizes.
-      mask: this block's attention mask.
+      layer: what this block has of its own, from `config.layer`.
       activation_sharding: how activations lie on a mesh; None: left to XLA.
       rngs: source of the initial values.
 
@@ -44,22 +47,35 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: GPTConfig, mask: Mask, *, activation_sharding: ActivationSharding | None = None, rngs: nnx.Rngs
+        self,
+        config: GPTConfig,
+        layer: LayerConfig,
+        *,
+        activation_sharding: ActivationSharding | None = None,
+        rngs: nnx.Rngs,
     ):
         kernel_init = small_init(config.width)
         output_kernel_init = small_init(config.width, num_layers=config.num_layers)
-        norm = functools.partial(RMSNorm, config.width, epsilon=config.norm_epsilon, param_dtype=config.param_dtype)
+
+        def norm(placement: NormPlacement) -> RMSNorm | None:
+            return _make_norm(config) if config.norm_placement in (placement, "both") else None
+
         self.activation_sharding = activation_sharding
-        self.attention_norm = norm()
+        self.attention_norm, self.attention_post_norm = norm("pre"), norm("post")
         self.attention = Attention(
             config.width,
             config.num_heads,
-            config.head_dim,
-            num_kv_heads=config.num_kv_heads,
-            mask=mask,
-            rope_base=config.rope_base,
-            rope_scaling=config.rope_scaling,
+            layer.head_dim,
+            num_kv_heads=layer.num_kv_heads,
+            mask=layer.mask,
+            rope_base=layer.rope_base,
+            rope_scaling=layer.rope_scaling,
+            rope_fraction=layer.rope_fraction,
+            attention_bias=config.attention_bias,
+            output_bias=config.output_bias,
             qk_norm=config.qk_norm,
+            qk_norm_after_rope=config.qk_norm_after_rope,
+            query_scale=config.query_scale,
             logits_soft_cap=config.logits_soft_cap,
             sinks=config.sinks,
             implementation=config.implementation,
@@ -67,22 +83,26 @@ class Block(nnx.Module):
             compute_dtype=config.compute_dtype,
             param_dtype=config.param_dtype,
             norm_epsilon=config.norm_epsilon,
+            norm_scale_offset=config.norm_scale_offset,
             kernel_init=kernel_init,
             output_kernel_init=output_kernel_init,
             activation_sharding=activation_sharding,
             rngs=rngs,
         )
-        self.mlp_norm = norm()
-        self.mlp = MLP(
-            config.width,
-            config.mlp_width,
-            kind=config.mlp,
-            compute_dtype=config.compute_dtype,
-            param_dtype=config.param_dtype,
-            kernel_init=kernel_init,
-            output_kernel_init=output_kernel_init,
-            activation_sharding=activation_sharding,
-            rngs=rngs,
+        self.mlp_norm, self.mlp_post_norm = norm("pre"), norm("post")
+        options: dict[str, Any] = {
+            "kind": config.mlp,
+            "compute_dtype": config.compute_dtype,
+            "param_dtype": config.param_dtype,
+            "kernel_init": kernel_init,
+            "output_kernel_init": output_kernel_init,
+            "activation_sharding": activation_sharding,
+            "rngs": rngs,
+        }
+        self.mlp = (
+            MLP(config.width, config.mlp_width, use_bias=config.mlp_bias, **options)
+            if config.moe is None
+            else MoE(config.width, config.moe, **options)
         )
 
     def __call__(
@@ -94,28 +114,61 @@ class Block(nnx.Module):
         places: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
+        return self.with_router_sums(hidden, segment_ids, positions, rotation, places)[0]
+
+    def with_router_sums(
+        self,
+        hidden: Float[Array, "B T W"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        rotation: Rotation | None = None,
+        places: Int[Array, "B T"] | None = None,
+        counted: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+        """A call, and the sums of the block's router, None without one; see `MoE` for `counted`."""
         hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
-            hidden = hidden + self.attention(self.attention_norm(hidden), segment_ids, positions, rotation, places)
-        return self._add_mlp(hidden)
+            inputs = _normalize(self.attention_norm, hidden)
+            attended = self.attention(inputs, segment_ids, positions, rotation, places)
+            hidden = hidden + _normalize(self.attention_post_norm, attended)
+        return self._add_mlp(hidden, counted)
 
     def prefill(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.prefill` for the arguments."""
-        attended, cache = self.attention.prefill(self.attention_norm(hidden), cache, rotation, **options)
-        return self._add_mlp(hidden + attended), cache
+        inputs = _normalize(self.attention_norm, hidden)
+        attended, cache = self.attention.prefill(inputs, cache, rotation, **options)
+        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
 
     def decode(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.decode` for the arguments."""
-        attended, cache = self.attention.decode(self.attention_norm(hidden), cache, rotation, **options)
-        return self._add_mlp(hidden + attended), cache
+        inputs = _normalize(self.attention_norm, hidden)
+        attended, cache = self.attention.decode(inputs, cache, rotation, **options)
+        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
 
-    def _add_mlp(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    def _add_mlp(
+        self, hidden: Float[Array, "B T W"], counted: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         with jax.named_scope("mlp"):
-            return hidden + self.mlp(self.mlp_norm(hidden))
+            inputs = _normalize(self.mlp_norm, hidden)
+            outputs, sums = self.mlp(inputs, counted) if isinstance(self.mlp, MoE) else (self.mlp(inputs), None)
+            return hidden + _normalize(self.mlp_post_norm, outputs), sums
+
+
+def _make_norm(config: GPTConfig) -> RMSNorm:
+    return RMSNorm(
+        config.width,
+        epsilon=config.norm_epsilon,
+        scale_offset=config.norm_scale_offset,
+        param_dtype=config.param_dtype,
+    )
+
+
+def _normalize(norm: RMSNorm | None, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+    return hidden if norm is None else norm(hidden)
 
 
 class GPT(nnx.Module):
@@ -154,16 +207,16 @@ class GPT(nnx.Module):
             rngs=rngs,
         )
 
-        def stack(mask: Mask, num_blocks: int) -> Block:
+        def stack(layer: LayerConfig, num_blocks: int) -> Block:
             def make_block(key: Array) -> Block:
-                return Block(config, mask, activation_sharding=activation_sharding, rngs=nnx.Rngs(key))
+                return Block(config, layer, activation_sharding=activation_sharding, rngs=nnx.Rngs(key))
 
             return nnx.vmap(make_block)(jax.random.split(rngs.params(), num_blocks))
 
-        pattern_length = len(config.masks)
+        pattern_length = config.pattern_length
         num_blocks = [len(range(p, config.num_layers, pattern_length)) for p in range(pattern_length)]
-        self.blocks = nnx.List([stack(mask, num) for mask, num in zip(config.masks, num_blocks, strict=True)])
-        self.final_norm = RMSNorm(config.width, epsilon=config.norm_epsilon, param_dtype=config.param_dtype)
+        self.blocks = nnx.List([stack(config.layer(p), num) for p, num in enumerate(num_blocks)])
+        self.final_norm = _make_norm(config)
         if not config.tie_embeddings:
             self.head = nnx.Linear(
                 config.width,
@@ -198,15 +251,44 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], places if positions is None else positions)
+        return self.with_router_sums(tokens, segment_ids, positions, places, gather_layer=gather_layer)[0]
 
-        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> Array:
+    def with_router_sums(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+        places: Int[Array, "B T"] | None = None,
+        *,
+        counted: Bool[Array, "B T"] | None = None,
+        gather_layer: GatherLayer | None = None,
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+        """A call that also returns what the routers' losses are made of.
+
+        Args:
+          tokens, segment_ids, positions, places, gather_layer: as of a call.
+          counted: tokens that the sums are of, without padding; None: all.
+
+        Returns:
+          Hidden states as of a call, and the sums of all layers, in stacks; None without a mixture of experts.
+        """
+        length, sharding = tokens.shape[1], self.activation_sharding
+        rotations = self._make_rotations(
+            length,
+            places if positions is None else positions,
+            length if sharding is None else sharding.whole_length(length),
+        )
+
+        def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array) -> tuple[Array, RouterSums | None]:
             if gather_layer is not None:
                 state = gather_layer(state)
-            return nnx.merge(graphdef, state)(hidden, segment_ids, positions, rotation, places)
+            block = nnx.merge(graphdef, state)
+            rotation = rotations[block.attention.rotary]
+            return block.with_router_sums(hidden, segment_ids, positions, rotation, places, counted)
 
         stacks = self._split_stacks(cast=gather_layer is None)
-        return self.final_norm(self._apply_blocks(apply_block, stacks, self._embed(tokens)))
+        hidden, sums = self._apply_blocks(apply_block, stacks, self._embed(tokens))
+        return self.final_norm(hidden), sums
 
     def prefill(
         self,
@@ -215,6 +297,7 @@ class GPT(nnx.Module):
         *,
         sequences: Int[Array, " B"] | None = None,
         num_tokens: Int[Array, " B"] | None = None,
+        context_length: int | None = None,
     ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
         """Runs the network on prompts as in training, and keeps their keys and values for `decode`.
 
@@ -223,12 +306,14 @@ class GPT(nnx.Module):
           caches: from `init_caches`; whatever these sequences held before is dropped.
           sequences: the caches' sequence of each prompt; None: prompt i is sequence i.
           num_tokens: tokens of each prompt, 0 for a sequence that is to stay as it is; None: all.
+          context_length: the length that `init_caches` was told. Only longrope asks for it.
 
         Returns:
           Hidden states as from a call, and the caches.
 
         Raises:
-          ValueError: a mask looks ahead, so that what later tokens would change is computed already.
+          ValueError: a mask looks ahead, so that what later tokens would change is computed already; or longrope
+            without a context length.
 
         Example:
           >>> sizes = dict(vocab_size=256, num_layers=1, width=64, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -240,10 +325,11 @@ class GPT(nnx.Module):
           (2, 1, 64)
         """
         self.config.check_looks_back_only()
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], None)
+        rotations = self._make_rotations(tokens.shape[1], None, context_length)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
             block = nnx.merge(graphdef, state)
+            rotation = rotations[block.attention.rotary]
             return block.prefill(hidden, cache, rotation, sequences=sequences, num_tokens=num_tokens)
 
         return self._apply_with_caches(apply_block, tokens, caches)
@@ -254,6 +340,7 @@ class GPT(nnx.Module):
         caches: tuple[SlabCache, ...],
         *,
         num_tokens: Int[Array, " B"] | None = None,
+        context_length: int | None = None,
     ) -> tuple[Float[Array, "B T W"], tuple[SlabCache, ...]]:
         """Runs the network on the next few tokens of every sequence.
 
@@ -261,17 +348,32 @@ class GPT(nnx.Module):
           tokens: 1 to 16 new tokens of each of the caches' sequences, no more than `init_caches` was told of.
           caches: what `prefill` or `decode` returned last.
           num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
+          context_length: the length that `init_caches` was told. Only longrope asks for it.
 
         Returns:
           Hidden states of the new tokens, those of a call on the whole sequence, and the caches.
+
+        Raises:
+          ValueError: longrope without a context length.
         """
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rotation = self.blocks[0].attention.make_rotation(tokens.shape[1], caches[0].lengths[:, None] + places)
+        rotations = self._make_rotations(tokens.shape[1], caches[0].lengths[:, None] + places, context_length)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
-            return nnx.merge(graphdef, state).decode(hidden, cache, rotation, num_tokens=num_tokens)
+            block = nnx.merge(graphdef, state)
+            return block.decode(hidden, cache, rotations[block.attention.rotary], num_tokens=num_tokens)
 
         return self._apply_with_caches(apply_block, tokens, caches)
+
+    def _make_rotations(
+        self, length: int, positions: Int[Array, "B T"] | None, context_length: int | None
+    ) -> dict[Rotary | None, Rotation | None]:
+        """One rotation for all layers of the same rotary settings."""
+        one_of_each = {block.attention.rotary: block.attention for block in self.blocks}
+        return {
+            rotary: attention.make_rotation(length, positions, context_length=context_length)
+            for rotary, attention in one_of_each.items()
+        }
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         table = self.embedding.embedding[...]
@@ -280,7 +382,10 @@ class GPT(nnx.Module):
         # Cast after the lookup: its gradient sums over all uses of a token, and in bfloat16 a sum of equal terms stops
         # growing at 256 of them.
         with jax.named_scope("embedding"):
-            hidden = jnp.take(table, tokens, axis=0).astype(self.config.compute_dtype)
+            hidden = jnp.take(table, tokens, axis=0)
+            if (scale := self.config.embedding_scale) is not None:
+                hidden = hidden.astype(jnp.promote_types(self.config.compute_dtype, jnp.float32)) * scale
+            hidden = hidden.astype(self.config.compute_dtype)
         if self.activation_sharding is not None:
             hidden = self.activation_sharding.constrain_hidden(hidden)
         return hidden
@@ -301,7 +406,7 @@ class GPT(nnx.Module):
 
     def _apply_blocks(
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
-    ) -> Float[Array, "B T W"]:
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         if not self.config.scan_layers:
             return self._apply_each(apply_block, stacks, hidden)
         graphdefs, states = stacks
@@ -311,24 +416,30 @@ class GPT(nnx.Module):
         apply_in_scan = self._rematerialized(apply_block, prevent_cse=num_repeats == 1)
         apply_after_scan = self._rematerialized(apply_block, prevent_cse=True)
 
-        def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, None]:
+        def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, list[RouterSums | None]]:
+            sums = []
             for graphdef, state in zip(graphdefs, layer_states, strict=True):
-                hidden = apply_in_scan(graphdef, state, hidden)
-            return hidden, None
+                hidden, of_layer = apply_in_scan(graphdef, state, hidden)
+                sums.append(of_layer)
+            return hidden, sums
 
-        hidden, _ = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
+        hidden, sums = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
+        of_layers = jax.tree.map(lambda *of_pattern: jax.lax.collapse(jnp.stack(of_pattern, axis=1), 0, 2), *sums)
         for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
-            hidden = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
-        return hidden
+            hidden, last = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
+            of_layers = jax.tree.map(lambda stack, of_last: jnp.concatenate([stack, of_last[None]]), of_layers, last)
+        return hidden, of_layers
 
     def _apply_each(
         self, apply_block: ApplyBlock, stacks: Stacks, hidden: Float[Array, "B T W"]
-    ) -> Float[Array, "B T W"]:
+    ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
         apply = jax.jit(self._rematerialized(apply_block, prevent_cse=True), static_argnums=(0,))
+        of_layers = []
         for graphdef, state in self._split_layers(stacks):
-            hidden = apply(graphdef, state, hidden)
-        return hidden
+            hidden, of_layer = apply(graphdef, state, hidden)
+            of_layers.append(of_layer)
+        return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
 
     def _rematerialized(self, apply_block: ApplyBlock, *, prevent_cse: bool) -> ApplyBlock:
         policy = parse_remat(self.config.remat)
@@ -357,10 +468,12 @@ class GPT(nnx.Module):
         return self.embedding.embedding[...].T if self.config.tie_embeddings else self.head.kernel[...]
 
     def logits(self, hidden: Float[Array, "*batch W"]) -> Float[Array, "*batch V"]:
-        """Returns logits in float32 or wider, as their sums; operands in the compute dtype."""
+        """Returns logits in float32 or wider, as their sums, soft cap included; operands in the compute dtype."""
         kernel = self.head_kernel.astype(self.config.compute_dtype)
         dtype = jnp.promote_types(kernel.dtype, jnp.float32)
-        return jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
+        logits = jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
+        cap = self.config.final_logits_soft_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def init_caches(
@@ -374,23 +487,26 @@ def init_caches(
       length: tokens that each of them may grow to. A layer whose mask looks only so far back keeps that many.
       tokens_per_step: tokens of a sequence that `decode` is given at a time.
     """
-    masks = (config.masks[layer % len(config.masks)] for layer in range(config.num_layers))
     return tuple(
         SlabCache.empty(
             num_sequences,
-            slab_capacity(mask, length, tokens_per_step),
-            config.num_kv_heads,
-            config.head_dim,
+            slab_capacity(layer.mask, length, tokens_per_step),
+            layer.num_kv_heads,
+            layer.head_dim,
             dtype=config.compute_dtype,
         )
-        for mask in masks
+        for layer in map(config.layer, range(config.num_layers))
     )
 
 
 def unrolled_config(config: GPTConfig) -> GPTConfig:
     """Config of the same GPT with every layer by itself; see `unroll_params`."""
-    masks = tuple(config.masks[layer % len(config.masks)] for layer in range(config.num_layers))
-    return dataclasses.replace(config, masks=masks, scan_layers=False)
+
+    def each_layers(pattern: tuple) -> tuple:
+        return tuple(pattern[layer % len(pattern)] for layer in range(config.num_layers)) if pattern else ()
+
+    masks, overrides = each_layers(config.masks), each_layers(config.layer_overrides)
+    return dataclasses.replace(config, masks=masks, layer_overrides=overrides, scan_layers=False)
 
 
 def unroll_params(config: GPTConfig, params: Any) -> Any:
@@ -406,7 +522,7 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
     Returns:
       The parameters of the GPT of `unrolled_config(config)`.
     """
-    pattern_length = len(config.masks)
+    pattern_length = config.pattern_length
     blocks = {}
     for layer in range(config.num_layers):
         repeat, pattern_index = divmod(layer, pattern_length)
@@ -415,11 +531,11 @@ def unroll_params(config: GPTConfig, params: Any) -> Any:
 
 
 def _with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:
-    """Matrices in the compute dtype; norm scales and sinks, which float32 sums meet, as they are."""
+    """Matrices in the compute dtype; norm scales, sinks and routers, which compute in float32, as they are."""
 
     def cast(path: tuple[Any, ...], leaf: Array) -> Array:
-        is_matrix = any(getattr(key, "key", None) in ("kernel", "embedding") for key in path)
-        return leaf.astype(dtype) if is_matrix else leaf
+        keys = {getattr(key, "key", None) for key in path}
+        return leaf.astype(dtype) if keys & {"kernel", "embedding"} and "router" not in keys else leaf
 
     return jax.tree_util.tree_map_with_path(cast, params)
 

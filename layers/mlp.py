@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,26 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from layers.activation_sharding import ActivationSharding
-from layers.config import MLPKind, check_choice
+from layers.checks import check_choice
+from layers.config import MLPKind
 from layers.initializers import small_init
 
+# gpt-oss's (arXiv:2508.10925): its gate's sigmoid is steeper, and both sides are clamped.
+_CLAMPED_SLOPE = 1.702
+_CLAMPED_LIMIT = 7.0
 _GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
 _GELU_CUBIC = 0.044715
 
 
 class MLP(nnx.Module):
-    """Two matrices with a GELU between them, or SwiGLU's three; no biases.
+    """Two matrices with a GELU between them, or three, one of them a gate.
 
     Args:
       width: input and output features.
       hidden_width: features in between.
-      kind: "gelu" (tanh approximation, as GPT-2) or "swiglu" (Shazeer, arXiv:2002.05202).
+      kind: "gelu" (tanh approximation, as GPT-2), "swiglu", "geglu" (Shazeer, arXiv:2002.05202) or "clamped_swiglu"
+        (gpt-oss, arXiv:2508.10925).
+      use_bias: whether each matrix has a bias.
       compute_dtype: type of the matmuls' operands and of the output.
       param_dtype: type that the matrices are stored in.
       kernel_init: initialiser of `up` and `gate`; None: `small_init(width)`.
@@ -43,6 +50,7 @@ class MLP(nnx.Module):
         hidden_width: int,
         *,
         kind: MLPKind = "gelu",
+        use_bias: bool = False,
         compute_dtype: jnp.dtype | str = "bfloat16",
         param_dtype: jnp.dtype | str = "float32",
         kernel_init: nnx.Initializer | None = None,
@@ -55,7 +63,7 @@ class MLP(nnx.Module):
         kernel_init = kernel_init or small_init(width)
         projection = functools.partial(
             nnx.Linear,
-            use_bias=False,
+            use_bias=use_bias,
             dtype=jnp.dtype(compute_dtype),
             param_dtype=jnp.dtype(param_dtype),
             rngs=rngs,
@@ -64,7 +72,7 @@ class MLP(nnx.Module):
         self.kind = kind
         self.activation_sharding = activation_sharding
         self.up = projection(width, hidden_width, kernel_init=kernel_init)
-        if kind == "swiglu":
+        if kind != "gelu":
             self.gate = projection(width, hidden_width, kernel_init=kernel_init)
         self.down = projection(hidden_width, width, kernel_init=output_kernel_init or kernel_init)
 
@@ -74,10 +82,10 @@ class MLP(nnx.Module):
         if sharding is not None:
             inputs = sharding.gather_tokens(inputs)
         hidden = checkpoint_name(self.up(inputs), "projection")
-        if self.kind == "swiglu":
-            hidden = swiglu(checkpoint_name(self.gate(inputs), "projection"), hidden)
-        else:
+        if self.kind == "gelu":
             hidden = gelu(hidden)
+        else:
+            hidden = GATES[self.kind](checkpoint_name(self.gate(inputs), "projection"), hidden)
         if sharding is not None:
             hidden = sharding.constrain_mlp(hidden)
         outputs = self.down(hidden)
@@ -112,6 +120,42 @@ def swiglu(gate: Float[Array, "*batch F"], inputs: Float[Array, "*batch F"]) -> 
     return _swiglu(gate, inputs)
 
 
+def geglu(gate: Float[Array, "*batch F"], inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
+    """gelu(gate) · inputs, with GELU in its tanh approximation, computed in float32 or wider.
+
+    Args:
+      gate, inputs: of one float type.
+
+    Returns:
+      In that type.
+
+    Source: Shazeer, arXiv:2002.05202.
+    """
+    return _geglu(gate, inputs)
+
+
+def clamped_swiglu(gate: Float[Array, "*batch F"], inputs: Float[Array, "*batch F"]) -> Float[Array, "*batch F"]:
+    """g · sigmoid(1.702 g) · (x + 1), computed in float32 or wider; g is the gate up to 7, x the inputs from -7 to 7.
+
+    Args:
+      gate, inputs: of one float type.
+
+    Returns:
+      In that type.
+
+    Source: gpt-oss, arXiv:2508.10925, and its reference code, https://github.com/openai/gpt-oss.
+    """
+    return _clamped_swiglu(gate, inputs)
+
+
+GATES: dict[str, Callable[[Array, Array], Array]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "clamped_swiglu": clamped_swiglu,
+}
+"""What joins the gate and the other hidden features, by the kind of MLP."""
+
+
 # These are as large as the hidden features. A GPU computes them as the features pass by, if that takes few
 # instructions: hence no tanh and no division, slopes written out, and in the backward pass everything once more from
 # the features themselves (`jax.checkpoint`) and not from something that the forward pass has written beside them.
@@ -122,6 +166,20 @@ def _swiglu(gate: Array, inputs: Array) -> Array:
     dtype = jnp.promote_types(inputs.dtype, jnp.float32)
     wide_gate = gate.astype(dtype)
     return (wide_gate * _sigmoid(wide_gate) * inputs.astype(dtype)).astype(inputs.dtype)
+
+
+@jax.checkpoint
+def _geglu(gate: Array, inputs: Array) -> Array:
+    dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+    return (_wide_gelu(gate.astype(dtype)) * inputs.astype(dtype)).astype(inputs.dtype)
+
+
+@jax.checkpoint
+def _clamped_swiglu(gate: Array, inputs: Array) -> Array:
+    dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+    wide_gate = jnp.minimum(gate.astype(dtype), _CLAMPED_LIMIT)
+    wide_inputs = jnp.clip(inputs.astype(dtype), -_CLAMPED_LIMIT, _CLAMPED_LIMIT)
+    return (wide_gate * _sigmoid(_CLAMPED_SLOPE * wide_gate) * (wide_inputs + 1)).astype(inputs.dtype)
 
 
 @jax.checkpoint

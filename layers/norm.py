@@ -17,6 +17,7 @@ class RMSNorm(nnx.Module):
     Args:
       num_features: size of the last dim.
       epsilon: added to the mean square.
+      scale_offset: added to the scale. The sum starts at 1.
       param_dtype: type that the scale is stored in.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
@@ -27,9 +28,17 @@ class RMSNorm(nnx.Module):
       Array([1, 1, 1], dtype=bfloat16)
     """
 
-    def __init__(self, num_features: int, *, epsilon: float = 1e-6, param_dtype: jnp.dtype | str = "float32"):
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        scale_offset: float = 0.0,
+        param_dtype: jnp.dtype | str = "float32",
+    ):
         self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
+        self.scale_offset = scale_offset
+        self.scale = nnx.Param(jnp.full(num_features, 1.0 - scale_offset, param_dtype))
 
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Returns the normalised inputs, in the inputs' own type."""
@@ -38,4 +47,5 @@ class RMSNorm(nnx.Module):
             values = inputs.astype(dtype)
             mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
             values = values * jax.lax.rsqrt(mean_square + self.epsilon)
-            return (values * self.scale[...].astype(dtype)).astype(inputs.dtype)
+            scale = self.scale[...].astype(dtype)
+            return (values * (scale + self.scale_offset if self.scale_offset else scale)).astype(inputs.dtype)

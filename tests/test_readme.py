@@ -16,6 +16,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
+# Run by tests/layers/adapters/test_pages.py, each where the package that it is about is installed.
+ADAPTER_PAGES = sorted((ROOT / "docs" / "adapters").glob("*.md"))
 SHELL_LANGUAGES = ("bash", "console", "sh", "shell")
 MARKER = re.compile(r"<!--\s*snippet\s+(file|prepare|run|skip|status)(?::\s*(.*?))?\s*-->", re.DOTALL)
 
@@ -160,7 +162,9 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CONTRIBUTING.md", *GUIDES], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "CONTRIBUTING.md", *GUIDES, *ADAPTER_PAGES], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

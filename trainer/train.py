@@ -41,6 +41,7 @@ from trainer.observers.wandb import require_wandb
 from trainer.run.attempt import Attempt, attempt
 from trainer.run.ending import tell_ending
 from trainer.run.evaluator import Evaluator
+from trainer.run.initial_params import load_initial_params
 from trainer.run.progress import Progress
 from trainer.run.resume import restore
 from trainer.run.saver import Saver, Snapshot
@@ -168,16 +169,22 @@ class TrainingLoop:
 
     def restore_and_compile(self) -> None:
         """Restores the newest checkpoint, compiles the functions, and initialises the state if there is none."""
+        functions, initial = self.setup.functions, None
         with self.account.measure("checkpoint"), running("restoring"):
             resumed = restore(self.checkpoints, self.setup, self.workdir, self.console)
+            is_new = resumed.state is None
+            if is_new:
+                initial = load_initial_params(self.config, functions, self.console, self.peers)
+                self.record.put(init_from=None if initial is None else initial.origin)
         self.state, self.config_history = resumed.state, resumed.config_history
         self.progress.go_on_from(resumed.step)
         with self.account.measure("compile"), self.console.working("compiling"):
-            functions, is_new = self.setup.functions, resumed.state is None
-            self.programs = compile_steps(functions, with_init=is_new, on_recompile=self.progress.recompiled)
+            given, on_recompile = initial is not None, self.progress.recompiled
+            self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)
             if self.programs.init_state is not None:
                 with running("init_state"):
-                    self.state = jax.block_until_ready(self.programs.init_state())
+                    arguments = () if initial is None else (initial.params,)
+                    self.state = jax.block_until_ready(self.programs.init_state(*arguments))
         self.history.add_first(self.programs.reports)
         self.record.put(resumed_from=resumed.origin, config_changes=changes_to_json(self.config_history.changes))
         logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)

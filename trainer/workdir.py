@@ -82,10 +82,15 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
       config: what is about to be trained.
 
     Raises:
-      UserMistake: the folder can't be written, another run is using it, or it holds checkpoints that this config can't
-        go on from.
+      UserMistake: the folder can't be written, another run is using it, it holds checkpoints that this config can't go
+        on from, or it is the folder that the run begins with.
     """
     workdir = Workdir(path)
+    if config.init_from is not None and path.resolve() == Path(config.init_from).resolve():
+        raise UserMistake(
+            f"workdir {path} is the folder of init_from, whose config.json the run's would replace; "
+            "choose another with --workdir"
+        )
     try:
         path.mkdir(parents=True, exist_ok=True)
         _lock(path)

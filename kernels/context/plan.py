@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +11,7 @@ from kernels.context.costs import Exchange
 from kernels.context.deal import Deal, check_deal, choose_deal
 from kernels.context.exchange import ChosenExchange, choose_exchange
 from kernels.context.split import Split
+from kernels.masks import Mask
 
 if TYPE_CHECKING:
     from kernels.tuning import Tuning
@@ -39,7 +41,7 @@ def plan_context(
     """Chooses the deal and the exchanges that take the least time, by the cost model.
 
     Args:
-      calls: of one device, before keys are exchanged, one for each mask, and the number of layers that make them.
+      calls: of one device, before keys are exchanged, each of its own, and the number of layers that make them.
       axis: the mesh axis that splits the rows.
       num_ranks: its size.
       deal: None for the fastest.
@@ -51,7 +53,9 @@ def plan_context(
     """
     first = next(iter(calls))
     length, has_documents = first.q_len * num_ranks, first.has_segment_ids
-    masks = {call.mask: weight for call, weight in calls.items()}
+    masks: defaultdict[Mask, float] = defaultdict(float)
+    for call, weight in calls.items():
+        masks[call.mask] += weight * call.head_dim / first.head_dim
     if deal is not None:
         candidates: tuple[Deal, ...] = (deal,)
     else:

@@ -140,7 +140,7 @@ class SlabCache:
         def put(cells, tokens):
             if batch == num_new == 1 and chosen is None and num_tokens is None:
                 # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
-                return jax.lax.dynamic_update_slice(cells, tokens, (0, start[0] % capacity, 0, 0))
+                return jax.lax.dynamic_update_slice_in_dim(cells, tokens, start[0] % capacity, axis=1)
             return cells.at[place].set(tokens, mode="drop", unique_indices=True)
 
         return dataclasses.replace(

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import jax
 import pytest
 
-from experiments import gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
+from experiments import continue_pretrained, gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
 from kernels import CausalMask
+from layers import GPTConfig
 from trainer.__main__ import main
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
@@ -96,6 +98,15 @@ def test_a_page_for_two_gpus_refuses_fewer(page, length, monkeypatch, capsys):
     )
     with pytest.raises(UserMistake, match=told):
         make_mesh(config.mesh, jax.devices()[:1])
+
+
+def test_the_page_for_any_pretrained_model_says_nothing_of_its_shape(monkeypatch, tmp_path, capsys):
+    config = continue_pretrained.get_config()
+    assert dataclasses.replace(config.model, remat=GPTConfig().remat) == GPTConfig()
+    path = str(Path(continue_pretrained.__file__).absolute())
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", path]) == 2
+    assert capsys.readouterr().err.startswith("error: init_from='models/pretrained' is no folder; expected")
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

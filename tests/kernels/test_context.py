@@ -201,6 +201,17 @@ def test_a_deal_is_chosen_together_with_the_exchanges():
         plan_context({call_of(length=1000, num_ranks=8): 1.0}, "context", 8, deal="zigzag")
 
 
+def test_calls_of_one_mask_weigh_together_by_the_features_of_their_heads(monkeypatch):
+    weighed = []
+    monkeypatch.setattr(
+        "kernels.context.plan.choose_deal", lambda masks, *_, **__: weighed.append(dict(masks)) or "by_cost"
+    )
+    call = functools.partial(call_of, length=2048)
+    calls = {call(): 4.0, call(WINDOW): 20.0, call(num_kv_heads=8): 3.0, call(head_dim=256): 1.5}
+    assert len(plan_context(calls, "context", 8).exchanges) == 4
+    assert weighed == [{CAUSAL: 10.0, WINDOW: 20.0}]
+
+
 def test_every_accelerator_that_we_know_has_links():
     for kind in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "TPU v4", "TPU v5", "TPU v6 lite"):
         assert links_of(Target("gpu", kind)).bytes_per_s > 40e9

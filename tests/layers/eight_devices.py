@@ -28,7 +28,7 @@ ATTENTION_CASES = {
     "context, a mask that isn't translation invariant": ((1, 2, 1, 4), {"mask": CausalMask() | PrefixMask(5)}),
     "context and tensor, sinks and QK-norm": (
         (1, 1, 2, 4),
-        REFERENCE | {"mask": CausalMask(), "sinks": True, "qk_norm": True},
+        REFERENCE | {"mask": CausalMask(), "sinks": True, "qk_norm": "per_head"},
     ),
     "data, fsdp and tensor, soft cap": (
         (2, 2, 2, 1),

@@ -34,12 +34,12 @@ def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
         np.einsum("btw,wnh->btnh", inputs, parameter(projection.kernel))
         for projection in (layer.query, layer.key, layer.value)
     )
-    if layer.qk_norm:
+    if layer.qk_norm != "none":
         query, key = (
             x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * parameter(norm.scale)
             for x, norm in ((query, layer.query_norm), (key, layer.key_norm))
         )
-    if layer.rope_base is not None:
+    if layer.rotary is not None:
         query, key = (np.asarray(apply_rope(jnp.asarray(x, jnp.float32), positions)) for x in (query, key))
     key, value = (np.repeat(x, NUM_HEADS // NUM_KV_HEADS, axis=2) for x in (key, value))
     logits = np.einsum("btnh,bsnh->bnts", query, key) * scale
@@ -60,7 +60,7 @@ def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
     "changes",
     [
         {"implementation": None},
-        {"mask": CausalMask() & LocalMask(3, 0), "qk_norm": True},
+        {"mask": CausalMask() & LocalMask(3, 0), "qk_norm": "per_head"},
         {"mask": CausalMask() | PrefixMask(4), "sinks": True},
         {"mask": FullMask(), "logits_soft_cap": 2.0, "rope_base": None},
         {"mask": MultiHeadMask([CausalMask(), LocalMask(2, 2), PrefixMask(3) | CausalMask(), FullMask()])},
@@ -121,7 +121,7 @@ def test_a_call_and_decoding_each_get_their_own_backend(monkeypatch):
 
 
 def test_computes_in_the_compute_dtype_and_stores_in_the_parameter_dtype():
-    layer = make_layer(compute_dtype="bfloat16", param_dtype="float32", qk_norm=True, sinks=True)
+    layer = make_layer(compute_dtype="bfloat16", param_dtype="float32", qk_norm="per_head", sinks=True)
     assert layer(jnp.ones((1, 8, WIDTH), jnp.float32)).dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(layer))} == {jnp.dtype("float32")}
 

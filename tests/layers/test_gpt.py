@@ -28,7 +28,7 @@ CONFIG = GPTConfig(
     mlp="swiglu",
     tie_embeddings=False,
     masks=(WINDOW, CausalMask()),
-    qk_norm=True,
+    qk_norm="per_head",
     sinks=True,
     implementation="reference",
     compute_dtype="float32",
@@ -64,7 +64,7 @@ def loss_and_gradients(model, tokens, *ids_and_positions):
 
 def test_a_window_that_no_position_reaches_trains_as_none(rng):
     small = dataclasses.replace(
-        CONFIG, num_layers=1, masks=(CausalMask(),), mlp="gelu", qk_norm=False, sinks=False, rope_base=None,
+        CONFIG, num_layers=1, masks=(CausalMask(),), mlp="gelu", qk_norm="none", sinks=False, rope_base=None,
         remat="none", scan_layers=False,
     )  # fmt: skip
     tokens = rng.integers(0, 64, (1, 12)).astype(np.int32)
@@ -328,7 +328,7 @@ def test_parameters_have_the_promised_paths_and_shapes(model):
     "changes",
     [
         {},
-        {"mlp": "gelu", "tie_embeddings": True, "qk_norm": False, "sinks": False},
+        {"mlp": "gelu", "tie_embeddings": True, "qk_norm": "none", "sinks": False},
         {"num_kv_heads": 4, "num_layers": 2},
     ],
 )

@@ -86,7 +86,7 @@ def write(model, tokens, prompt_lengths, step):
             {
                 "masks": (MultiHeadMask([WINDOW, CHUNK, CausalMask(), CausalMask(-1)]), CHUNK, FIRST_TOKENS_KEPT),
                 "num_kv_heads": 4,
-                "qk_norm": True,
+                "qk_norm": "per_head",
                 "mlp": "swiglu",
             },
             id="a mask for each head, chunks, first tokens kept, QK-norm",
@@ -119,7 +119,7 @@ def test_a_layer_keeps_what_its_mask_looks_back_on():
 
 
 def test_unrolled_matrices_are_in_the_compute_dtype():
-    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16", qk_norm=True)
+    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16", qk_norm="per_head")
     shapes = jax.eval_shape(
         lambda: unroll_params(config, nnx.to_pure_dict(nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param)))
     )

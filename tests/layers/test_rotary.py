@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from layers import RopeScaling, apply_rope
-from layers.rotary import inverse_frequencies
+from layers.rotary import attention_factor, inverse_frequencies
+from tests.layers import decoder_oracle
 
 
 def rotated(inputs, positions, base=10_000.0):
@@ -90,6 +91,57 @@ def test_llama3_scaling_matches_its_published_rule():
             expected.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
     np.testing.assert_allclose(inverse_frequencies(128, 500_000.0, scaling), expected, rtol=1e-12)
     assert len({round(float(e), 12) for e in expected}) == 64
+
+
+def random_scaling(kind, num_pairs, rng):
+    fast, slow = np.sort(rng.uniform(0.5, 40.0, 2))[::-1]
+    arguments = {"factor": float(rng.uniform(1.0, 32.0)), "original_context_length": int(rng.integers(16, 16_384))}
+    if kind == "yarn":
+        arguments |= {"beta_fast": float(fast), "beta_slow": float(slow), "truncate": bool(rng.integers(2))}
+    elif kind == "longrope":
+        short, long = rng.uniform(1.0, 60.0, (2, num_pairs)).tolist()
+        arguments |= {"short_factors": tuple(short), "long_factors": tuple(long)}
+    return RopeScaling(kind, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])
+def test_every_frequency_and_the_stretch_follow_the_published_rule(rng, kind):
+    for _ in range(50):
+        num_pairs, base = int(rng.integers(2, 65)), float(rng.choice([100.0, 10_000.0, 1e6]))
+        scaling = random_scaling(kind, num_pairs, rng)
+        context_length = scaling.original_context_length + int(rng.integers(0, 2))
+        print(num_pairs, base, context_length, scaling)
+        expected = [
+            decoder_oracle.frequency(pair, 2 * num_pairs, base, scaling, context_length) for pair in range(num_pairs)
+        ]
+        np.testing.assert_allclose(
+            inverse_frequencies(2 * num_pairs, base, scaling, context_length), expected, rtol=1e-12
+        )
+        assert attention_factor(scaling) == pytest.approx(decoder_oracle.stretch(scaling), rel=1e-12)
+
+
+def test_yarn_in_the_numbers_of_gpt_oss():
+    """32 times 4,096 tokens: of 32 frequencies the first 9 stay and the last 14 are divided."""
+    scaling = RopeScaling("yarn", 32.0, original_context_length=4096, truncate=False)
+    ratios = inverse_frequencies(64, 150_000.0, RopeScaling()) / inverse_frequencies(64, 150_000.0, scaling)
+    np.testing.assert_allclose(ratios[:9], 1.0)
+    assert (np.diff(ratios[8:19]) > 0).all()
+    np.testing.assert_allclose(ratios[18:], 32.0)
+    assert attention_factor(scaling) == pytest.approx(1.3465735902799727)
+
+
+def test_a_fraction_of_the_features_turns_and_the_rest_stays(rng):
+    inputs = rng.standard_normal((1, 8, 2, 20)).astype(np.float32)
+    positions = rng.integers(0, 1000, (1, 8)).astype(np.int32)
+    outputs = apply_rope(inputs, positions, fraction=0.4)
+    np.testing.assert_allclose(outputs[..., :8], rotated(inputs[..., :8], positions), atol=1e-3)
+    np.testing.assert_array_equal(outputs[..., 8:], inputs[..., 8:])
+
+
+def test_longrope_is_refused_without_the_length_of_the_context():
+    scaling = RopeScaling("longrope", short_factors=(1.0,) * 4, long_factors=(2.0,) * 4)
+    with pytest.raises(ValueError, match="takes its short or its long factors by the length of the context; give cont"):
+        apply_rope(jnp.ones((1, 2, 1, 8)), jnp.arange(2)[None], scaling=scaling)
 
 
 def test_gradient_turns_back(rng):

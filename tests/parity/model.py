@@ -56,7 +56,7 @@ class Model:
             mlp_width=MLP_WIDTH,
             mlp=str(rng.choice(["gelu", "swiglu"])),
             tie_embeddings=bool(rng.integers(2)),
-            qk_norm=bool(rng.integers(2)),
+            qk_norm=str(rng.choice(["none", "per_head"])),
             rope_base=10_000.0 if rng.integers(4) else None,
             masks=self.attention.masks,
             sinks=self.attention.sinks,

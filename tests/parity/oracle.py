@@ -79,7 +79,7 @@ def _attention(
     xp: ModuleType,
 ) -> Float[Array, "B T W"]:
     query, key, value = (xp.einsum("btw,wnh->bnth", x, layer[name]["kernel"]) for name in ("query", "key", "value"))
-    if model.qk_norm:
+    if model.qk_norm != "none":
         query = _norm(query, layer["query_norm"]["scale"], xp)
         key = _norm(key, layer["key_norm"]["scale"], xp)
     if model.rope_base is not None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import secrets
 import struct
 import subprocess
 import sys
@@ -17,9 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
+
+from layers import GPTConfig, RopeScaling
+from trainer.config.file import load_config
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -220,27 +225,110 @@ def random_texts(rng: np.random.Generator) -> Callable[[int], list[str]]:
     return make
 
 
-@pytest.fixture
-def tokenizer_file(tmp_path: Path) -> Path:
-    """A byte-level BPE tokenizer.json with merges, an end-of-document token, truncation, padding and a template."""
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[Path], Path]:
+    """Saves a byte-level BPE tokenizer with merges, an end-of-document token, truncation, padding and a template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    def make(path: Path) -> Path:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(["the cat and the hat", "the hat and the cat"] * 10, trainer)
+        end = tokenizer.token_to_id("<|endoftext|>")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+        )
+        tokenizer.enable_truncation(4)
+        tokenizer.enable_padding(length=4)
+        tokenizer.save(str(path))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path, make_tokenizer) -> Path:
+    """A tokenizer.json of `make_tokenizer`."""
+    return make_tokenizer(tmp_path / "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A Hugging Face folder that was made for a test, and what it holds."""
+
+    folder: Path
+    model: GPTConfig
+    params: dict[str, Any]
+    """NumPy arrays, as in `TrainState`."""
+    page: Path
+    """A config file that says nothing about the model but how it runs."""
+    seed: int
+    """Of the parameters, for the report of a failure."""
+
+
+PAGE = """
+    from layers import GPTConfig
+    from trainer.config import CheckpointConfig, CompilationConfig, DataConfig, EvaluationConfig, LossConfig
+    from trainer.config import OptimizerConfig, TrainConfig
+
+
+    def get_config():
+        return TrainConfig(
+            name="continued",
+            num_steps=2,
+            sequence_length=64,
+            batch_size=2,
+            model=GPTConfig(compute_dtype="float32", remat="none", implementation="reference"),
+            data=DataConfig(source="text", files=({documents!r},), validation_fraction=0.2, token_cache_dir={tokens!r}),
+            optimizer=OptimizerConfig(num_warmup_steps=1),
+            loss=LossConfig(chunk_size=64),
+            evaluation=EvaluationConfig(every_num_steps=2, num_sequences=2),
+            checkpoint=CheckpointConfig(every_num_steps=2),
+            compilation=CompilationConfig(cache_dir={cache!r}),
+        )
+"""
+
+
+@pytest.fixture(scope="session")
+def pretrained(trainer_command, make_tokenizer, tmp_path_factory) -> Pretrained:
+    """A Llama of random parameters with a tokenizer."""
+    from layers.pretrained import write_huggingface
+    from trainer.saved_run import abstract_params
+
+    folder = tmp_path_factory.mktemp("pretrained")
+    model = GPTConfig(
+        vocab_size=304,
+        num_layers=2,
+        width=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_width=48,
+        mlp="swiglu",
+        tie_embeddings=False,
+        rope_base=5000.0,
+        rope_scaling=RopeScaling("llama3", 4.0, original_context_length=32),
+        norm_epsilon=1e-5,
     )
-    tokenizer.train_from_iterator(["the cat and the hat", "the hat and the cat"] * 10, trainer)
-    end = tokenizer.token_to_id("<|endoftext|>")
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    seed = secrets.randbits(32)
+    rng = np.random.default_rng(seed)
+    shapes = abstract_params(model, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+    (folder / "tokenizer").mkdir()
+    make_tokenizer(folder / "tokenizer" / "tokenizer.json")
+    write_huggingface(folder / "llama", model, params, tokenizer_dir=folder / "tokenizer")
+    config = load_config(trainer_command.config)
+    page = folder / "page.py"
+    page.write_text(
+        textwrap.dedent(PAGE).format(
+            documents=config.data.files[0], tokens=config.data.token_cache_dir, cache=config.compilation.cache_dir
+        )
     )
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=4)
-    path = tmp_path / "tokenizer.json"
-    tokenizer.save(str(path))
-    return path
+    return Pretrained(folder / "llama", model, params, page, seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from trainer.checkpoints.folder import (
+    DIGESTS,
     Damaged,
     Hold,
     all_damaged,
@@ -36,6 +38,8 @@ class FoundCheckpoint:
     """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
+    digest: str
+    """SHA-256 of its list of digests, and so of the whole checkpoint."""
     hold: Hold
     """Keeps its run from removing it, until `restore_params` has read it."""
 
@@ -85,7 +89,8 @@ def _find_newest(folder: Path) -> FoundCheckpoint | None:
             tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
             if not isinstance(tokenizer, str | None):
                 raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
-            return FoundCheckpoint(path, step, tokenizer, tuple(damaged), hold)
+            digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
+            return FoundCheckpoint(path, step, tokenizer, tuple(damaged), digest, hold)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")

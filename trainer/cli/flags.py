@@ -14,9 +14,10 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from kernels import Mask, Tuning, parse_mask
-from layers import GPTConfig
+from layers import GPTConfig, LayerOverride, MoEConfig
 from trainer.config import TrainConfig
 from trainer.config.file import flag_types, is_text, load_config
+from trainer.config.init_from import read_initial_model
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
 from trainer.process.versions import installed_versions
@@ -81,9 +82,17 @@ def apply_overrides(
     make_command: Callable[..., Command] = command
     if options["config"] is None:
         default = make_command(**{**options, "config": tyro.MISSING}, train=_any_config())
-    else:
-        default = make_command(**options, train=load_config(options["config"]))
-    return apply_flags(command, overrides, default, program=program)
+        return apply_flags(command, overrides, default, program=program)
+    page = load_config(options["config"])
+    values = read_flags(command, overrides, make_command(**options, train=page), program=program)
+    flags = {name.removeprefix("train."): value for name, value in values.items()}
+    init_from = flags.pop("init_from", page.init_from)
+    if init_from is None:
+        return make_command(**options, train=replace_fields(page, flags | {"init_from": None}))
+    initial = read_initial_model(init_from)
+    train = replace_fields(initial.under(page, flags), flags)
+    initial.check(train)
+    return make_command(**options, train=train)
 
 
 class _OfTheConfig(int):
@@ -123,22 +132,40 @@ def refuse_unknown_flags(arguments: Sequence[str], fields: Iterable[str], progra
 
 
 def apply_flags(command: type[Command], overrides: Sequence[str], default: Command | None, *, program: str) -> Command:
-    """Applies the flags of a command's fields. tyro reads the values, and draws the help.
+    """Applies the flags of a command's fields.
+
+    Args:
+      command, overrides, default, program: as in `read_flags`; the flags are applied to the default.
+
+    Raises:
+      UserMistake: an ill-typed value, or what the dataclass refuses.
+      SystemExit: with status 0, after `--help` was printed.
+    """
+    values = read_flags(command, overrides, default, program=program)
+    assert default is not None, "without a default there is only help"
+    return replace_fields(default, values)
+
+
+def read_flags(
+    command: type[Command], overrides: Sequence[str], default: Command | None, *, program: str
+) -> dict[str, Any]:
+    """Reads the flags of a command's fields, as `section.field` → value. tyro reads the values, and draws the help.
 
     Args:
       command: a dataclass.
       overrides: the flags, none of them unknown.
-      default: what they are applied to; None where nothing but help is asked for.
+      default: what the help shows; None where nothing but help is asked for.
       program: for help and messages.
 
     Raises:
-      UserMistake: an ill-typed value, or what the dataclass refuses.
+      UserMistake: an ill-typed value.
       SystemExit: with status 0, after `--help` was printed.
     """
     given = _split_into_flags(overrides)
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
     registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
+    registry.primitive_rule(lambda info: _OF_A_FILE if info.type in (LayerOverride, MoEConfig | None) else None)
     with registry:
         fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
         readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
@@ -147,8 +174,15 @@ def apply_flags(command: type[Command], overrides: Sequence[str], default: Comma
         if wants_help(overrides):
             options: dict[str, Any] = {} if default is None else {"default": default}
             tyro.cli(command, prog=program, args=["--help"], config=_TYRO, **options)
-        assert default is not None, "without a default there is only help"
-        values = {fields[flag][0]: reader.read(flag, given[flag]) for flag, reader in readers.items()}
+        return {fields[flag][0]: reader.read(flag, given[flag]) for flag, reader in readers.items()}
+
+
+def replace_fields(default: Command, values: Mapping[str, Any]) -> Command:
+    """A command with some fields replaced, by `section.field`.
+
+    Raises:
+      UserMistake: a dataclass refuses the values.
+    """
     try:
         return _replace_fields(default, values)
     except ValueError as refused:
@@ -249,3 +283,14 @@ _IMPLEMENTATION: PrimitiveConstructorSpec[str | Tuning | None] = PrimitiveConstr
     is_instance=lambda value: isinstance(value, str | Tuning | None),
     str_from_instance=lambda value: [value if isinstance(value, str) else repr(value)],
 )
+_OF_A_FILE: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="in-config",
+    instance_from_str=lambda words: _refuse_word(words[0]),
+    is_instance=lambda value: isinstance(value, LayerOverride | MoEConfig | None),
+    str_from_instance=lambda value: [repr(value)],
+)
+
+
+def _refuse_word(word: str) -> NoReturn:
+    raise ValueError(f"got {word!r}, and only a config file can say it")

@@ -24,6 +24,7 @@ class TrainCommand:
 
       --config experiments/gpt_32k.py              the experiment
       --workdir runs/books                         where the run's files go
+      --init-from models/Llama-3.2-1B              a pretrained model, or a run's, to go on from
       --data.source text                           what to read: text, jsonl, parquet or bin
       --data.files "books/**/*.txt"                the files to train on
       --num-steps 1000                             optimizer steps

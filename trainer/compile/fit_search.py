@@ -53,11 +53,10 @@ class Remedy:
           ValueError: it is none that can be run.
         """
         section, _, name = self.field.rpartition(".")
-        if not section:
-            return dataclasses.replace(config, **{name: self.value})
-        return dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{name: self.value})}
-        )
+        value = dataclasses.replace(getattr(config, section), **{name: self.value}) if section else self.value
+        changed = dataclasses.replace(config, **{section or name: value})
+        changed.check_model()  # which a config with init_from leaves to whoever puts its model in
+        return changed
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from trainer.step.functions import StepFunctions, TrainState
 class CompiledSteps:
     """The compiled programs of a run. They are compiled again only if their arguments change."""
 
-    init_state: Callable[[], TrainState] | None
-    """None if the state comes from a checkpoint."""
+    init_state: Callable[..., TrainState] | None
+    """Takes the parameters if there are any already. None if the state comes from a checkpoint."""
     train_step: RecompilingFunction
     eval_step: RecompilingFunction
     reports: tuple[CompileReport, ...]
@@ -27,12 +27,15 @@ class CompiledSteps:
         return self.train_step.is_compiling or self.eval_step.is_compiling
 
 
-def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: OnRecompile) -> CompiledSteps:
+def compile_steps(
+    functions: StepFunctions, *, with_init: bool, with_params: bool = False, on_recompile: OnRecompile
+) -> CompiledSteps:
     """Compiles each program of a run once, before its first use.
 
     Args:
       functions: of the run.
       with_init: whether the state has to be initialised.
+      with_params: whether it begins with parameters that there are already, instead of random ones.
       on_recompile: called when a program was compiled again.
 
     Raises:
@@ -42,7 +45,8 @@ def compile_steps(functions: StepFunctions, *, with_init: bool, on_recompile: On
     init_state, reports = None, []
     if with_init:
         with running("init_state"):
-            init_state, report = compile_in_stages(functions.init_state, name="init_state")
+            init, arguments = (functions.begin_state, [state.params]) if with_params else (functions.init_state, [])
+            init_state, report = compile_in_stages(init, *arguments, name="init_state")
         reports.append(report)
     with running("train_step"):
         train_step = RecompilingFunction(

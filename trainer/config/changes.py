@@ -16,7 +16,17 @@ from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
 Aspect = Literal[
-    "free", "training", "schedule", "evaluation", "sequences", "corpus", "model", "optimizer", "tokenizer", "seed"
+    "free",
+    "training",
+    "schedule",
+    "evaluation",
+    "sequences",
+    "corpus",
+    "model",
+    "optimizer",
+    "tokenizer",
+    "seed",
+    "beginning",
 ]
 
 # Which aspect of a run each field of TrainConfig touches. A test checks that no field is missing.
@@ -26,7 +36,7 @@ Aspect = Literal[
 #   evaluation  which tokens a validation loss is measured on, or how
 #   sequences   how documents are packed; the run then begins a new epoch
 #   corpus      where the documents are; the checkpoint's data state tells whether they are still the same
-#   model, optimizer, tokenizer, seed
+#   model, optimizer, tokenizer, seed, beginning
 #               refused, for the reasons below
 ASPECT_OF_FIELD: dict[str, Aspect] = {
     "name": "free",
@@ -37,6 +47,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "gradient_accumulation": "free",
     "log_every_num_steps": "free",
     "seed": "seed",
+    "init_from": "beginning",
     "model.vocab_size": "model",
     "model.num_layers": "model",
     "model.width": "model",
@@ -45,18 +56,36 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "model.head_dim": "model",
     "model.mlp_width": "model",
     "model.mlp": "model",
+    "model.mlp_bias": "model",
+    "model.moe": "model",
     "model.tie_embeddings": "model",
     "model.masks": "model",
+    "model.layer_overrides": "model",
     "model.rope_base": "model",
     "model.rope_scaling.kind": "model",
     "model.rope_scaling.factor": "model",
     "model.rope_scaling.low_frequency_factor": "model",
     "model.rope_scaling.high_frequency_factor": "model",
     "model.rope_scaling.original_context_length": "model",
+    "model.rope_scaling.beta_fast": "model",
+    "model.rope_scaling.beta_slow": "model",
+    "model.rope_scaling.truncate": "model",
+    "model.rope_scaling.attention_factor": "model",
+    "model.rope_scaling.short_factors": "model",
+    "model.rope_scaling.long_factors": "model",
+    "model.rope_fraction": "model",
+    "model.attention_bias": "model",
+    "model.output_bias": "model",
     "model.qk_norm": "model",
+    "model.qk_norm_after_rope": "model",
+    "model.query_scale": "model",
     "model.logits_soft_cap": "model",
     "model.sinks": "model",
     "model.norm_epsilon": "model",
+    "model.norm_placement": "model",
+    "model.norm_scale_offset": "model",
+    "model.embedding_scale": "model",
+    "model.final_logits_soft_cap": "model",
     "model.param_dtype": "model",
     "model.implementation": "free",
     "model.decode_implementation": "free",
@@ -121,6 +150,7 @@ _REFUSED: dict[Aspect, str] = {
     "optimizer": "the moments are of another optimizer",
     "tokenizer": "the parameters were trained on other tokens",
     "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
+    "beginning": "the parameters began as those of that folder, which a run that resumes doesn't load again",
 }
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from kernels import Mask, Tuning, parse_mask
+from layers import LayerOverride
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
@@ -236,6 +237,9 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{name}={value!r}", _describe_misfit(value, hint)
         elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
             yield from _ill_typed(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and any(isinstance(item, LayerOverride) for item in value):
+            for index, item in enumerate(value):
+                yield from _ill_typed(item, f"{prefix}{name}[{index}].")
         elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
             yield f"{prefix}{name}={value!r}", " holds a NUL character, or what UTF-8 can't write"
 

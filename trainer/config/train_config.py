@@ -16,7 +16,7 @@ from typing import Literal
 
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
-from layers.config import check_choice, check_numbers
+from layers.checks import check_choice, check_numbers
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class DataConfig:
             raise ValueError(f"data.token_cache_gib={self.token_cache_gib} must be at least 0 and finite")
         if self.num_prefetch_batches < 1:
             raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
-        _check_path("data.token_cache_dir", self.token_cache_dir)
+        check_path("data.token_cache_dir", self.token_cache_dir)
         if self.tokenizer is not None:
-            _check_path("data.tokenizer", self.tokenizer)
+            check_path("data.tokenizer", self.tokenizer)
         check_numbers(self, "data.")
 
 
@@ -326,7 +326,7 @@ class CompilationConfig:
     """Folder of XLA's persistent compilation cache; the empty string turns it off."""
 
     def __post_init__(self):
-        _check_path("compilation.cache_dir", self.cache_dir or "~")
+        check_path("compilation.cache_dir", self.cache_dir or "~")
 
 
 @dataclass(frozen=True)
@@ -365,6 +365,9 @@ class TrainConfig:
     """Steps between log lines; the step time is measured over this window."""
     seed: int = 0
     """Seed of the parameters and of the order of the data."""
+    init_from: str | None = None
+    """Folder whose model a fresh run begins with: a Hugging Face model's (config.json, *.safetensors, tokenizer.json)
+    or another run's workdir. Model and tokenizer are the folder's. None: random parameters."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -403,20 +406,40 @@ class TrainConfig:
                 f"sequence_length={self.sequence_length} is not a multiple of mesh.context={self.mesh.context}; "
                 f"use {-(-self.sequence_length // self.mesh.context) * self.mesh.context}"
             )
+        if self.init_from is None:
+            self.check_model()
+        elif isinstance(self.init_from, str):  # its model is put in and checked in trainer/config/init_from.py
+            check_path("init_from", self.init_from)
+        self.optimizer.num_decay_steps(self.num_steps)
+
+    def check_model(self) -> None:
+        """Checks that the model can be trained on this mesh, and asked for the samples.
+
+        Raises:
+          ValueError: it can't.
+        """
         # What `trainer.step.sharding.PARTITION_RULES` splits, in the words of the config; a test compares the two.
-        for name, axes in (
-            ("width", ("fsdp", "context")),
-            ("num_heads", ("tensor",)),
-            ("num_kv_heads", ("tensor",)),
-            ("mlp_width", ("tensor",)),
-            ("vocab_size", ("tensor",)),
+        model, moe = self.model, self.model.moe
+        hidden = ("mlp_width", model.mlp_width) if moe is None else ("moe.expert_width", moe.expert_width)
+        for name, length, axes in (
+            ("width", model.width, ("fsdp", "context")),
+            ("num_heads", model.num_heads, ("tensor",)),
+            ("num_kv_heads", model.num_kv_heads, ("tensor",)),
+            (*hidden, ("tensor",)),
+            ("vocab_size", model.vocab_size, ("tensor",)),
         ):
-            length, size = getattr(self.model, name), math.prod(getattr(self.mesh, axis) for axis in axes)
+            size = math.prod(getattr(self.mesh, axis) for axis in axes)
             if length % size:
                 product = " × ".join(f"mesh.{axis}" for axis in axes)
                 raise ValueError(
                     f"model.{name}={length} is not a multiple of {product} = {size}; "
                     f"use {-(-length // size) * size}, or make {product} a divisor of {length}"
+                )
+        for index in range(self.model.pattern_length):
+            if (num_kv_heads := self.model.layer(index).num_kv_heads) % self.mesh.tensor:
+                raise ValueError(
+                    f"model.layer_overrides gives layer {index} num_kv_heads={num_kv_heads}, which mesh.tensor = "
+                    f"{self.mesh.tensor} does not divide; make mesh.tensor a divisor of it"
                 )
         if self.mesh.tensor > 1 and any(mask.num_heads is not None for mask in self.model.masks):
             raise ValueError(
@@ -435,10 +458,9 @@ class TrainConfig:
                     "samples.prompts needs a tokenizer, and a .bin file doesn't say which one made it; "
                     "set data.tokenizer to its tokenizer.json"
                 )
-        self.optimizer.num_decay_steps(self.num_steps)
 
 
-def _check_path(name: str, path: str) -> None:
+def check_path(name: str, path: str) -> None:
     """Raises ValueError for a path that no file system takes, and for the empty one, which would be this folder."""
     parts = Path(path).parts
     if not path or "\0" in path:

@@ -9,6 +9,7 @@ Shapes: T tokens in a sequence, R devices along `mesh.context`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +32,7 @@ class Dealer:
         deal: how.
         sequence_length: T.
         num_ranks: R.
-        masks: the model's, each with the number of its layers.
+        masks: the model's, each with the number of its layers; one of wider heads than the model's counts for more.
         keep_documents_apart: as in `DataConfig`; False: a sequence costs what one document costs.
 
     Raises:
@@ -50,11 +51,14 @@ class Dealer:
     @classmethod
     def of(cls, config: TrainConfig, deal: Deal) -> Dealer:
         """The dealer of a run's training and validation sequences."""
+        masks: defaultdict[Mask, float] = defaultdict(float)
+        for layer, num_layers in config.model.layer_counts.items():
+            masks[layer.mask] += num_layers * layer.head_dim / config.model.head_dim
         return cls(
             deal,
             config.sequence_length,
             config.mesh.context,
-            config.model.layers_per_mask,
+            masks,
             config.data.keep_documents_apart,
         )
 

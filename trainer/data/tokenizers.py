@@ -225,6 +225,9 @@ class HuggingFaceTokenizer:
                 )
             return vocabulary[token]
         found = [candidate for candidate in _END_OF_DOCUMENT_TOKENS if candidate in vocabulary]
+        if len(found) > 1:  # Gemma's vocabulary, for one, has HTML's tags
+            stated = _stated_end_of_text(Path(self.name))
+            found = [candidate for candidate in found if candidate == stated] or found
         if len(found) != 1:
             special = [added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special]
             raise DataError(
@@ -232,6 +235,16 @@ class HuggingFaceTokenizer:
                 f"set data.end_of_document_token. Its special tokens: {', '.join(special[:20]) or 'none'}"
             )
         return vocabulary[found[0]]
+
+
+def _stated_end_of_text(tokenizer_file: Path) -> str | None:
+    """The `eos_token` of the `tokenizer_config.json` beside a tokenizer; None if nothing there says it."""
+    try:
+        content = read_at_most(tokenizer_file.with_name("tokenizer_config.json"), _MAX_FILE_BYTES)
+        stated = json.loads(content or b"")["eos_token"]
+        return stated if isinstance(stated, str) else stated["content"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 class PretokenizedIds:

@@ -3,8 +3,8 @@
 `status` is "running", "completed", "failed" (with the reason in `message`) or "preempted" (by a stop signal). `step` is
 the number of steps done. If an attempt ended without a word, by SIGKILL for example, the next attempt's `attempts` call
 it "killed", with its last known step. `num_skipped_updates` counts the steps that changed nothing
-(`trainer/step/skipping.py`). `trainer/observers/goodput.py` says what `goodput` is, and `trainer/compile/history.py`
-what `compile` holds.
+(`trainer/step/skipping.py`). `init_from` tells what the parameters began as; None: they were random.
+`trainer/observers/goodput.py` says what `goodput` is, and `trainer/compile/history.py` what `compile` holds.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class RunRecord:
             "command": list(command),
             "versions": {"python": platform.python_version(), **installed_versions(_DISTRIBUTIONS)},
             "resumed_from": None,
+            "init_from": previous.get("init_from"),
             "config_changes": [],
             "step": previous.get("step", 0),
             "num_skipped_updates": previous.get("num_skipped_updates", 0),

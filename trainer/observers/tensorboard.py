@@ -19,7 +19,16 @@ from trainer.observers.event_file import EventLog, event_files, read_events, sca
 from trainer.observers.observer import Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
-_OF_TRAINING = ("loss", "z_loss", "grad_norm", "learning_rate", "num_targets", "num_skipped")
+_OF_TRAINING = (
+    "loss",
+    "z_loss",
+    "load_balance_loss",
+    "router_z_loss",
+    "grad_norm",
+    "learning_rate",
+    "num_targets",
+    "num_skipped",
+)
 _NO_VALUES = ("step", "time")
 _COMPILE = "compile/"
 

@@ -131,5 +131,7 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[s
         "num_targets": int(metrics.num_targets),
         "num_skipped": int(metrics.num_skipped),
     }
+    of_routers = {"load_balance_loss": metrics.load_balance_loss, "router_z_loss": metrics.router_z_loss}
+    values |= {name: float(value) for name, value in of_routers.items() if value is not None}
     recompile_s = compiles.recompile_seconds("train_step", step)
     return values | ({"recompile_s": recompile_s} if recompile_s else {})

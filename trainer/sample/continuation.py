@@ -165,8 +165,10 @@ def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, 
     begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.end_of_document_id else ""
     context, scaling = trained.context_length, trained.model.rope_scaling
     limit = f"the {context:,} tokens that the model was trained on"
-    if scaling.kind != "none":
-        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}"
+    if context > trained.config.sequence_length:
+        own = trained.config.model.rope_scaling.factor
+        over = f" over the run's own {own:g}" if own > 1 else ""
+        limit = f"{context:,} tokens, the trained length times rope_scaling.factor={scaling.factor:g}{over}"
     if length > context:
         factor = math.ceil(length * scaling.factor / context)
         stretch = f", or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor {factor}"

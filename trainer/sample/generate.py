@@ -94,8 +94,8 @@ class Generator:
         # Arguments of the programs: whether there is a number is compiled in, which one isn't.
         self._choice = {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
         self._lay_out = jax.jit(lambda params: unroll_params(config, params))
-        self._begin = jax.jit(self._begin_text, donate_argnums=1)
-        self._step = jax.jit(self._add_tokens, donate_argnums=1)
+        self._begin = jax.jit(self._begin_text, donate_argnums=1, static_argnames="context_length")
+        self._step = jax.jit(self._add_tokens, donate_argnums=1, static_argnames="context_length")
 
     def check(self, requests: Sequence[SampleRequest], settings: Mapping[Task, str]) -> None:
         """Checks that the backends that the model's config names serve these texts; needs no parameters.
@@ -110,11 +110,11 @@ class Generator:
         if self._config.implementation is None and self._config.decode_implementation is None:
             return  # Something serves every call.
         params = nnx.to_pure_dict(self._abstract_params)
-        texts = jax.eval_shape(lambda: self._no_texts(requests))
+        texts, context_length = jax.eval_shape(lambda: self._no_texts(requests)), _context_length(requests)
         try:
             for prompt in _prompts(requests):
-                self._begin.eval_shape(params, texts, *prompt, self._choice)
-            self._step.eval_shape(params, texts, self._choice)
+                self._begin.eval_shape(params, texts, *prompt, self._choice, context_length=context_length)
+            self._step.eval_shape(params, texts, self._choice, context_length=context_length)
         except CantServe as refused:
             raise UserMistake(
                 f"{settings[refused.task]}={refused.implementation!r} can't serve this call: {refused.reason}; "
@@ -157,12 +157,12 @@ class Generator:
 
     def _run(self, params: Any, requests: Sequence[SampleRequest]) -> Iterator[_Added]:
         """Starts one program after another, without an end, and yields what each is going to add."""
-        texts = self._no_texts(requests)
+        texts, context_length = self._no_texts(requests), _context_length(requests)
         for prompt in _prompts(requests):
-            texts, added = self._begin(params, texts, *prompt, self._choice)
+            texts, added = self._begin(params, texts, *prompt, self._choice, context_length=context_length)
             yield added
         while True:
-            texts, added = self._step(params, texts, self._choice)
+            texts, added = self._step(params, texts, self._choice, context_length=context_length)
             yield added
 
     def _no_texts(self, requests: Sequence[SampleRequest]) -> _Texts:
@@ -175,9 +175,7 @@ class Generator:
         )
 
     def _no_caches(self, requests: Sequence[SampleRequest]) -> tuple[SlabCache, ...]:
-        # The last token of a text needs no cell.
-        longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
-        return init_caches(self._config, len(requests), -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE)
+        return init_caches(self._config, len(requests), _context_length(requests))
 
     def _begin_text(
         self,
@@ -188,10 +186,18 @@ class Generator:
         index: Int[Array, ""],
         num_new_tokens: Int[Array, ""],
         choice: dict[str, Array],
+        *,
+        context_length: int,
     ) -> tuple[_Texts, _Added]:
         """Reads a prompt and chooses what comes after it."""
         model = nnx.merge(self._graphdef, params)
-        hidden, caches = model.prefill(tokens, texts.caches, sequences=index[None], num_tokens=num_tokens[None])
+        hidden, caches = model.prefill(
+            tokens,
+            texts.caches,
+            sequences=index[None],
+            num_tokens=num_tokens[None],
+            context_length=context_length,
+        )
         chosen = self._choose(model, hidden[:, num_tokens - 1], texts.seeds[index][None], num_tokens[None], choice)
         num_left = jnp.where(chosen == texts.stop_tokens[index], 0, num_new_tokens - 1)
         texts = texts._replace(
@@ -201,11 +207,18 @@ class Generator:
         )
         return texts, _Added(index[None], chosen, jnp.ones(1, bool), num_left == 0)
 
-    def _add_tokens(self, params: Any, texts: _Texts, choice: dict[str, Array]) -> tuple[_Texts, _Added]:
+    def _add_tokens(
+        self, params: Any, texts: _Texts, choice: dict[str, Array], *, context_length: int
+    ) -> tuple[_Texts, _Added]:
         """Adds a token to each text that hasn't ended."""
         model = nnx.merge(self._graphdef, params)
         is_new = texts.num_left > 0
-        hidden, caches = model.decode(texts.newest[:, None], texts.caches, num_tokens=is_new.astype(jnp.int32))
+        hidden, caches = model.decode(
+            texts.newest[:, None],
+            texts.caches,
+            num_tokens=is_new.astype(jnp.int32),
+            context_length=context_length,
+        )
         chosen = self._choose(model, hidden[:, 0], texts.seeds, caches[0].lengths, choice)
         num_left = jnp.where(is_new & (chosen != texts.stop_tokens), texts.num_left - 1, 0)
         added = _Added(jnp.arange(len(chosen)), chosen, is_new, num_left == 0)
@@ -222,6 +235,13 @@ class Generator:
         # From the text's own seed and the token's place in it, so that no text depends on another.
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
+
+
+def _context_length(requests: Sequence[SampleRequest]) -> int:
+    """Tokens that the caches are made for; rounded up, so that texts of about one length share programs."""
+    # The last token of a text needs no cell.
+    longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
+    return -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
 
 
 def _prompts(requests: Sequence[SampleRequest]) -> Iterator[tuple[Int[np.ndarray, "1 T"], int, int, int]]:

@@ -11,7 +11,7 @@ import tyro
 
 from kernels.backends import Task
 from layers import RopeScaling
-from layers.config import check_implementation, check_numbers
+from layers.checks import check_implementation, check_numbers
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config.file import flag_types
@@ -46,7 +46,7 @@ class SampleCommand:
     tokenizer: str | None = None
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    """Stretches the context past the trained length, by its factor; the run's own unless given."""
+    """Replaces the run's own, and stretches the context past the trained length by its factor over the run's own."""
     implementation: str | None = AS_TRAINED
     """Attention backend for the prompts. as-trained: the one of the run's config; None: the fastest on this device."""
     decode_implementation: str | None = AS_TRAINED

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
-from layers import GPT, GPTConfig, RopeScaling
-from trainer.checkpoints.parameters import FoundCheckpoint, find_newest, restore_params
+from layers import GPTConfig, RopeScaling
+from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
 from trainer.config import DataConfig, TrainConfig
-from trainer.config.file import load_saved_config
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.data.tokenizers import PretokenizedIds
 from trainer.errors import UserMistake
-from trainer.workdir import Workdir
+from trainer.saved_run import abstract_params, open_saved_run
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,9 @@ class TrainedRun:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model can attend to: the trained length, times what RoPE scaling makes of it."""
-        return int(self.config.sequence_length * self.model.rope_scaling.factor)
+        """Tokens that the model can attend to: the trained length, times what more RoPE scaling makes of it."""
+        stretch = self.model.rope_scaling.factor / self.config.model.rope_scaling.factor
+        return int(self.config.sequence_length * max(stretch, 1.0))
 
     def restore_params(self, device: jax.Device) -> tuple[TrainedRun, Any]:
         """Reads the model's parameters onto one device.
@@ -46,9 +45,7 @@ class TrainedRun:
         Raises:
           TrainingFailed: the checkpoint can't be read.
         """
-        shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(self.model, rngs=nnx.Rngs(0))), nnx.Param))
-        sharding = jax.sharding.SingleDeviceSharding(device)
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+        abstract = abstract_params(self.model, jax.sharding.SingleDeviceSharding(device))
         checkpoint, params = restore_params(self.checkpoint, abstract)
         return dataclasses.replace(self, checkpoint=checkpoint), params
 
@@ -68,26 +65,15 @@ def open_run(
       UserMistake: there is no run or no checkpoint, the tokenizer isn't training's, or the model can't be sampled from.
       TrainingFailed: every checkpoint is damaged.
     """
-    workdir = Workdir(path)
-    if not workdir.config.is_file():
-        raise UserMistake(
-            f"workdir {path} {'holds no config.json' if path.is_dir() else 'does not exist'}; "
-            "--workdir takes the folder that a run of `python -m trainer` wrote to"
-        )
-    config = load_saved_config(workdir.config)
-    checkpoint = find_newest(workdir.checkpoints)
-    if checkpoint is None:
-        raise UserMistake(
-            f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
-            "where the first is saved, or lower checkpoint.every_num_steps"
-        )
+    saved = open_saved_run(path, setting="--workdir")
+    config, checkpoint = saved.config, saved.checkpoint
     model = dataclasses.replace(config.model, **implementations)
     if rope_scaling.kind != "none":
         model = dataclasses.replace(model, rope_scaling=rope_scaling)
-        if model.rope_base is None:
+        if all(layer.rope_base is None or layer.rope_scaling != rope_scaling for layer in model.layer_counts):
+            has = "no rotary embedding (model.rope_base is None)" if model.rope_base is None else "one for each layer"
             raise UserMistake(
-                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has no rotary embedding "
-                "(model.rope_base is None); leave it out"
+                f"--rope-scaling.kind {rope_scaling.kind} has no effect: the model has {has}; leave it out"
             )
     try:
         model.check_looks_back_only()

@@ -1,8 +1,9 @@
-"""Finds out which attention backend serves each mask of a run, and how ranks of `mesh.context` get at their keys."""
+"""Finds out which attention backend serves each layer of a run, and how ranks of `mesh.context` get at their keys."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels import Mask, Selection, Target, select_backend
+from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
 from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
+from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
 from trainer.terminal.units import format_bytes
@@ -20,7 +22,7 @@ from trainer.terminal.units import format_bytes
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How the ranks of `mesh.context` get at their keys in the layers that share a mask."""
+    """How the ranks of `mesh.context` get at their keys in layers that make the same call."""
 
     name: str
     """gather, halo, ring or heads."""
@@ -38,7 +40,7 @@ class ExchangePlan:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The attention of the layers that share a mask."""
+    """The attention of the layers that make the same call: they share a mask, and the sizes of their heads."""
 
     mask: str
     """As `kernels.parse_mask` reads it."""
@@ -68,11 +70,10 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
     """
     if config.mesh.context == 1:
         return "in_order", None
-    calls = {attention_call(config, mask, target): float(count) for mask, count in config.model.layers_per_mask.items()}
     context = config.context
     try:
         plan = plan_context(
-            calls,
+            attention_calls(config, target),
             "context",
             config.mesh.context,
             deal=context.deal,
@@ -85,7 +86,7 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
 
 
 def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPlan, ...]:
-    """The backend and the exchange that each mask will get, in the order of the layers.
+    """The backend and the exchange that each distinct call will get, in the order of the layers.
 
     Args:
       config: the experiment.
@@ -98,8 +99,8 @@ def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPl
     deal, context = plan_deal(config, target)
     split = Split.of("context", config.mesh.context, deal, config.sequence_length)
     plans = []
-    for index, (mask, num_layers) in enumerate(config.model.layers_per_mask.items()):
-        call, exchange = attention_call(config, mask, target), None
+    for index, (call, num_layers) in enumerate(attention_calls(config, target).items()):
+        mask, exchange = call.mask, None
         if context is not None:
             chosen = context.exchanges[index]
             cost = chosen.costs[chosen.name]
@@ -148,21 +149,30 @@ def _describe_exchange(plan: ExchangePlan | None) -> list[str]:
     ]
 
 
-def attention_call(config: TrainConfig, mask: Mask, target: Target) -> AttentionCall:
-    """What `layers.Attention` asks of each device of the config's mesh, before keys are exchanged."""
-    model, mesh = config.model, config.mesh
+def attention_calls(config: TrainConfig, target: Target) -> dict[AttentionCall, int]:
+    """The distinct calls of a config's layers, in their order, and how many layers make each."""
+    calls: Counter[AttentionCall] = Counter()
+    for layer, num_layers in config.model.layer_counts.items():
+        calls[attention_call(config, layer, target)] += num_layers
+    return dict(calls)
+
+
+def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> AttentionCall:
+    """What a layer's `layers.Attention` asks of each device of the config's mesh, before keys are exchanged."""
+    model, mesh, mask = config.model, config.mesh, layer.mask
+    scale = 1 / math.sqrt(layer.head_dim) if model.query_scale is None else model.query_scale
     has_positions = config.data.keep_documents_apart and not mask.translation_invariant
     return AttentionCall(
         batch=config.batch_size // config.gradient_accumulation // (mesh.data * mesh.fsdp),
         q_len=config.sequence_length // mesh.context,
         kv_len=config.sequence_length // mesh.context,
         num_heads=model.num_heads // mesh.tensor,
-        num_kv_heads=model.num_kv_heads // mesh.tensor,
-        head_dim=model.head_dim,
-        value_dim=model.head_dim,
+        num_kv_heads=layer.num_kv_heads // mesh.tensor,
+        head_dim=layer.head_dim,
+        value_dim=layer.head_dim,
         dtype=jnp.dtype(model.compute_dtype),
         mask=mask,
-        scale=1 / math.sqrt(model.head_dim),
+        scale=scale,
         logits_soft_cap=model.logits_soft_cap,
         has_sinks=model.sinks,
         has_segment_ids=config.data.keep_documents_apart,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -71,12 +72,14 @@ class FlopCounter:
         self._keep_documents_apart = keep_documents_apart
         self._num_heads = config.num_heads
         self._flops_per_token = 6 * num_matmul_parameters(config)
-        self._flops_per_pair = 12 * config.head_dim
         self._sequence_length = sequence_length
-        self._layers_per_mask = config.layers_per_mask
+        # Of all layers that have a mask together.
+        self._flops_per_pair: Counter[Mask] = Counter()
+        for layer, num_layers in config.layer_counts.items():
+            self._flops_per_pair[layer.mask] += 12 * num_layers * layer.head_dim
         self._pairs_by_length = {
             mask: np.full(sequence_length + 1, -1) if (table := _causal_pairs(mask, sequence_length)) is None else table
-            for mask in self._layers_per_mask
+            for mask in self._flops_per_pair
         }
 
     def __call__(self, segment_ids: Int[np.ndarray, "B T"]) -> StepFlops:
@@ -97,13 +100,13 @@ class FlopCounter:
         if not self._keep_documents_apart:
             lengths = [each.sum(keepdims=True) for each in lengths if len(each)]
         of_all, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *lengths]), return_counts=True)
-        causal_pairs = sum(
-            num_layers * int(self._pairs(mask, of_all) @ counts) for mask, num_layers in self._layers_per_mask.items()
+        of_causal_pairs = sum(
+            flops * int(self._pairs(mask, of_all) @ counts) for mask, flops in self._flops_per_pair.items()
         )
-        all_pairs = sum(self._layers_per_mask.values()) * self._num_heads * num_tokens * self._sequence_length
+        all_pairs = self._num_heads * num_tokens * self._sequence_length
         return StepFlops(
-            int(of_all @ counts) * self._flops_per_token + causal_pairs * self._flops_per_pair,
-            num_tokens * self._flops_per_token + all_pairs * self._flops_per_pair,
+            int(of_all @ counts) * self._flops_per_token + of_causal_pairs,
+            num_tokens * self._flops_per_token + all_pairs * self._flops_per_pair.total(),
         )
 
     def _pairs(self, mask: Mask, lengths: np.ndarray) -> np.ndarray:
@@ -116,10 +119,21 @@ class FlopCounter:
 
 
 def num_matmul_parameters(config: GPTConfig) -> int:
-    """Parameters that every token is multiplied by. The head counts; the embedding, a lookup, doesn't."""
-    attention = config.width * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
-    mlp = (3 if config.mlp == "swiglu" else 2) * config.width * config.mlp_width
-    return config.num_layers * (attention + mlp) + config.width * config.vocab_size
+    """Parameters that every token is multiplied by. The head counts; the embedding, a lookup, doesn't.
+
+    Of a mixture of experts the router counts, and as many experts as a token goes to.
+    """
+    attention = sum(
+        num_layers * config.width * layer.head_dim * 2 * (config.num_heads + layer.num_kv_heads)
+        for layer, num_layers in config.layer_counts.items()
+    )
+    moe, num_matrices = config.moe, 2 if config.mlp == "gelu" else 3
+    mlp = config.width * (
+        num_matrices * config.mlp_width
+        if moe is None
+        else num_matrices * moe.num_experts_per_token * moe.expert_width + moe.num_experts
+    )
+    return attention + config.num_layers * mlp + config.width * config.vocab_size
 
 
 def _document_lengths(segment_ids: Int[np.ndarray, " T"]) -> Int[np.ndarray, " D"]:

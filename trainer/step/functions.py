@@ -24,12 +24,14 @@ from kernels import Target
 from kernels.context import Deal
 from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
+from layers.moe import RouterSums
 from trainer.config import TrainConfig
 from trainer.step.attention_plan import plan_deal
 from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
+from trainer.step.router_loss import LossSums, add_router_losses, sum_load
 from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
 from trainer.step.skipping import Skipping, judge, schedule_at
 
@@ -75,6 +77,10 @@ class StepMetrics(NamedTuple):
     """Updates skipped up to this one, in the whole run."""
     num_skipped_in_a_row: Int[Array, ""]
     """0: this update was accepted."""
+    load_balance_loss: Float[Array, ""] | None = None
+    """Of the routers of a mixture of experts, the mean over tokens and layers, before its weight; None without them."""
+    router_z_loss: Float[Array, ""] | None = None
+    """The same of their z-loss."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +102,11 @@ class StepFunctions:
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
     """Jitted: the state before the first step, made in its shards."""
+    begin_state: Callable[[Any], TrainState]
+    """Jitted: params → the state before the first step, with these parameters. Donates them."""
     train_step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]
     """Jitted: one update. Donates the state."""
-    gradients: Callable[[Any, Batch], tuple[Any, CrossEntropy]]
+    gradients: Callable[[Any, Batch], tuple[Any, LossSums]]
     """Jitted: (params, batch) → (gradient of the mean loss, sums). What `train_step` updates by."""
     eval_step: Callable[[Any, Batch], tuple[Array, Array]]
     """Jitted: (params, batch) → (sum of nats, number of targets)."""
@@ -135,21 +143,28 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(make_model(), nnx.Param))
+        return begin_state(nnx.to_pure_dict(nnx.state(make_model(), nnx.Param)))
+
+    def begin_state(params) -> TrainState:
         skipping = jax.tree.map(jnp.asarray, Skipping())
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), skipping)
 
-    def cross_entropy(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> CrossEntropy:
-        """Sums over this device's tokens."""
+    def run_model(params, batch: Batch, gather_layer: GatherLayer | None) -> tuple[GPT, Array, RouterSums | None]:
+        """The model, its output and its routers' sums, of this device's tokens."""
         model = nnx.merge(graphdef, params)
         apart = config.data.keep_documents_apart
-        hidden = model(
+        hidden, router = model.with_router_sums(
             batch["tokens"],
             batch["segment_ids"] if apart else None,
             batch["positions"] if apart else None,
             batch.get("places"),
+            counted=batch["target_mask"],
             gather_layer=gather_layer,
         )
+        return model, hidden, router
+
+    def cross_entropy(model: GPT, hidden: Array, batch: Batch) -> CrossEntropy:
+        """Sums over this device's tokens."""
         with jax.named_scope("loss"):
             return chunked_cross_entropy(
                 hidden,
@@ -158,15 +173,24 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
                 batch["target_mask"],
                 chunk_size=config.loss.chunk_size,
                 z_loss=config.loss.z_loss,
+                logits_soft_cap=config.model.final_logits_soft_cap,
                 shared_over="tensor" if mesh.shape["tensor"] > 1 else None,
             )
 
-    def gradient_on_device(params, batch: Batch) -> tuple[Any, CrossEntropy]:
+    def training_loss(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> LossSums:
+        """Sums over this device's tokens, what their routers add among them."""
+        model, hidden, router = run_model(params, batch, gather_layer)
+        load = None
+        if router is not None:
+            hidden, load = sum_load(hidden, router, batch["target_mask"], gather.sum)
+        return add_router_losses(cross_entropy(model, hidden, batch), router, load, config.model.moe)
+
+    def gradient_on_device(params, batch: Batch) -> tuple[Any, LossSums]:
         """The gradient of the mean over all devices' and micro-batches' targets, and their sums."""
         num_targets = jnp.maximum(gather.sum(batch["target_mask"].sum(dtype=jnp.int32)), 1)
 
         def share_of_loss(params, micro_batch, gather_layer=None):
-            sums = cross_entropy(params, micro_batch, gather_layer=gather_layer)
+            sums = training_loss(params, micro_batch, gather_layer=gather_layer)
             return sums.total / num_targets, sums
 
         if config.gradient_accumulation == 1:
@@ -184,11 +208,11 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, config.gradient_accumulation), batch)
         # In the parameters' dtype, whatever the layers' matrices are used in.
         no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole, params)
-        no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(cross_entropy, whole, batch))
+        no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(training_loss, whole, batch))
         (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
         return gather.reduce(grads), gather.sum(sums)
 
-    def mean_loss_gradient(params, batch: Batch) -> tuple[Any, CrossEntropy]:
+    def mean_loss_gradient(params, batch: Batch) -> tuple[Any, LossSums]:
         mapped = gather.map_devices(
             gradient_on_device, in_specs=(specs_of_params, spec_of_batch), out_specs=(specs_of_params, P())
         )
@@ -199,6 +223,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         grads, sums = mean_loss_gradient(state.params, batch)
         num_targets = jnp.maximum(sums.num_targets, 1)
         loss, z_loss = sums.nats / num_targets, sums.z / num_targets
+        of_routers = jax.tree.map(lambda total: total / num_targets, (sums.load_balance, sums.router_z))
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
@@ -217,10 +242,12 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
                 step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping
             )
             learning_rate = schedule(state.step)
-        return kept, StepMetrics(loss, z_loss, grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
+        of_update = (grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
+        return kept, StepMetrics(loss, z_loss, *of_update, *of_routers)
 
     def evaluate_on_device(params, batch: Batch) -> CrossEntropy:
-        return gather.sum(cross_entropy(gather.gather_others(params), batch, gather_layer=gather.gather_layer))
+        model, hidden, _ = run_model(gather.gather_others(params), batch, gather.gather_layer)
+        return gather.sum(cross_entropy(model, hidden, batch))
 
     def eval_step(params, batch: Batch) -> tuple[Array, Array]:
         mapped = gather.map_devices(evaluate_on_device, in_specs=(specs_of_params, spec_of_batch), out_specs=P())
@@ -248,6 +275,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
         abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),
         init_state=jax.jit(init_state, out_shardings=shardings),
+        begin_state=jax.jit(begin_state, in_shardings=(shardings.params,), out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(
             train_step,
             in_shardings=(shardings, of_batch),

@@ -48,6 +48,7 @@ def chunked_cross_entropy(
     *,
     chunk_size: int,
     z_loss: float,
+    logits_soft_cap: float | None = None,
     shared_over: str | None = None,
 ) -> CrossEntropy:
     """Masked cross-entropy and z-loss, summed over tokens.
@@ -62,6 +63,7 @@ def chunked_cross_entropy(
       target_mask: False where there is nothing to predict (padding).
       chunk_size: most tokens per device whose logits exist at one time.
       z_loss: weight of the squared log-partition.
+      logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       shared_over: mesh axis, of type Auto in the context's mesh, whose devices all have these tokens and share the
         work on them. None: this device does it all.
 
@@ -73,7 +75,7 @@ def chunked_cross_entropy(
     >>> round(float(loss.nats), 4), int(loss.num_targets)  # 2 log 4
     (2.7726, 2)
     """
-    options = _Options(chunk_size, z_loss, shared_over)
+    options = _Options(chunk_size, z_loss, logits_soft_cap, shared_over)
     loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
@@ -81,6 +83,7 @@ def chunked_cross_entropy(
 class _Options(NamedTuple):
     chunk_size: int
     z_loss: float
+    logits_soft_cap: float | None
     shared_over: str | None
 
 
@@ -140,11 +143,13 @@ def _pad_tokens(x: Shaped[Array, "B T ..."], num_tokens: int) -> Shaped[Array, "
 
 def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with_gradients: bool):
     """The loss and the gradients of a device's tokens, [B, T, D], [B, T] and [B, T], a chunk at a time."""
-    sum_dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    sum_dtype, cap = jnp.promote_types(hidden.dtype, jnp.float32), options.logits_soft_cap
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
         logits = jnp.dot(hidden, head, preferred_element_type=sum_dtype)
+        if cap is not None:
+            logits = cap * jnp.tanh(logits / cap)
         highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
@@ -156,6 +161,8 @@ def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with
         probabilities = jnp.exp(logits - log_partition)
         is_target = targets[:, None] == jnp.arange(head.shape[1])
         d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target
+        if cap is not None:
+            d_logits *= 1.0 - jnp.square(logits / cap)
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
         d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype).astype(hidden.dtype)
         d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)

@@ -50,7 +50,10 @@ def orthogonalize(mesh: Mesh | None) -> optax.GradientTransformation:
     """
 
     def orthogonalize_stack(path: Sequence[Any], stack: Array) -> Array:
-        name = path_name(path)
+        name, shape = path_name(path), stack.shape
+        spec = P() if mesh is None else partition_spec(name, shape, mesh)
+        if ".experts." in name:  # [layers, experts, …]: each expert has a matrix of its own
+            stack, spec = lax.collapse(stack, 0, 2), P(None, *spec[2:])
         # [layers, heads, head_dim, width] maps heads to the width; the others map the width to what follows.
         num_rows = math.prod(stack.shape[1:-1]) if name.endswith("attention.output.kernel") else stack.shape[1]
 
@@ -60,8 +63,8 @@ def orthogonalize(mesh: Mesh | None) -> optax.GradientTransformation:
             return (scale * _newton_schulz(matrices)).reshape(stack.shape)
 
         if mesh is None:
-            return orthogonalize_matrices(stack)
-        return _deal_out_layers(orthogonalize_matrices, stack, partition_spec(name, stack.shape, mesh), mesh)
+            return orthogonalize_matrices(stack).reshape(shape)
+        return _deal_out_layers(orthogonalize_matrices, stack, spec, mesh).reshape(shape)
 
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(orthogonalize_stack, updates))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import rich.console
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
@@ -16,6 +17,7 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
+    TransferSpeedColumn,
 )
 from rich.table import Column, Table
 from rich.text import Text
@@ -80,6 +82,24 @@ class Console:
         with self._moving(SpinnerColumn(), text, TimeElapsedColumn(), transient=True) as progress:
             progress.add_task(what, total=None)
             yield
+
+    @contextlib.contextmanager
+    def loading(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Shows on a terminal how much has been loaded, by a bar. Elsewhere it shows nothing.
+
+        Args:
+          what: is loaded, as in "loading parameters".
+
+        Returns:
+          To be called with the bytes that are loaded, and the bytes in all.
+        """
+        if not self._is_terminal:
+            yield lambda done, total: None
+            return
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with self._moving(SpinnerColumn(), *columns, transient=True) as progress:
+            task = progress.add_task(what, total=None)
+            yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def start_steps(self, done: int, num_steps: int) -> None:
         """Shows the progress bar on a terminal."""

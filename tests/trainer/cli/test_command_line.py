@@ -140,7 +140,7 @@ def test_help_opens_with_the_flags_that_people_use(capsys):
         parse_command_line(["--help"])
     opening = capsys.readouterr().out.partition("-h, --help")[0]
     shown = [line.split()[0] for line in opening.splitlines() if line.startswith("  --")]
-    assert len(shown) == 10
+    assert len(shown) == 11
     assert {flag.removeprefix("--").replace("-", "_") for flag in shown} <= {"config", "workdir", *flag_types()}
 
 
@@ -217,6 +217,8 @@ def test_a_missing_config_is_explained(arguments, message):
             ["--model.masks", "CausalMask()", "CausalMsk()"],
             "--model.masks: cannot read 'CausalMsk()' in a mask; expected",
         ),
+        (["--model.moe", "8"], "--model.moe: got '8', and only a config file can say it"),
+        (["--model.layer-overrides", "x"], "--model.layer-overrides: got 'x', and only a config file can say it"),
         (["--samples.top-k", "few"], "--samples.top-k: expected {None}|INT, got 'few'"),
         (["--num-steps"], "Missing value for argument '--num-steps'"),
         (["--num-steps", "5", "6"], "Unrecognized options: 6"),
@@ -312,8 +314,15 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             "config {path}: optimizer.schedule='cosin' is not one of cosine, wsd; did you mean cosine?",
         ),
         (
-            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(qk_norm='yes'), 500)\n",
-            "config {path}: model.qk_norm='yes' is of type str; expected bool",
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(sinks='yes'), 500)\n",
+            "config {path}: model.sinks='yes' is of type str; expected bool",
+        ),
+        (
+            _USABLE + "from layers import LayerOverride\n"
+            "def get_config():\n"
+            "    layers = (LayerOverride(), LayerOverride(num_kv_heads=2.0))\n"
+            "    return TrainConfig('x', GPTConfig(layer_overrides=layers), 500)\n",
+            "config {path}: model.layer_overrides[1].num_kv_heads=2.0 is of type float; expected",
         ),
         (
             _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 500, seed=1.5)\n",

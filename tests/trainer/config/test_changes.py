@@ -98,7 +98,7 @@ def test_every_field_has_an_aspect():
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
     refuse_other_run(CONFIG, CHANGED, "workdir runs/x")
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
-    refused = ("model", "optimizer", "tokenizer", "seed")
+    refused = ("model", "optimizer", "tokenizer", "seed", "beginning")
     expected = {
         name for name, aspect in ASPECT_OF_FIELD.items() if aspect not in refused and not name.startswith("mesh.")
     }
@@ -138,6 +138,7 @@ def test_the_training_state_has_the_same_tree_whatever_may_change():
             "m",
         ),
         ({"seed": 3}, "seed: 0 in checkpoint x, 3 now", "s"),
+        ({"init_from": "/models/other"}, "init_from: None in checkpoint x, /models/other now", "b"),
         ({"optimizer": {"kind": "muon"}}, "optimizer.kind: adamw in checkpoint x, muon now", "o"),
         ({"data": {"end_of_document_token": 5}}, "data.end_of_document_token: None in checkpoint x, 5 now", "t"),
     ],
@@ -156,6 +157,7 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
     assert {
         "m": "the parameters are of another model;",
         "o": "the moments are of another optimizer;",
+        "b": "the parameters began as those of that folder, which a run that resumes doesn't load again;",
         "s": "the parameters and the order of the data are made from it already; samples.seed may change;",
         "t": "the parameters were trained on other tokens;",
     }[reason] in message

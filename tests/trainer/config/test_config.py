@@ -26,7 +26,7 @@ from kernels import (
     TritonTiles,
     TritonTuning,
 )
-from layers import GPT, GPTConfig
+from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchdogConfig
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
@@ -43,8 +43,17 @@ MODEL = GPTConfig(
     mlp_width=26,
     tie_embeddings=False,
     mlp="swiglu",
-    qk_norm=True,
+    mlp_bias=True,
+    attention_bias=True,
+    output_bias=True,
+    qk_norm="per_head",
     sinks=True,
+    norm_placement="both",
+)
+MIXTURE = dataclasses.replace(
+    MODEL,
+    mlp_bias=False,
+    moe=MoEConfig(num_experts=7, num_experts_per_token=2, expert_width=34, router_bias=True, expert_bias=True),
 )
 CONFIG = TrainConfig("test", MODEL, 20, sequence_length=64, batch_size=2, optimizer=OptimizerConfig(num_warmup_steps=2))
 PER_HEAD = MultiHeadMask([CausalMask()] * 6 + [CausalMask() & LocalMask(7, 0)] * 6)
@@ -130,21 +139,27 @@ def splits_of_the_partition_rules() -> set[tuple[str, tuple[str, ...]]]:
     """(model field, mesh axes) of every dim that a rule lays on axes."""
     mesh = jax.sharding.AbstractMesh((1,) * 4, ("data", "fsdp", "tensor", "context"))
     fields = {getattr(MODEL, field.name): field.name for field in dataclasses.fields(MODEL) if field.type == "int"}
-    params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(MODEL, rngs=nnx.Rngs(0))), nnx.Param))
+    fields[MIXTURE.moe.expert_width] = "moe.expert_width"
     splits, num_rules = set(), set()
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        spec = partition_spec(path_name(path), leaf.shape, mesh)
-        splits |= {
-            (fields[length], axes) for length, entry in zip(leaf.shape, spec, strict=True) if (axes := axes_of(entry))
-        }
-        num_rules.add(spec)
+    for model in (MODEL, MIXTURE):
+        params = nnx.to_pure_dict(
+            nnx.state(nnx.eval_shape(lambda model=model: GPT(model, rngs=nnx.Rngs(0))), nnx.Param)
+        )
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+            spec = partition_spec(path_name(path), leaf.shape, mesh)
+            splits |= {
+                (fields[length], axes)
+                for length, entry in zip(leaf.shape, spec, strict=True)
+                if (axes := axes_of(entry))
+            }
+            num_rules.add(spec)
     assert num_rules == {spec for _, spec in PARTITION_RULES}
     return splits
 
 
 def test_refuses_exactly_what_the_partition_rules_cannot_split():
     splits = splits_of_the_partition_rules()
-    assert ("width", ("fsdp", "context")) in splits
+    assert {("width", ("fsdp", "context")), ("moe.expert_width", ("tensor",))} <= splits
     for axes in (("fsdp", "context"), ("tensor",)):
         for name in ("vocab_size", "width", "num_heads", "num_kv_heads", "head_dim", "mlp_width", "num_layers"):
             odd = {name: getattr(MODEL, name) // 2 | 1}
@@ -162,6 +177,17 @@ def test_refuses_exactly_what_the_partition_rules_cannot_split():
                         dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
                 else:
                     dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(**{axis: 2}))
+
+
+def test_refuses_experts_that_tensor_cannot_split():
+    config = dataclasses.replace(CONFIG, model=MIXTURE, mesh=MeshConfig(tensor=2))
+    odd = dataclasses.replace(MIXTURE, moe=dataclasses.replace(MIXTURE.moe, expert_width=33))
+    with pytest.raises(
+        ValueError, match=r"model\.moe\.expert_width=33 is not a multiple of mesh\.tensor = 2; use 34, "
+    ):
+        dataclasses.replace(config, model=odd)
+    # There is no other MLP whose width could matter.
+    dataclasses.replace(config, model=dataclasses.replace(MIXTURE, mlp_width=25))
 
 
 def test_the_width_divides_over_fsdp_and_context_together():
@@ -249,6 +275,33 @@ def test_a_saved_tuning_that_cannot_be_read_back_is_told(saved, message):
     config["model"]["implementation"] = saved
     with pytest.raises(UserMistake, match=message):
         config_from_json(config)
+
+
+def test_what_layers_are_made_of_is_read_back():
+    model = dataclasses.replace(
+        MODEL,
+        layer_overrides=(
+            LayerOverride(rope_base=None, num_kv_heads=4),
+            LayerOverride(rope_scaling=RopeScaling("longrope", 2.0, short_factors=(1.0, 1.5), long_factors=(1.0, 3.0))),
+        ),
+        rope_scaling=RopeScaling("yarn", 4.0, attention_factor=1.2, truncate=False),
+        mlp_bias=False,
+        moe=MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=8, router_bias=True),
+    )
+    config = dataclasses.replace(CONFIG, model=model)
+    assert config_from_json(json.loads(json.dumps(config_to_json(config)))) == config
+    saved = config_to_json(config)
+    saved["model"]["layer_overrides"][0]["rope_base"] = "none"
+    with pytest.raises(UserMistake, match=r"model\.layer_overrides\.rope_base='none' is of type str; expected .*float"):
+        config_from_json(saved)
+
+
+def test_a_layers_own_heads_divide_over_tensor():
+    model = dataclasses.replace(MODEL, layer_overrides=(LayerOverride(), LayerOverride(num_kv_heads=3)))
+    with pytest.raises(
+        ValueError, match=r"layer_overrides gives layer 1 num_kv_heads=3, which mesh.tensor = 2 does not divide; make"
+    ):
+        dataclasses.replace(CONFIG, model=model, mesh=MeshConfig(tensor=2))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from kernels import CausalMask, LocalMask, MultiHeadMask
 from kernels.context import chunk_costs, deal_tokens, imbalance
-from layers import GPTConfig
+from layers import GPTConfig, LayerOverride
 from tests.host_cpus import environment_of_cpus
 from trainer.config import DataConfig, EvaluationConfig, MeshConfig, TrainConfig
 from trainer.data import BatchShare, Dealer, make_batches
@@ -128,6 +128,10 @@ def test_the_models_masks_weigh_as_many_layers_as_have_them(config, rng):
     documents = {"segment_ids": ids, "positions": positions}
     expected = deal_tokens("by_cost", T, 4, masks={near: 3.0, far: 2.0}, **documents)
     np.testing.assert_array_equal(dealer(sequence)["places"], expected)
+    wide = dataclasses.replace(
+        config.model, layer_overrides=(LayerOverride(), LayerOverride(head_dim=32), LayerOverride())
+    )
+    assert Dealer.of(dataclasses.replace(config, model=wide), "by_cost").masks == {near: 3, far: 8}
     heads = MultiHeadMask([near, far])
     by_heads = dataclasses.replace(config, model=dataclasses.replace(config.model, masks=(heads,)))
     expected = deal_tokens("by_cost", T, 4, masks={near: 2.5, far: 2.5}, **documents)

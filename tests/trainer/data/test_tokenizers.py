@@ -148,6 +148,19 @@ def test_a_text_that_cannot_be_encoded_is_told_of(tmp_path, content, message):
             call()
 
 
+def test_of_several_usual_ends_of_a_document_the_one_stated_beside_the_tokenizer_is_taken(tmp_path):
+    (tmp_path / "t.json").write_text(_tokenizer_json(_BPE | {"vocab": {"</s>": 0, "a": 1, "<eos>": 2}}))
+    ambiguous = r"cannot tell which token ends a document \(</s> or <eos>\)"
+    for stated in (None, '{"eos_token": "a"}', "{", "[]", '{"eos_token": 3}', '{"eos_token": {}}', "[" * 100_000):
+        if stated is not None:
+            (tmp_path / "tokenizer_config.json").write_text(stated)
+        with pytest.raises(DataError, match=ambiguous):
+            load_tokenizer(str(tmp_path / "t.json"))
+    for stated in ("<eos>", {"content": "<eos>", "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+        assert load_tokenizer(str(tmp_path / "t.json")).end_of_document_id == 2
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -17,9 +17,10 @@ import jax
 import pytest
 
 from kernels import CausalMask, LocalMask, Target
+from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
-from trainer.step.attention_plan import AttentionPlan, attention_call, describe_attention, plan_attention
+from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention, plan_attention
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
@@ -355,7 +356,12 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     config = load_config(trainer_command.config)
     config = dataclasses.replace(
         config,
-        model=dataclasses.replace(config.model, masks=(CausalMask() & LocalMask(63, 0), CausalMask())),
+        model=dataclasses.replace(
+            config.model,
+            masks=(CausalMask() & LocalMask(63, 0), CausalMask()),
+            layer_overrides=(LayerOverride(num_kv_heads=2), LayerOverride(rope_base=None, head_dim=8)),
+            query_scale=0.3,
+        ),
         data=dataclasses.replace(config.data, keep_documents_apart=keep_documents_apart),
     )
     seen = []
@@ -370,7 +376,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     functions = make_step_functions(config, mesh)
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
-    assert set(seen) == {attention_call(config, mask, Target.of(device)) for mask in config.model.masks}
+    assert set(seen) == set(attention_calls(config, Target.of(device)))
     plans = plan_attention(config, device)
     assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
     assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]

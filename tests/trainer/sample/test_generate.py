@@ -115,7 +115,9 @@ def test_a_single_token_needs_no_step_of_decoding(rng, draw):
 def test_a_token_is_told_while_the_next_is_made(rng, draw, monkeypatch):
     generator, params = draw
     steps, step = [], generator._step
-    monkeypatch.setattr(generator, "_step", lambda *arguments: steps.append(None) or step(*arguments))
+    monkeypatch.setattr(
+        generator, "_step", lambda *arguments, **options: steps.append(None) or step(*arguments, **options)
+    )
     tokens = generator.generate(params, [random_request(rng, 4, 100)] * 3)
     told = [next(tokens).request for _ in range(6)]
     assert told == [0, 1, 2, 0, 1, 2]
@@ -127,7 +129,8 @@ def test_caches_are_written_in_place(rng, draw):
     """What a step gives back lies where its caches lay: no second copy of them exists."""
     generator, params = draw
     texts = generator._no_texts([random_request(rng, 4, 20_000)] * 3)
-    memory = generator._step.lower(params, texts, generator._choice).compile().memory_analysis()
+    step = generator._step.lower(params, texts, generator._choice, context_length=20_224)
+    memory = step.compile().memory_analysis()
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves(texts.caches))
     assert memory.alias_size_in_bytes >= caches
     assert memory.temp_size_in_bytes < caches

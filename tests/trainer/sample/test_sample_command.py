@@ -172,6 +172,21 @@ def test_a_prompt_as_long_as_the_context_works_and_a_longer_one_needs_it_stretch
     )
 
 
+def test_scaling_that_the_run_was_trained_with_stretches_nothing_more(workdir, sample):
+    saved = json.loads((workdir / "config.json").read_text())
+    saved["model"]["rope_scaling"] |= {"kind": "linear", "factor": 4.0}
+    (workdir / "config.json").write_text(json.dumps(saved))
+    assert refusal(sample(workdir, "--prompt", "x" * (LENGTH + 1))) == (
+        "prompt 1 has 65 tokens, more than the 64 tokens that the model was trained on; shorten it, "
+        "or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor 5"
+    )
+    twice = ("--rope-scaling.kind", "linear", "--rope-scaling.factor", 8)
+    assert refusal(sample(workdir, "--prompt", "x" * (2 * LENGTH + 1), *twice)).startswith(
+        "prompt 1 has 129 tokens, more than 128 tokens, the trained length times --rope-scaling.factor=8 over the "
+        "run's own 4; shorten it"
+    )
+
+
 def test_a_model_without_positions_has_none_to_stretch(workdir, sample):
     saved = json.loads((workdir / "config.json").read_text())
     saved["model"]["rope_base"] = None
@@ -303,7 +318,7 @@ def test_the_tokenizer_is_held_against_what_the_checkpoint_says(
     if identity is not None:
         identity = identity.format(file=load_tokenizer(str(tokenizer_file)).identity)
     found = dataclasses.replace(find_newest(workdir / "checkpoints"), tokenizer=identity)
-    monkeypatch.setattr("trainer.sample.trained_run.find_newest", lambda folder: found)
+    monkeypatch.setattr("trainer.saved_run.find_newest", lambda folder: found)
     # What comes after the tokenizer is refused by a stop token that no tokenizer has.
     told = refusal(sample(workdir, "--prompt", "x", "--stop-token", 9999, *arguments))
     assert re.search(message or "--stop-token 9999 is not an id", told)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
-from layers import GPT, GPTConfig
+from layers import GPT, GPTConfig, LayerOverride, MoEConfig
 from trainer.step.flops import FlopCounter, device_peak, num_matmul_parameters
 from trainer.step.sharding import path_name
 
@@ -87,14 +87,42 @@ def test_documents_next_to_each_other_in_a_batch_stay_apart():
     assert two_rows == 2 * FlopCounter(CONFIG, 8)(np.ones((1, 8), np.int32)).causal
 
 
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu", "geglu", "clamped_swiglu"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
 def test_matmul_parameters_are_the_model_s_kernels(mlp, tie_embeddings):
-    config = dataclasses.replace(CONFIG, mlp=mlp, tie_embeddings=tie_embeddings, qk_norm=True, sinks=True)
+    config = dataclasses.replace(CONFIG, mlp=mlp, tie_embeddings=tie_embeddings, qk_norm="per_head", sinks=True)
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
     sizes = {path_name(path): leaf.size for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]}
     kernels = sum(size for name, size in sizes.items() if name.endswith("kernel"))
     assert num_matmul_parameters(config) == kernels + (sizes["embedding.embedding"] if tie_embeddings else 0)
+
+
+def test_layers_count_with_their_own_heads():
+    """A sum over models of one layer each: their head counts and head dims differ, and two of them share a mask."""
+    window, sizes = CausalMask() & LocalMask(3, 0), dataclasses.replace(CONFIG, num_layers=1, vocab_size=1)
+    layers = [(CausalMask(), 2, 8), (window, 4, 16), (CausalMask(), 1, 4)]
+    config = dataclasses.replace(
+        sizes,
+        num_layers=3,
+        masks=tuple(mask for mask, _, _ in layers),
+        layer_overrides=tuple(LayerOverride(num_kv_heads=num, head_dim=dim) for _, num, dim in layers),
+    )
+    alone = [
+        FlopCounter(dataclasses.replace(sizes, masks=(mask,), num_kv_heads=num, head_dim=dim), 16)
+        for mask, num, dim in layers
+    ]
+    segment_ids = np.repeat([[1, 2, 3]], [5, 9, 2], axis=1)
+    head = 6 * config.width * config.vocab_size * 16  # which each of the three models has
+    counted = FlopCounter(config, 16)(segment_ids)
+    for kind in ("causal", "noncausal"):
+        assert getattr(counted, kind) == sum(getattr(each(segment_ids), kind) for each in alone) - 2 * head
+
+
+def test_of_a_mixture_only_a_tokens_own_experts_count():
+    mixture = MoEConfig(num_experts=8, num_experts_per_token=3, expert_width=5)
+    dense = num_matmul_parameters(dataclasses.replace(CONFIG, mlp="swiglu", mlp_width=3 * 5))
+    routers = CONFIG.num_layers * CONFIG.width * 8
+    assert num_matmul_parameters(dataclasses.replace(CONFIG, mlp="swiglu", moe=mixture)) == dense + routers
 
 
 @pytest.mark.parametrize("keep_documents_apart", [True, False])

@@ -17,16 +17,19 @@ def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
     return hidden, head, targets, rng.random((batch_size, length)) < 0.8
 
 
-def dense_oracle(hidden, head, targets, mask, z_loss):
+def dense_oracle(hidden, head, targets, mask, z_loss, cap=None):
     """Sums of nats and z, and the gradients of their total, in float64 with whole logits."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     logits = hidden @ head
+    slope = 1.0
+    if cap is not None:
+        logits, slope = cap * np.tanh(logits / cap), np.cosh(logits / cap) ** -2.0
     highest = logits.max(-1, keepdims=True)
     log_partition = highest + np.log(np.exp(logits - highest).sum(-1, keepdims=True))
     is_target = targets[..., None] == np.arange(head.shape[1])
     nats = ((log_partition - logits)[is_target].reshape(targets.shape) * mask).sum()
     z = z_loss * (np.square(log_partition[..., 0]) * mask).sum()
-    d_logits = (np.exp(logits - log_partition) * (1 + 2 * z_loss * log_partition) - is_target) * mask[..., None]
+    d_logits = (np.exp(logits - log_partition) * (1 + 2 * z_loss * log_partition) - is_target) * mask[..., None] * slope
     return nats, z, d_logits @ head.T, np.einsum("btd,btv->dv", hidden, d_logits)
 
 
@@ -39,11 +42,11 @@ def value_and_gradients(hidden, head, targets, mask, **options):
     return loss, gradients
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 37, 1000])
-def test_matches_dense_float64(rng, chunk_size):
+@pytest.mark.parametrize(("chunk_size", "cap"), [(1, None), (16, 8.0), (16, None), (37, None), (1000, 8.0)])
+def test_matches_dense_float64(rng, chunk_size, cap):
     inputs = make_inputs(rng)
-    nats, z, d_hidden, d_head = dense_oracle(*inputs, z_loss=1e-2)
-    loss, gradients = value_and_gradients(*inputs, chunk_size=chunk_size, z_loss=1e-2)
+    nats, z, d_hidden, d_head = dense_oracle(*inputs, z_loss=1e-2, cap=cap)
+    loss, gradients = value_and_gradients(*inputs, chunk_size=chunk_size, z_loss=1e-2, logits_soft_cap=cap)
     np.testing.assert_allclose(loss.nats, nats, rtol=1e-5)
     np.testing.assert_allclose(loss.z, z, rtol=1e-5)
     np.testing.assert_allclose(loss.total, nats + z, rtol=1e-5)

@@ -30,15 +30,19 @@ def test_updates_match_muon_in_numpy(rng):
         kind="muon", learning_rate=0.1, num_warmup_steps=2, momentum=0.8, weight_decay=0.5, clip_norm=1e9
     )
     num_steps = 4
-    shapes = {"query": (3, 8, 2, 3), "output": (3, 2, 3, 8), "up": (3, 8, 12)}  # [layers, …]
-    matrices = {"query": (8, 6), "output": (6, 8), "up": (8, 12)}
+    # [layers, …] and [layers, experts, …]
+    shapes = {"query": (3, 8, 2, 3), "output": (3, 2, 3, 8), "up": (3, 8, 12), "down": (3, 2, 5, 8)}
+    matrices = {"query": (8, 6), "output": (6, 8), "up": (8, 12), "down": (2, 5, 8)}
     stacks = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     gradients = [{name: rng.standard_normal(shape) for name, shape in shapes.items()} for _ in range(num_steps)]
 
     def as_params(arrays):
         blocks = {
             "attention": {name: {"kernel": jnp.asarray(arrays[name], jnp.float32)} for name in ("query", "output")},
-            "mlp": {"up": {"kernel": jnp.asarray(arrays["up"], jnp.float32)}},
+            "mlp": {
+                "up": {"kernel": jnp.asarray(arrays["up"], jnp.float32)},
+                "experts": {"down": {"kernel": jnp.asarray(arrays["down"], jnp.float32)}},
+            },
         }
         return {"blocks": {0: blocks}}
 
@@ -55,9 +59,13 @@ def test_updates_match_muon_in_numpy(rng):
             for step, gradient in enumerate(gradients):
                 g = gradient[name][layer].reshape(shape)
                 momentum = config.momentum * momentum + g
-                direction = orthogonalized(g + config.momentum * momentum) * UPDATE_RMS * max(shape) ** 0.5
+                each = (g + config.momentum * momentum).reshape(-1, *shape[-2:])
+                direction = np.stack([orthogonalized(matrix) for matrix in each]).reshape(shape)
+                direction *= UPDATE_RMS * max(shape[-2:]) ** 0.5
                 weights = weights - float(schedule(step)) * (direction + config.weight_decay * weights)
-            stack = actual["blocks"][0]["mlp" if name == "up" else "attention"][name]["kernel"]
+            block = actual["blocks"][0]
+            places = {"up": block["mlp"], "down": block["mlp"]["experts"]}
+            stack = places.get(name, block["attention"])[name]["kernel"]
             np.testing.assert_allclose(stack[layer].reshape(shape), weights, rtol=1e-3, atol=1e-3)
 
 
@@ -76,7 +84,8 @@ def test_an_update_is_of_adamws_size(rng):
 def test_muon_updates_the_matrices_of_blocks_and_adam_all_else():
     config = GPTConfig(
         64, num_layers=2, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32, mlp="swiglu",
-        qk_norm=True, sinks=True, tie_embeddings=False,
+        qk_norm="per_head", sinks=True, tie_embeddings=False, attention_bias=True, output_bias=True, mlp_bias=True,
+        norm_placement="both",
     )  # fmt: skip
     params = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
     rules = {path_name(path): rule for path, rule in jax.tree_util.tree_flatten_with_path(muon_or_adam(params))[0]}

@@ -7,7 +7,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from layers import GPT, GPTConfig
+from kernels import CausalMask
+from layers import GPT, GPTConfig, LayerOverride
 from trainer.config import MeshConfig, OptimizerConfig
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import (
@@ -53,7 +54,9 @@ def test_devices_given_must_all_be_used():
     "options",
     [
         {"tie_embeddings": True, "mlp": "gelu"},
-        {"tie_embeddings": False, "mlp": "swiglu", "qk_norm": True, "sinks": True},
+        {"tie_embeddings": False, "mlp": "swiglu", "qk_norm": "per_head", "sinks": True},
+        {"attention_bias": True, "output_bias": True, "mlp_bias": True, "mlp": "geglu", "qk_norm": "whole"},
+        {"norm_placement": "both", "masks": (CausalMask(),), "layer_overrides": (LayerOverride(head_dim=8),) * 3},
     ],
 )
 def test_every_parameter_and_moment_has_a_rule(options):

@@ -140,8 +140,7 @@ def test_accumulation_equals_the_large_batch(rng, functions, initial_state, trai
     assert accumulating.abstract_eval_batch["tokens"].shape == (1, LENGTH)
     state, metrics = train_step(copy(initial_state), batch)
     accumulated_state, accumulated_metrics = accumulating.train_step(copy(initial_state), batch)
-    for accumulated, whole in zip(accumulated_metrics, metrics, strict=True):
-        np.testing.assert_allclose(accumulated, whole, rtol=1e-4)
+    jax.tree.map(lambda *both: np.testing.assert_allclose(*both, rtol=1e-4), accumulated_metrics, metrics)
     assert_trees_close(accumulated_state, state)
 
 

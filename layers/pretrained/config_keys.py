@@ -1,0 +1,151 @@
+"""The keys of a config.json, read with their types checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_STACKED = 4096  # layers, or experts of a layer: each has tensors of its own
+
+
+class Keys:
+    """A JSON object from a source that isn't trusted.
+
+    Args:
+      values: the object.
+      place: where it comes from, for error messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], place: str):
+        self.values = values
+        self.place = place
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 1; the default where the key is absent or null."""
+        value = self._value(name, default)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise self.wrong(name, "an integer from 1 to 2^31 - 1")
+        return value
+
+    def number_of_parts(self, name: str, default: int | None = None) -> int:
+        """How many layers there are, or experts: an integer from 1 to 4,096."""
+        value = self.integer(name, default)
+        if value > _MAX_STACKED:
+            raise self.wrong(name, f"at most {_MAX_STACKED:,}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self._value(name, default)
+        if not _is_number(value):
+            raise self.wrong(name, "a finite number")
+        return float(value)
+
+    def number_or_null(self, name: str, default: float | None = None) -> float | None:
+        """A finite number or null, which is not the same as an absent key."""
+        if name in self.values and self.values[name] is None:
+            return None
+        return default if name not in self.values else self.number(name)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if type(value) is not bool:
+            raise self.wrong(name, "true or false")
+        return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or not all(map(_is_number, value)):
+            raise self.wrong(name, "a list of finite numbers")
+        return tuple(map(float, value))
+
+    def choices(self, name: str, allowed: Sequence[Any], length: int) -> list[Any]:
+        """A list of so many values, each one of a few."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or len(value) < length or not all(entry in allowed for entry in value[:length]):
+            raise self.wrong(name, f"a list of {length} values, each one of {', '.join(map(repr, allowed))}")
+        return value[:length]
+
+    def inner(self, name: str) -> Keys | None:
+        """An object within this one; None where the key is absent or null."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return None if value is None else Keys(value, f"{self.place}: {name}")
+
+    def wrong(self, name: str, expected: str) -> ValueError:
+        """The error of a key whose value can't be used."""
+        return ValueError(f"{self.place} has {name}={self.values.get(name)!r:.200}; expected {expected}")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+
+def _is_number(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63)
+
+
+Read = Callable[[Keys, str, Any], Any]
+Default = Any  # a value, or a function of the keys that makes one
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row of a family's table of settings.
+
+    Args:
+      name: the key in config.json.
+      fields: the settings that it sets, of `GPTConfig` or, after "moe.", of its `MoEConfig`.
+      read: the type that is expected.
+      default: what transformers takes where the key is absent; a function gets the other keys. None: it must be there.
+      into: makes our setting of the key's value; None: it is the same.
+      back: the inverse of `into`.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    read: Read
+    default: Default = None
+    into: Callable[[Any], Any] | None = None
+    back: Callable[[Any], Any] | None = None
+
+    def value(self, keys: Keys) -> Any:
+        """Our setting, as config.json has it."""
+        default = self.default
+        if callable(default):
+            default = None if self.name in keys else default(keys)
+        value = self.read(keys, self.name, default)
+        return value if self.into is None else self.into(value)
+
+
+def integer(name: str, *fields: str, default: Default = None) -> Key:
+    """A row for a count or a size."""
+    return Key(name, fields, Keys.integer, default)
+
+
+def number_of_parts(name: str, *fields: str, default: Default = None) -> Key:
+    """A row for how many layers or experts there are."""
+    return Key(name, fields, Keys.number_of_parts, default)
+
+
+def number(name: str, *fields: str, default: Default = None) -> Key:
+    """A row for a real number."""
+    return Key(name, fields, Keys.number, default)
+
+
+def optional_number(name: str, *fields: str, default: float | None = None) -> Key:
+    """A row for a real number or none at all."""
+    return Key(name, fields, Keys.number_or_null, default)
+
+
+def flag(name: str, *fields: str, default: bool | None = None) -> Key:
+    """A row for a yes or no."""
+    return Key(name, fields, Keys.flag, default)

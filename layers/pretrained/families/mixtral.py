@@ -1,0 +1,36 @@
+"""Mixtral (arXiv:2401.04088): Mistral with a mixture of experts."""
+
+from layers.pretrained.config_keys import integer, number, number_of_parts
+from layers.pretrained.families import decoder
+from layers.pretrained.family import Family
+from layers.pretrained.layer_kinds import LayerRule
+from layers.pretrained.steps import TensorRow
+
+_MOE = "model.layers.{layer}.block_sparse_moe."
+
+FAMILY = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    keys=(
+        *decoder.SIZES[:-1],
+        integer("intermediate_size", "moe.expert_width", "mlp_width"),
+        decoder.head_dim(),
+        decoder.norm_epsilon(1e-5),
+        decoder.tied(),
+        number_of_parts("num_local_experts", "moe.num_experts", default=8),
+        integer("num_experts_per_tok", "moe.num_experts_per_token", default=2),
+        number("router_aux_loss_coef", "moe.load_balance_loss_weight", default=0.001),
+    ),
+    fixed={"mlp": "swiglu", "moe": {"normalize_top_k": True, "router_z_loss_weight": 0.0}},
+    required={"hidden_act": ("silu", "swish")},
+    rule=LayerRule(windows="all", default_base=1_000_000.0),
+    rows=(
+        *decoder.vocabulary(),
+        *decoder.attention(),
+        *decoder.pre_norms(),
+        TensorRow(_MOE + "gate.weight", "blocks.*.mlp.router.kernel", "E W -> W E"),
+        TensorRow(_MOE + "experts.{expert}.w1.weight", "blocks.*.mlp.experts.gate.kernel", "F W -> W F"),
+        TensorRow(_MOE + "experts.{expert}.w3.weight", "blocks.*.mlp.experts.up.kernel", "F W -> W F"),
+        TensorRow(_MOE + "experts.{expert}.w2.weight", "blocks.*.mlp.experts.down.kernel", "W F -> F W"),
+    ),
+)

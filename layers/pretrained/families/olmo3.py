@@ -1,0 +1,30 @@
+"""OLMo 3: OLMo 2 with windows in three layers of four, and YaRN in the fourth alone."""
+
+from layers.pretrained.config_keys import Keys
+from layers.pretrained.families import decoder
+from layers.pretrained.families.olmo2 import NORMS
+from layers.pretrained.family import Family
+from layers.pretrained.layer_kinds import FULL, SLIDING, LayerRule
+
+
+def three_of_four_slide(keys: Keys, num_layers: int) -> list[str]:
+    """The layers' types where no key lists them."""
+    return [SLIDING if (layer + 1) % 4 else FULL for layer in range(num_layers)]
+
+
+FAMILY = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied(), decoder.biases()),
+    fixed={"mlp": "swiglu", "norm_placement": "post", "qk_norm": "whole"},
+    required={"hidden_act": ("silu", "swish")},
+    rule=LayerRule(
+        windows="by_type",
+        default_window=4096,
+        default_types=three_of_four_slide,
+        default_base=500_000.0,
+        rope_by_type=True,
+        sliding_default_base=500_000.0,
+    ),
+    rows=(*decoder.vocabulary(), *decoder.attention(), *decoder.qk_norms(), *NORMS, *decoder.gated_mlp()),
+)

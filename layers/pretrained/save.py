@@ -1,0 +1,252 @@
+"""A GPT's parameters into a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from layers.config import GPTConfig
+from layers.pretrained.families import MODULES, find_family
+from layers.pretrained.family import Family
+from layers.pretrained.folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, inside, read_json
+from layers.pretrained.safetensors_file import DTYPES
+from layers.pretrained.table import Source, find_sources, flat, parameter_shapes
+
+TOKENIZER_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+"""Files of a tokenizer, as far as a folder has them."""
+
+GENERATION_NAME = "generation_config.json"
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family that a model is saved as.
+
+    Args:
+      config: of the model.
+      model_type: transformers' name of the family; None: the first that can express the model.
+
+    Returns:
+      The family and its config.json.
+
+    Raises:
+      ValueError: no family, or not this one, can express the model; the message has the reasons.
+    """
+    reasons = []
+    shapes = _shapes_of(config)
+    for name in MODULES if model_type is None else (model_type,):
+        family = find_family(name, "the argument model_type")
+        try:
+            written = family.write_config(config)
+            find_sources(family, config, shapes)
+        except ValueError as error:
+            reasons.append(str(error))
+        else:
+            return family, written
+    raise ValueError(
+        "no model of transformers that is known here computes what this one does:\n  " + "\n  ".join(reasons)
+    )
+
+
+def write_huggingface(
+    directory: str | os.PathLike[str],
+    config: GPTConfig,
+    params: Any,
+    *,
+    dtype: jnp.dtype | str | None = None,
+    shard_size: float = 5e9,
+    tokenizer_dir: str | os.PathLike[str] | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    model_type: str | None = None,
+    context_length: int | None = None,
+) -> None:
+    """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+    It is written beside its place and moved there when it is complete. The host holds one tensor at a time.
+
+    Args:
+      directory: the folder to make.
+      config: of the model.
+      params: its parameters, a nested dict as `nnx.to_pure_dict` makes it; arrays that this process can read whole.
+      dtype: of the tensors; None: each parameter's own.
+      shard_size: bytes of a file at most, unless one tensor has more.
+      tokenizer_dir: a folder whose tokenizer, and generation config if none is given, are copied.
+      generation_config: what transformers' `generate` is to do by default.
+      model_type: the family to save it as, by transformers' name; None: the first that can express the model.
+      context_length: tokens that the model was trained on at most, for those who ask config.json; None: left out,
+        unless the rotary embedding is scaled.
+
+    Raises:
+      ValueError: the folder exists, no family can express the model, or the parameters aren't the config's.
+
+    Example:
+      >>> from flax import nnx
+      >>> from layers import GPT
+      >>> sizes = dict(vocab_size=256, num_layers=2, width=64, num_heads=4, num_kv_heads=2, head_dim=16, mlp_width=128)
+      >>> model = GPT(GPTConfig(**sizes, mlp="swiglu"), rngs=nnx.Rngs(0))
+      >>> write_huggingface("tiny-llama", model.config, nnx.to_pure_dict(nnx.state(model)), dtype="bfloat16")
+      >>> sorted(os.listdir("tiny-llama"))
+      ['config.json', 'model.safetensors']
+    """
+    target = Path(directory)
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"{target} exists already; name a folder that is to be made, or remove that one")
+    if not target.parent.is_dir():
+        raise ValueError(f"{target.parent} is not a folder; make it, or choose another place")
+    family, written = family_of(config, model_type)
+    arrays = flat(params)
+    shapes = _shapes_of(config)
+    if wrong := sorted(path for path in shapes.keys() | arrays.keys() if shapes.get(path) != _shape(arrays.get(path))):
+        raise ValueError(f"the parameters aren't those of the config; {wrong[0]}, for example, is misshapen or missing")
+    if tokenizer_dir is not None and generation_config is None and (Path(tokenizer_dir) / GENERATION_NAME).exists():
+        generation_config = read_json(inside(tokenizer_dir, GENERATION_NAME))
+    dtypes = {path: jnp.dtype(leaf.dtype if dtype is None else dtype) for path, leaf in arrays.items()}
+    written |= _more_keys(config, dtypes, generation_config, context_length)
+    pieces = _pieces(find_sources(family, config, shapes), arrays, dtypes)
+    parts = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        _write_json(Path(parts) / CONFIG_NAME, written)
+        if generation_config is not None:
+            _write_json(Path(parts) / GENERATION_NAME, dict(generation_config))
+        if tokenizer_dir is not None:
+            for name in TOKENIZER_NAMES:
+                if (Path(tokenizer_dir) / name).exists():
+                    shutil.copyfile(inside(tokenizer_dir, name), Path(parts) / name)
+        _write_tensors(Path(parts), pieces, arrays, shard_size)
+        os.chmod(parts, 0o755)
+        os.rename(parts, target)
+    except BaseException:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise
+
+
+def _more_keys(
+    config: GPTConfig,
+    dtypes: Mapping[str, np.dtype],
+    generation_config: Mapping[str, Any] | None,
+    context_length: int | None,
+) -> dict[str, Any]:
+    widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
+    keys: dict[str, Any] = {"torch_dtype": widest.name}
+    keys |= {name: (generation_config or {}).get(name) for name in _SPECIAL_TOKENS}
+    scaling = config.rope_scaling
+    if context_length is None and scaling.kind in ("llama3", "yarn", "longrope"):
+        context_length = round(scaling.original_context_length * scaling.factor)
+    return keys if context_length is None else keys | {"max_position_embeddings": context_length}
+
+
+class _Piece(NamedTuple):
+    """One tensor that is to be written: its parameters, and its position in their stacked dims."""
+
+    source: Source
+    position: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def make(self, arrays: Mapping[str, Any]) -> np.ndarray:
+        """The tensor."""
+        parts = [_take(arrays[path], self.position) for path in self.source.paths]
+        return self.source.row.into_file([part.astype(self.dtype, copy=False) for part in parts])
+
+
+def _pieces(
+    sources: Mapping[str, Source], arrays: Mapping[str, Any], dtypes: Mapping[str, np.dtype]
+) -> dict[str, _Piece]:
+    pieces = {}
+    for path, source in sources.items():
+        if source.which == 0:
+            shape, stacked = source.row.shape_in_file(source.shapes), arrays[path].shape[: source.row.num_stacked]
+            for position in np.ndindex(*stacked):
+                pieces[source.tensor_name(position)] = _Piece(source, position, shape, dtypes[path])
+    return pieces
+
+
+def _write_tensors(folder: Path, pieces: Mapping[str, _Piece], arrays: Mapping[str, Any], shard_size: float) -> None:
+    files: list[dict[str, _Piece]] = [{}]
+    size = 0
+    for name, piece in pieces.items():
+        if files[-1] and size + piece.num_bytes > shard_size:
+            files.append({})
+            size = 0
+        files[-1][name] = piece
+        size += piece.num_bytes
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = [WEIGHTS_NAME] if len(files) == 1 else names
+    for file_name, contents in zip(names, files, strict=True):
+        with open(folder / file_name, "xb") as file:
+            file.write(_header(contents))
+            for piece in contents.values():
+                file.write(np.ascontiguousarray(piece.make(arrays)).reshape(-1).view(np.uint8).data)
+            _sync(file)
+    if len(files) > 1:
+        weight_map = {name: file_name for file_name, contents in zip(names, files, strict=True) for name in contents}
+        total_size = sum(piece.num_bytes for piece in pieces.values())
+        _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+
+
+def _header(contents: Mapping[str, _Piece]) -> bytes:
+    # transformers asks for the format; readers want the data to begin at a multiple of 8.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, piece in contents.items():
+        offsets = [offset, offset := offset + piece.num_bytes]
+        header[name] = {"dtype": _DTYPE_NAMES[piece.dtype], "shape": piece.shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _take(array: Any, position: tuple[int, ...]) -> np.ndarray:
+    if isinstance(array, np.ndarray) or [device.platform for device in array.devices()] == ["cpu"]:
+        return np.asarray(array)[position]  # a view
+    # Traced, so that one program serves all layers.
+    return np.asarray(_take_traced(array, np.array(position, np.int32)) if position else array)
+
+
+@jax.jit
+def _take_traced(array: jax.Array, position: jax.Array) -> jax.Array:
+    return array[tuple(position)]
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with open(path, "xb") as file:
+        file.write(json.dumps(value, indent=2).encode() + b"\n")
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _shapes_of(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    return {path: tuple(leaf.shape) for path, leaf in flat(parameter_shapes(config)).items()}
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    return None if array is None else tuple(array.shape)

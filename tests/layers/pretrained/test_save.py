@@ -1,0 +1,145 @@
+"""What is saved is whole or isn't there, and what transformers has no words for is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from kernels import CausalMask, ChunkedCausalMask, LocalMask
+from layers import GPTConfig, LayerOverride, RopeScaling
+from layers.pretrained import config_from_huggingface, read_params, save, write_huggingface
+from layers.pretrained.folder import read_config
+from layers.pretrained.save import family_of
+from layers.pretrained.table import parameter_shapes
+from tests.layers.pretrained.golden import CASES, unpack
+
+LLAMA = GPTConfig(
+    vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=32, mlp="swiglu"
+)
+
+
+def random_params(config, rng):
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape).astype(np.float32), parameter_shapes(config))
+
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {"masks": (CausalMask() & LocalMask(7, 0),)},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"qk_norm": "per_head"},
+    "smollm3": {"rope_base": None},
+    "olmo2": {"qk_norm": "whole", "norm_placement": "post", "norm_epsilon": 1e-5},
+}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_family_is_found_by_what_the_model_computes(model_type):
+    family, written = family_of(dataclasses.replace(LLAMA, **FAMILIES[model_type]))
+    assert family.model_type == written["model_type"] == model_type
+
+
+def test_equal_masks_are_equal_however_they_are_written():
+    for mask in (LocalMask(7, 0), LocalMask(7, 0) & CausalMask(), CausalMask() & LocalMask(7, None)):
+        assert family_of(dataclasses.replace(LLAMA, masks=(mask,)))[1]["sliding_window"] == 8
+
+
+REFUSALS = {
+    "sinks": ({"sinks": True}, r"llama has sinks=False, not True"),
+    "two matrices": ({"mlp": "gelu"}, r"llama has mlp='swiglu', not 'gelu'"),
+    "chunks": ({"masks": (ChunkedCausalMask(8),)}, r"the mask ChunkedCausalMask\(chunk_size=8\) is neither"),
+    "ntk": ({"rope_scaling": RopeScaling("ntk", 2.0)}, "rope_scaling.kind='ntk' is none of transformers' kinds"),
+    "a soft cap": ({"logits_soft_cap": 5.0}, "llama has logits_soft_cap=None, not 5.0"),
+    "heads": ({"layer_overrides": (LayerOverride(head_dim=4),)}, "layer 0 has heads of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_no_family_computes_is_refused(name, tmp_path, rng):
+    changes, message = REFUSALS[name]
+    config = dataclasses.replace(LLAMA, **changes)
+    with pytest.raises(ValueError, match=message) as refusal:
+        write_huggingface(tmp_path / "export", config, random_params(config, rng))
+    assert "no model of transformers that is known here computes what this one does" in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_family_of_its_own_choice_has_to_express_the_model():
+    with pytest.raises(ValueError, match=r"gemma2 has .*mlp='geglu', not 'swiglu'"):
+        family_of(LLAMA, "gemma2")
+    with pytest.raises(ValueError, match="the argument model_type has model_type='gpt2'; expected one of"):
+        family_of(LLAMA, "gpt2")
+
+
+def test_what_is_there_already_is_left_alone(tmp_path, rng):
+    (tmp_path / "export").mkdir()
+    params = random_params(LLAMA, rng)
+    with pytest.raises(ValueError, match="exists already"):
+        write_huggingface(tmp_path / "export", LLAMA, params)
+    with pytest.raises(ValueError, match="is not a folder"):
+        write_huggingface(tmp_path / "absent" / "export", LLAMA, params)
+    del params["final_norm"]
+    with pytest.raises(ValueError, match=r"final_norm\.scale, for example, is misshapen or missing"):
+        write_huggingface(tmp_path / "other", LLAMA, params)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_failure_on_the_way_leaves_nothing(tmp_path, rng, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(save, "_header", fail)
+    with pytest.raises(OSError, match="no space left"):
+        write_huggingface(tmp_path / "export", LLAMA, random_params(LLAMA, rng))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_as_small_as_is_asked_for(tmp_path, rng):
+    params = random_params(LLAMA, rng)
+    write_huggingface(tmp_path / "export", LLAMA, params, shard_size=5000)
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 3
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for name in files:
+        data = (tmp_path / "export" / name).read_bytes()
+        assert len(data) - 8 - int.from_bytes(data[:8], "little") <= 5000
+    jax.tree.map(np.testing.assert_array_equal, read_params(tmp_path / "export", LLAMA), params)
+
+
+def test_tokenizer_and_generation_config_come_along(tmp_path, rng):
+    (source := tmp_path / "source").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "other.py"):
+        (source / name).write_text(f"{name}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.5}')
+    params = random_params(LLAMA, rng)
+    write_huggingface(tmp_path / "export", LLAMA, params, tokenizer_dir=source, context_length=99)
+    assert {path.name for path in (tmp_path / "export").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "tokenizer.json"
+    assert json.loads((tmp_path / "export" / "generation_config.json").read_text())["temperature"] == 0.5
+    config = read_config(tmp_path / "export")
+    assert (config["eos_token_id"], config["bos_token_id"]) == ([3, 4], None)
+    assert (config["max_position_embeddings"], config["torch_dtype"]) == (99, "float32")
+    write_huggingface(tmp_path / "other", LLAMA, params, generation_config={"eos_token_id": 7}, dtype="bfloat16")
+    config = read_config(tmp_path / "other")
+    assert (config["eos_token_id"], config["torch_dtype"]) == (7, "bfloat16")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
+    unpack(case, tmp_path)
+    config, model_type = config_from_huggingface(tmp_path), read_config(tmp_path)["model_type"]
+    written = family_of(config, model_type)[1]
+    del written["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 512}))
+    assert config_from_huggingface(tmp_path) == config

@@ -1,0 +1,99 @@
+"""Each step gives the same slice from slices as NumPy gives from the whole, and its inverse undoes it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layers.pretrained.mxfp4 import UnpackedTensor, with_unpacked_blocks
+from layers.pretrained.safetensors_file import whole
+from layers.pretrained.steps import Pattern, TensorRow, read_whole
+from tests.layers.pretrained.samples import ArrayTensor, random_index
+
+# A pattern, a parameter's shape, and how NumPy makes the parameter of the file's tensor.
+PATTERNS = (
+    ("W -> W", (5,), lambda x: x),
+    ("F W -> W F", (5, 3), lambda x: x.T),
+    ("(N H) W -> W N H", (5, 3, 4), lambda x: x.reshape(3, 4, 5).transpose(2, 0, 1)),
+    ("W (N H) -> N H W", (3, 4, 5), lambda x: x.reshape(5, 3, 4).transpose(1, 2, 0)),
+    ("(N H) -> N H", (3, 4), lambda x: x.reshape(3, 4)),
+    ("E W F -> E W F", (2, 3, 4), lambda x: x),
+)
+
+
+@pytest.mark.parametrize(("pattern", "shape", "convert"), PATTERNS, ids=[pattern for pattern, *_ in PATTERNS])
+def test_a_slice_of_a_pattern_is_read_from_a_slice(pattern, shape, convert, rng):
+    row = TensorRow("tensor", "parameter", pattern)
+    tensor = rng.standard_normal(Pattern(pattern).shape_in_file(shape))
+    expected = convert(tensor)
+    for _ in range(20):
+        index = random_index(rng, shape)
+        np.testing.assert_array_equal(
+            row.read(ArrayTensor(tensor), 0, (shape,), index).transpose(row.order), expected[index]
+        )
+    np.testing.assert_array_equal(row.into_file([expected]), tensor)
+
+
+def test_joined_parameters_are_parts_of_one_tensor(rng):
+    row = TensorRow("tensor", ("query", "key", "value"), "(N H) W -> W N H")
+    shapes = ((5, 4, 3), (5, 2, 3), (5, 2, 3))
+    query, key, value = arrays = [rng.standard_normal(shape) for shape in shapes]
+    tensor = row.into_file(arrays)
+    expected = np.concatenate([x.reshape(5, -1).T for x in (query, key, value)])
+    np.testing.assert_array_equal(tensor, expected)
+    assert row.shape_in_file(shapes) == tensor.shape
+    for which, array in enumerate(arrays):
+        for _ in range(20):
+            index = random_index(rng, array.shape)
+            np.testing.assert_array_equal(
+                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
+            )
+
+
+def test_interleaved_parameters_are_every_other_column(rng):
+    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
+    shapes = ((2, 3, 4), (2, 3, 4))
+    arrays = [rng.standard_normal(shape) for shape in shapes]
+    tensor = row.into_file(arrays)
+    assert row.shape_in_file(shapes) == tensor.shape == (2, 3, 8)
+    for which, array in enumerate(arrays):
+        np.testing.assert_array_equal(tensor[..., which::2], array)
+        for _ in range(20):
+            index = random_index(rng, array.shape)
+            np.testing.assert_array_equal(
+                row.read(ArrayTensor(tensor), which, shapes, index).transpose(row.order), array[index]
+            )
+
+
+def test_mxfp4_values_are_those_of_the_standard(rng):
+    # OCP Microscaling Formats v1.0, 5.3.3: E2M1 has a sign, two bits of exponent with bias 1, one of mantissa.
+    def value(bits):
+        sign, exponent, mantissa = -1.0 if bits & 8 else 1.0, (bits >> 1) & 3, bits & 1
+        return sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
+
+    blocks = rng.integers(0, 256, (2, 3, 2, 16)).astype(np.uint8)
+    scales = rng.integers(90, 160, (2, 3, 2)).astype(np.uint8)
+    expected = np.empty((2, 3, 2, 32))
+    for expert, row, block in np.ndindex(2, 3, 2):
+        values = [value(bits) for byte in blocks[expert, row, block] for bits in (int(byte) & 15, int(byte) >> 4)]
+        expected[expert, row, block] = np.array(values) * 2.0 ** (int(scales[expert, row, block]) - 127)
+    expected = expected.reshape(2, 3, 64).swapaxes(1, 2)
+    tensor = UnpackedTensor(ArrayTensor(blocks), ArrayTensor(scales))
+    assert tensor.shape == expected.shape
+    assert tensor.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(read_whole(tensor).astype(np.float64), expected)
+    for _ in range(20):
+        index = random_index(rng, expected.shape)
+        np.testing.assert_array_equal(tensor.read(index).astype(np.float64), expected[index])
+
+
+def test_blocks_without_their_scales_are_refused():
+    blocks, scales = ArrayTensor(np.zeros((1, 2, 3, 16), np.uint8)), ArrayTensor(np.zeros((1, 2, 3), np.uint8))
+    unpacked = with_unpacked_blocks({"down_blocks": blocks, "down_scales": scales, "other": scales})
+    assert set(unpacked) == {"down", "other"}
+    assert unpacked["down"].read(whole((1, 96, 2))).shape == (1, 96, 2)
+    with pytest.raises(ValueError, match="down_blocks, but not exactly one down_scales"):
+        with_unpacked_blocks({"down_blocks": blocks})
+    with pytest.raises(ValueError, match=r"expected \[E, N, B, 16\]"):
+        with_unpacked_blocks({"down_blocks": blocks, "down_scales": blocks})

@@ -1,0 +1,154 @@
+"""The model that a run begins with: read from a folder's `config.json`, with what the config says on top of it.
+
+A run's own settings, such as dtypes and remat policy, are the config's. What a longer context needs, such as masks and
+RoPE scaling, is the config's where it sets it, and the folder's otherwise. All else belongs to the parameters: the
+config leaves it out, or says the same. A field of a config file counts as set if it differs from `GPTConfig`'s default,
+a flag always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from layers import GPTConfig
+from trainer.config.file import load_saved_config
+from trainer.config.train_config import DataConfig, TrainConfig, check_path
+from trainer.errors import UserMistake
+
+_OF_THE_RUN = ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
+_OF_THE_CONTEXT = ("masks", "layer_overrides", "rope_base", "rope_scaling")
+_LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight")
+
+
+def is_workdir(folder: Path) -> bool:
+    """Whether a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
+    return os.path.isdir(folder / "checkpoints")  # unlike Path's, it answers for any path, be it forbidden
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """What a folder says about its model; no tensor has been looked at."""
+
+    folder: Path
+    model: GPTConfig
+    tokenizer: str | None
+    """As `data.tokenizer`; None: unknown."""
+    end_of_document_token: int | str | None
+    """As `data.end_of_document_token`."""
+
+    def under(self, page: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
+        """The config file's config with the folder's model and tokenizer, where nothing is set on top of them.
+
+        Args:
+          page: the config file's.
+          flags: the values of the command line's flags, by `section.field`. They have yet to be applied to the result.
+
+        Raises:
+          UserMistake: file or flags ask for another model than the folder's.
+        """
+        default = GPTConfig()
+        on_page = {field.name: getattr(page.model, field.name) for field in dataclasses.fields(GPTConfig)}
+        on_page = {name: value for name, value in on_page.items() if value != getattr(default, name)}
+        by_flag = {name.removeprefix("model."): value for name, value in flags.items() if name.startswith("model.")}
+        self._refuse_other_model(on_page | by_flag)
+        own = {name: getattr(page.model, name) for name in _OF_THE_RUN}
+        own |= {name: on_page[name] for name in (*_OF_THE_CONTEXT, "moe") if name in on_page}
+        try:
+            model = dataclasses.replace(self.model, **own)
+        except ValueError as refused:
+            raise UserMistake(str(refused)) from None
+        return dataclasses.replace(page, init_from=str(self.folder), model=model, data=self._data(page.data, flags))
+
+    def check(self, config: TrainConfig) -> None:
+        """Checks a config with its flags applied.
+
+        Raises:
+          UserMistake: its layers aren't the folder's, or its model can't be trained on its mesh.
+        """
+        model = config.model
+        for index, (ours, theirs) in enumerate(zip(_layers(model), _layers(self.model), strict=True)):
+            if ours != theirs:
+                raise UserMistake(
+                    f"model.layer_overrides gives layer {index} num_kv_heads and head_dim of {ours}, and "
+                    f"init_from={str(self.folder)!r} has {theirs}; leave them out of layer_overrides"
+                )
+        if is_workdir(self.folder) and model.pattern_length != self.model.pattern_length:
+            raise UserMistake(
+                f"model.masks and model.layer_overrides repeat after {model.pattern_length} layer(s), and the "
+                f"checkpoints of init_from={str(self.folder)!r} hold layers by {self.model.pattern_length}; "
+                f"spell the masks out to {self.model.pattern_length}"
+            )
+        try:
+            config.check_model()
+        except ValueError as refused:
+            raise UserMistake(str(refused)) from None
+
+    def _refuse_other_model(self, given: Mapping[str, Any]) -> None:
+        told = [
+            f"model.{name}={value} (there {getattr(self.model, name)})"
+            for name, value in given.items()
+            if name.partition(".")[0] not in (*_OF_THE_RUN, *_OF_THE_CONTEXT) and not self._agrees(name, value)
+        ]
+        if told:
+            raise UserMistake(
+                f"init_from={str(self.folder)!r} holds another model than the config asks for: {', '.join(told)}; "
+                f"leave {'these' if len(told) > 1 else 'this'} out: a model's shape comes with its parameters"
+            )
+
+    def _agrees(self, name: str, value: Any) -> bool:
+        """Whether a field says what the folder says, up to the weights of losses, which are the run's to choose."""
+        theirs = getattr(self.model, name)
+        if name == "moe" and value is not None and theirs is not None:
+            return value == dataclasses.replace(theirs, **{weight: getattr(value, weight) for weight in _LOSS_WEIGHTS})
+        return value == theirs
+
+    def _data(self, data: DataConfig, flags: Mapping[str, Any]) -> DataConfig:
+        if data.tokenizer is not None or flags.get("data.tokenizer") is not None:
+            return data  # another tokenizer may have another end of document, too
+        tokenizer = self.tokenizer
+        if tokenizer is None and flags.get("data.source", data.source) != "bin":
+            tokenizer = str(self.folder / "tokenizer.json")  # is told to be missing where the data is opened
+        end = self.end_of_document_token if data.end_of_document_token is None else data.end_of_document_token
+        return dataclasses.replace(data, tokenizer=tokenizer, end_of_document_token=end)
+
+
+def read_initial_model(init_from: str) -> InitialModel:
+    """Reads what a folder says about its model.
+
+    Args:
+      init_from: as `TrainConfig.init_from`.
+
+    Raises:
+      UserMistake: there is no such folder, or it describes no model that this version knows.
+    """
+    try:
+        check_path("init_from", init_from)
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from None
+    folder = Path(init_from).expanduser().absolute()
+    if not os.path.isdir(folder):
+        raise UserMistake(
+            f"init_from={init_from!r} is no folder; expected a Hugging Face model's on this machine "
+            "(`hf download NAME --local-dir DIR` puts one there), or the workdir of a run"
+        )
+    if is_workdir(folder):
+        held = load_saved_config(folder / "config.json")
+        tokenizer = held.data.tokenizer or (None if held.data.source == "bin" else "byte")
+        return InitialModel(folder, held.model, tokenizer, held.data.end_of_document_token)
+    try:
+        model = GPTConfig.from_huggingface(folder)
+    except (ValueError, OSError) as refused:
+        raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
+    tokenizer_file = folder / "tokenizer.json"
+    return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None, None)
+
+
+def _layers(model: GPTConfig) -> Iterator[tuple[int, int]]:
+    """Key/value heads and head dim of each layer."""
+    layers = (model.layer(index) for index in range(model.num_layers))
+    return ((layer.num_kv_heads, layer.head_dim) for layer in layers)

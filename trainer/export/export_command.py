@@ -1,0 +1,75 @@
+"""The command line: a workdir, and the folder to write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
+from trainer.config.file import flag_types
+from trainer.errors import UserMistake
+
+PROGRAM = "python -m trainer.export"
+_BYTES_OF_UNIT = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Writes the model of a run's newest checkpoint as a Hugging Face folder, with the tokenizer of training.
+
+    `transformers.AutoModelForCausalLM.from_pretrained` loads it, and so does --init-from. A model that none of the
+    families can express is refused with the reason.
+    """
+
+    workdir: Path
+    """Folder of the run: what `python -m trainer` printed as its workdir. The run may be under way."""
+    output: Path
+    """Folder to write, which must not exist."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the tensors. None: that of the run's parameters, so that every bit is kept."""
+    shard_size: str = "5GB"
+    """Most bytes in one file of tensors, such as 500MB or 5GB."""
+    tokenizer: str | None = None
+    """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
+
+    def __post_init__(self):
+        if not self.shard_bytes:
+            raise ValueError(f"shard_size={self.shard_size!r} is no size in bytes; expected one such as 500MB or 5GB")
+
+    @property
+    def shard_bytes(self) -> int:
+        """`shard_size` in bytes; 0: it is no size.
+
+        >>> ExportCommand(workdir=Path("run"), output=Path("model"), shard_size="1.5 GB").shard_bytes
+        1500000000
+        """
+        size = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMGT]?B|)", self.shard_size.strip().upper())
+        return 0 if size is None else int(float(size[1]) * _BYTES_OF_UNIT[size[2]])
+
+
+def parse_command_line(arguments: Sequence[str]) -> ExportCommand:
+    """Reads the flags.
+
+    Args:
+      arguments: what follows `python -m trainer.export`.
+
+    Raises:
+      UserMistake: unknown flag, or an ill-typed or missing value.
+      SystemExit: with status 0, after `--help` was printed.
+    """
+    parser = OptionParser()
+    parser.add_argument("--workdir", type=read_path)
+    parser.add_argument("--output", type=read_path)
+    options, flags = parser.parse_known_args(arguments)
+    refuse_unknown_flags(flags, flag_types(ExportCommand), PROGRAM)
+    if wants_help(flags):
+        apply_flags(ExportCommand, flags, None, program=PROGRAM)
+    for name, given in vars(options).items():
+        if given is None:
+            raise UserMistake(
+                f"--{name} DIR is missing; for example: {PROGRAM} --workdir runs/smoke --output models/smoke"
+            )
+    return apply_flags(ExportCommand, flags, ExportCommand(**vars(options)), program=PROGRAM)

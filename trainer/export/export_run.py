@@ -1,0 +1,119 @@
+"""From an understood command line to a folder: the checkpoint is read into this machine's memory, and written out."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from layers.pretrained import write_huggingface
+from layers.pretrained.save import family_of
+from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
+from trainer.compile.out_of_memory import OutOfMemory, describe_host, running
+from trainer.config import DataConfig
+from trainer.data import Tokenizer, load_tokenizer
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.export.export_command import ExportCommand
+from trainer.saved_run import abstract_params, open_saved_run
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_bytes, format_count, format_seconds
+
+
+def run(command: ExportCommand) -> None:
+    """Writes the folder of a command.
+
+    Raises:
+      UserMistake: a checkpoint is missing, the output exists, the tokenizer isn't training's, or no family can express
+        the model.
+      TrainingFailed: every checkpoint is damaged, the folder can't be written, or this machine is out of memory.
+    """
+    console, begun = Console(), time.perf_counter()
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed
+    saved = open_saved_run(command.workdir, setting="--workdir")
+    for damaged in saved.checkpoint.damaged:
+        console.warning(f"{damaged}; the one before it is taken")
+    if command.output.exists():  # what `write_huggingface` refuses, before minutes of reading
+        raise UserMistake(f"--output {command.output} exists already; name a folder that is to be made, or remove it")
+    try:
+        model_type = family_of(saved.config.model)[0].model_type
+    except ValueError as refused:
+        raise UserMistake(f"workdir {command.workdir} can't be exported: {refused}") from refused
+    tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
+    end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        with running("exporting"), _tokenizer_folder(tokenizer) as folder:
+            with console.working("reading the checkpoint"):
+                checkpoint, params = restore_params(saved.checkpoint, abstract_params(saved.config.model, cpu))
+            command.output.parent.mkdir(parents=True, exist_ok=True)
+            with console.working(f"writing {command.output}"):
+                write_huggingface(
+                    command.output,
+                    saved.config.model,
+                    params,
+                    dtype=command.dtype,
+                    shard_size=command.shard_bytes,
+                    tokenizer_dir=folder,
+                    # A folder's own tells more, and is copied.
+                    generation_config=None if folder and (folder / "generation_config.json").is_file() else end,
+                    model_type=model_type,
+                    context_length=saved.config.sequence_length,
+                )
+    except OutOfMemory as error:
+        raise TrainingFailed(f"exporting: this machine is out of memory: {error.reason}; {describe_host()}") from error
+    except OSError as error:
+        raise TrainingFailed(
+            f"--output {command.output} can't be written: {error.strerror}; nothing is left"
+        ) from error
+    except ValueError as refused:
+        raise UserMistake(str(refused)) from refused
+    num_bytes = sum(file.stat().st_size for file in command.output.iterdir())
+    console.note(
+        f"exported {saved.config.name} at step {checkpoint.step} to {command.output} as {model_type}: "
+        f"{format_count(saved.config.model.num_parameters)} parameters, {format_bytes(num_bytes)} in "
+        f"{format_seconds(time.perf_counter() - begun)}"
+    )
+    if folder is None:
+        console.note("without a tokenizer: the run's is no tokenizer.json")
+
+
+def _load_tokenizer(name: str | None, data: DataConfig, checkpoint: FoundCheckpoint) -> Tokenizer | None:
+    """The tokenizer of training; None: a run on `.bin` files doesn't know it."""
+    setting = "data.tokenizer" if name is None else "--tokenizer"
+    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
+    if name is None:
+        return None
+    tokenizer = load_tokenizer(name, data.end_of_document_token, setting=setting)
+    trained = checkpoint.tokenizer or tokenizer.identity  # what `.bin` files were made with, nobody knows
+    if trained != "pretokenized" and _digest(trained) != _digest(tokenizer.identity):
+        raise UserMistake(
+            f"the {tokenizer.name} tokenizer is not the one that the run was trained with: expected "
+            f"{_digest(trained)!r}, got {_digest(tokenizer.identity)!r}; give the tokenizer.json of training with "
+            "--tokenizer"
+        )
+    return tokenizer
+
+
+def _digest(identity: str) -> str:
+    """A tokenizer's identity without the version of the library, which no file depends on."""
+    return identity.rpartition(" ")[2]
+
+
+@contextlib.contextmanager
+def _tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
+    """A folder that holds the tokenizer as Hugging Face names its files; None: it is no such tokenizer."""
+    if tokenizer is None or tokenizer.name == "byte":
+        yield None
+        return
+    path = Path(tokenizer.name).absolute()
+    if path.name == "tokenizer.json":
+        yield path.parent
+        return
+    with tempfile.TemporaryDirectory(prefix="trainer-export-") as folder:
+        shutil.copyfile(path, Path(folder) / "tokenizer.json")
+        yield Path(folder)

@@ -1,0 +1,108 @@
+"""The parameters that a fresh run begins with: those of a Hugging Face folder, or of another run's newest checkpoint.
+
+They are read once, straight into the shards that training keeps them in. A run that resumes has its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from layers.pretrained import read_params
+from layers.pretrained.folder import open_tensors, read_config
+from trainer.checkpoints.parameters import restore_params
+from trainer.compile.out_of_memory import reason_of
+from trainer.config import TrainConfig
+from trainer.config.init_from import is_workdir
+from trainer.errors import UserMistake
+from trainer.hosts.agreement import require_same
+from trainer.hosts.peers import Peers
+from trainer.saved_run import open_saved_run
+from trainer.step.functions import StepFunctions
+from trainer.terminal.console import Console
+from trainer.terminal.units import format_bytes, format_count, format_seconds
+
+
+class InitialParams(NamedTuple):
+    """What a fresh run begins with."""
+
+    params: Any
+    """On the mesh, as in `TrainState`."""
+    origin: dict[str, Any]
+    """What the record says about them."""
+
+
+def load_initial_params(
+    config: TrainConfig, functions: StepFunctions, console: Console, peers: Peers
+) -> InitialParams | None:
+    """Reads the parameters of the folder that a config names, and tells the console.
+
+    Args:
+      config: of the run.
+      functions: of the run; they say where parameters lie.
+      console: shows a bar.
+      peers: the processes of the run; each reads what its devices hold.
+
+    Returns:
+      None if no folder is named.
+
+    Raises:
+      UserMistake: the folder doesn't hold this model's parameters, or processes see different folders.
+      TrainingFailed: every checkpoint of a workdir is damaged, or can't be read.
+    """
+    if config.init_from is None:
+        return None
+    folder, begun = Path(config.init_from).expanduser().absolute(), time.perf_counter()
+    load = _load_checkpoint if is_workdir(folder) else _load_huggingface
+    params, origin = load(folder, config, functions, console)
+    require_same(peers, "init_from", origin)
+    seconds = time.perf_counter() - begun
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    console.note(
+        f"loaded {format_count(functions.num_parameters)} parameters from {origin.get('checkpoint', folder)}: "
+        f"{format_bytes(num_bytes)} in {format_seconds(seconds)}, {format_bytes(num_bytes / seconds)}/s"
+    )
+    return InitialParams(params, {"path": str(folder)} | origin | {"seconds": seconds})
+
+
+def _load_huggingface(
+    folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
+) -> tuple[Any, dict[str, Any]]:
+    abstract = functions.abstract_state.params
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    try:
+        origin = _describe_huggingface(folder)
+        with console.loading("loading parameters") as progress:
+            params = read_params(folder, config.model, shardings, dtype=config.model.param_dtype, progress=progress)
+    except (ValueError, OSError) as refused:
+        if reason_of(refused) is not None:  # as JAX tells that memory ran out
+            raise
+        raise UserMistake(f"init_from={str(folder)!r}: {refused}") from refused
+    return params, origin
+
+
+def _describe_huggingface(folder: Path) -> dict[str, Any]:
+    values = read_config(folder)
+    with open_tensors(folder) as tensors:
+        files = sorted({tensor.file.path for tensor in tensors.values()})
+    return {
+        "family": values["model_type"],
+        "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
+        "files": {Path(file).name: os.path.getsize(file) for file in files},
+    }
+
+
+def _load_checkpoint(
+    folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
+) -> tuple[Any, dict[str, Any]]:
+    checkpoint = open_saved_run(folder, setting="init_from").checkpoint
+    for damaged in checkpoint.damaged:
+        console.warning(f"{damaged}; the one before it is taken")
+    with console.working("loading parameters"):
+        checkpoint, params = restore_params(checkpoint, functions.abstract_state.params)
+    return params, {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}

@@ -1,0 +1,63 @@
+"""A run as it lies on the disk, for whoever wants its model: its config and its newest whole checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from layers import GPT, GPTConfig
+from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
+from trainer.config import TrainConfig
+from trainer.config.file import load_saved_config
+from trainer.errors import UserMistake
+from trainer.workdir import Workdir
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """Nothing is on a device yet. The run may be under way."""
+
+    config: TrainConfig
+    checkpoint: FoundCheckpoint
+
+
+def open_saved_run(path: Path, *, setting: str) -> SavedRun:
+    """Opens a workdir, without writing to it.
+
+    Args:
+      path: the workdir.
+      setting: the field or flag that named it, for messages.
+
+    Raises:
+      UserMistake: there is no run or no checkpoint.
+      TrainingFailed: every checkpoint is damaged.
+    """
+    workdir = Workdir(path)
+    if not workdir.config.is_file():
+        raise UserMistake(
+            f"workdir {path} {'holds no config.json' if path.is_dir() else 'does not exist'}; "
+            f"{setting} takes the folder that a run of `python -m trainer` wrote to"
+        )
+    config = load_saved_config(workdir.config)
+    checkpoint = find_newest(workdir.checkpoints)
+    if checkpoint is None:
+        raise UserMistake(
+            f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
+            "where the first is saved, or lower checkpoint.every_num_steps"
+        )
+    return SavedRun(config, checkpoint)
+
+
+def abstract_params(model: GPTConfig, sharding: jax.sharding.Sharding) -> Any:
+    """The tree of a model's parameters, as `jax.ShapeDtypeStruct`s of one sharding.
+
+    Args:
+      model: the network.
+      sharding: of all of them.
+    """
+    shapes = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: GPT(model, rngs=nnx.Rngs(0))), nnx.Param))
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
