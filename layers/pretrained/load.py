@@ -205,11 +205,12 @@ class _ShardReader:
             blocks = self._read_blocks(source, names[first : first + blocks_at_once], rest)
             if blocks.dtype.itemsize > self.dtype.itemsize:
                 blocks = blocks.astype(self.dtype)
+            # While these were being read, those before them went to the devices.
+            jax.block_until_ready(shards)
             shards = [
                 _write(shard, jax.device_put(blocks, target), first, order)
                 for shard, target in zip(shards, targets, strict=True)
             ]
-            jax.block_until_ready(shards)
         return [shard.reshape(sizes) for shard in shards]
 
     def _read_blocks(self, source: Source, names: Sequence[str], rest: Index) -> np.ndarray:

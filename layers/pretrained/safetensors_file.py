@@ -204,7 +204,8 @@ class SafetensorsFile:
         dtype, (start, stop) = DTYPES[dtype_name], offsets
         if stop - start != (num_bytes := math.prod(shape) * dtype.itemsize):
             raise self._broken(
-                f"gives {name!r:.200} the bytes {start:,} to {stop:,}, but {dtype_name} of shape {shape} takes {num_bytes:,}"
+                f"gives {name!r:.200} the bytes {start:,} to {stop:,}, but {dtype_name} of shape {shape} takes "
+                f"{num_bytes:,}"
             )
         return dtype, tuple(shape), start, stop
 
