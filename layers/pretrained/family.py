@@ -82,7 +82,7 @@ class Family:
         try:
             return GPTConfig(**settings, moe=MoEConfig(**moe) if moe else None)
         except ValueError as error:
-            raise ValueError(f"{place} describes a model that can't be: {error}") from None
+            raise ValueError(f"{place} describes a model that can't be: {error!s:.300}") from None
 
     def write_config(self, config: GPTConfig) -> dict[str, Any]:
         """A config.json for a model.

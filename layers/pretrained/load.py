@@ -199,18 +199,19 @@ class _ShardReader:
             return [jax.device_put(blocks.astype(self.dtype, copy=False), target) for target in targets]
         # The shard grows on its device, so that the host holds a few layers at a time. It is transposed there, too:
         # NumPy would take longer for that than for reading.
-        shards = [_zeros((len(names), *sizes[num_stacked:]), self.dtype, target) for target in targets]
+        shards = [_zeros(tuple(sizes), self.dtype, target) for target in targets]
         blocks_at_once = max(1, _CHUNK_BYTES // max(block_bytes, 1))
         for first in range(0, len(names), blocks_at_once):
             blocks = self._read_blocks(source, names[first : first + blocks_at_once], rest)
             if blocks.dtype.itemsize > self.dtype.itemsize:
                 blocks = blocks.astype(self.dtype)
+            # While these were being read, those before them went to the devices.
+            jax.block_until_ready(shards)
             shards = [
                 _write(shard, jax.device_put(blocks, target), first, order)
                 for shard, target in zip(shards, targets, strict=True)
             ]
-            jax.block_until_ready(shards)
-        return [shard.reshape(sizes) for shard in shards]
+        return shards
 
     def _read_blocks(self, source: Source, names: Sequence[str], rest: Index) -> np.ndarray:
         blocks = []
@@ -254,7 +255,8 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, target: Sharding) -> jax.Ar
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="order")
 def _write(shard: jax.Array, blocks: jax.Array, first: jax.Array | int, order: tuple[int, ...]) -> jax.Array:
     blocks = blocks.transpose(order).astype(shard.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(shard, blocks, first, axis=0)
+    stack = shard.reshape(-1, *blocks.shape[1:])
+    return jax.lax.dynamic_update_slice_in_dim(stack, blocks, first, axis=0).reshape(shard.shape)
 
 
 def _spread(mesh: Mesh, leaf: jax.ShapeDtypeStruct) -> Sharding:

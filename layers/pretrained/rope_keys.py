@@ -127,7 +127,7 @@ def _read_scaling(inner: Keys, keys: Keys) -> RopeScaling:
     try:
         return RopeScaling(**found)
     except ValueError as error:
-        raise ValueError(f"{inner.place} can't be used: {error}") from None
+        raise ValueError(f"{inner.place} can't be used: {error!s:.300}") from None
 
 
 def _original_length(inner: Keys, keys: Keys) -> int:

@@ -191,18 +191,21 @@ class SafetensorsFile:
 
     def _checked_entry(self, name: str, entry: Any) -> tuple[np.dtype, tuple[int, ...], int, int]:
         if not isinstance(entry, dict) or sorted(entry) != ["data_offsets", "dtype", "shape"]:
-            raise self._broken(f"describes {name!r} as {entry!r:.200}; expected dtype, shape and data_offsets")
+            raise self._broken(f"describes {name!r:.200} as {entry!r:.200}; expected dtype, shape and data_offsets")
         dtype_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-            raise self._broken(f"gives {name!r} the dtype {dtype_name!r:.200}; expected one of {', '.join(DTYPES)}")
+            raise self._broken(
+                f"gives {name!r:.200} the dtype {dtype_name!r:.200}; expected one of {', '.join(DTYPES)}"
+            )
         if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
-            raise self._broken(f"gives {name!r} the shape {shape!r:.200}; expected at most {_MAX_DIMS} sizes")
+            raise self._broken(f"gives {name!r:.200} the shape {shape!r:.200}; expected at most {_MAX_DIMS} sizes")
         if not _are_sizes(offsets) or len(offsets) != 2:
-            raise self._broken(f"gives {name!r} the data_offsets {offsets!r:.200}; expected a start and an end")
+            raise self._broken(f"gives {name!r:.200} the data_offsets {offsets!r:.200}; expected a start and an end")
         dtype, (start, stop) = DTYPES[dtype_name], offsets
         if stop - start != (num_bytes := math.prod(shape) * dtype.itemsize):
             raise self._broken(
-                f"gives {name!r} the bytes {start:,} to {stop:,}, but {dtype_name} of shape {shape} takes {num_bytes:,}"
+                f"gives {name!r:.200} the bytes {start:,} to {stop:,}, but {dtype_name} of shape {shape} takes "
+                f"{num_bytes:,}"
             )
         return dtype, tuple(shape), start, stop
 
@@ -211,7 +214,9 @@ class SafetensorsFile:
         for start, stop, name in ends:
             if start != position:
                 what = "overlaps the tensor before it" if start < position else "leaves a gap before it"
-                raise self._broken(f"has {name!r} at byte {start:,} of its data, which {what}; expected {position:,}")
+                raise self._broken(
+                    f"has {name!r:.200} at byte {start:,} of its data, which {what}; expected {position:,}"
+                )
             position = stop
         if position != num_bytes:
             raise self._broken(f"has {num_bytes:,} bytes of data, but its header describes {position:,}")

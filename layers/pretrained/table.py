@@ -21,6 +21,7 @@ from layers.pretrained.steps import TensorRow
 Shape = tuple[int, ...]
 
 _COMPARED_BYTES = 1 << 24
+_MAX_KINDS = 100  # names of an error message; a family has fewer
 _STACK = re.compile(r"^blocks\.(\d+)\.")
 
 
@@ -191,13 +192,19 @@ def grouped(names: Iterable[str], *, near: Iterable[str] = ()) -> str:
     for name in names:
         kinds.setdefault(_numberless(name), []).append(name)
     candidates = {_numberless(name): name for name in near}
-    return ", ".join(_described(kind, found, candidates) for kind, found in kinds.items())
+    described = [_described(kind, found, candidates) for kind, found in list(kinds.items())[:_MAX_KINDS]]
+    return ", ".join(described) + (f" and {len(kinds) - _MAX_KINDS:,} kinds more" if len(kinds) > _MAX_KINDS else "")
 
 
 def _described(kind: str, names: list[str], candidates: Mapping[str, str]) -> str:
-    text = f"{names[0]:.200}" + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
+    text = _printable(names[0]) + (f" (and {len(names) - 1} more like it)" if len(names) > 1 else "")
     nearest = difflib.get_close_matches(kind[:200], candidates, n=1) if len(candidates) < 1000 else []
-    return text + (f" (nearest: {candidates[nearest[0]]:.200})" if nearest else "")
+    return text + (f" (nearest: {_printable(candidates[nearest[0]])})" if nearest else "")
+
+
+def _printable(name: str) -> str:
+    # A file's names may hold what a terminal obeys.
+    return f"{name if name.isprintable() else repr(name):.200}"
 
 
 def _numberless(name: str) -> str:

@@ -181,6 +181,22 @@ def test_all_tensors_that_are_wrong_are_in_one_message(folder):
     assert "1 misshapen: model.norm.weight[1, 16] instead of [16]" in message
 
 
+def test_names_that_a_terminal_would_obey_are_escaped(folder):
+    def change(header):
+        header["\x1b[2J" + "x" * 10_000] = header.pop("lm_head.weight")
+        for number in range(3000):  # names without numbers, so that no two are alike
+            name = "".join(chr(ord("a") + int(digit)) for digit in str(number))
+            header[name] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+    config = config_from_huggingface(folder)
+    replace_header(folder, change)
+    with pytest.raises(ValueError, match="3001 unknown: ") as refusal:
+        read_params(folder, config)
+    assert str(refusal.value).isprintable()
+    assert "kinds more" in str(refusal.value)
+    assert len(str(refusal.value)) < 5000
+
+
 def test_weights_of_a_wrong_type_are_refused(folder):
     def change(header):
         head = header["lm_head.weight"]

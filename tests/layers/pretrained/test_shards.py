@@ -32,9 +32,9 @@ def test_eight_devices_give_every_byte_back():
     assert found["devices"] == [8]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_stack_that_grows_on_its_device_has_the_same_bits(dtype, tmp_path, monkeypatch):
-    unpack("gemma2", tmp_path)
+@pytest.mark.parametrize(("case", "dtype"), [("gemma2", "bfloat16"), ("qwen3_moe", "float32")])
+def test_a_stack_that_grows_on_its_device_has_the_same_bits(case, dtype, tmp_path, monkeypatch):
+    unpack(case, tmp_path)
     config = config_from_huggingface(tmp_path)
     expected = read_params(tmp_path, config, dtype=dtype)
     monkeypatch.setattr(load, "_SMALL_BYTES", 0)
