@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import resource
 import signal
@@ -73,6 +74,12 @@ def last_step(workdir) -> int:
     return sum('"loss"' in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
+def words_of_record(workdir) -> set[str]:
+    """The record's fields, and its status."""
+    record = json.loads((workdir / "record.json").read_text())
+    return {*record, record["status"]}
+
+
 def without_gloo(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "peer ranks" not in line)
 
@@ -127,12 +134,13 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
 
     # Process 0 is killed. JAX aborts the survivor, and the record says why.
     pair = start_two("--workdir", workdir, "--mesh.data", 8)
-    wait_until(pair, lambda: read_run(workdir)[0]["status"] == "running", "the next attempt")
+    # Both processes are past their first exchange once the record names the devices.
+    wait_until(pair, lambda: {"devices", "running"} <= words_of_record(workdir), "the next attempt")
     pair[0].kill()
     begun = time.monotonic()
     pair[1].communicate(timeout=100)
     assert pair[1].returncode == -signal.SIGABRT
-    while read_run(workdir)[0]["status"] == "running":
+    while "running" in words_of_record(workdir):
         assert time.monotonic() - begun < LOST_WITHIN_S
         time.sleep(0.1)
     record, _, _ = read_run(workdir)
