@@ -8,38 +8,29 @@ its own. So this process starts no device, and the compiler's environment is set
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from flax_longcontext import ForeignPackage, require_ours
-from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.hosts.launch import refuse_several
+from trainer.cli.command import run_command
 from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.exit_status import COMPLETED
 
 DOES_NOT_FIT = 3
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
-    try:
-        require_ours("trainer", importer=__name__)
+
+    def compile_step() -> int:
         from trainer.compile.command.compile_command import parse_command_line
 
-        refuse_several("python -m trainer.compile", os.environ)
         task = parse_command_line(arguments)
         from trainer.compile.command.run_task import run  # imports Flax: seconds that a mistyped flag shouldn't cost
 
         fits = run(task, command=["python", "-m", "trainer.compile", *arguments])
-        return DOES_NOT_FIT if fits is False else 0
-    except (ForeignPackage, UserMistake) as mistake:
-        print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
-        return 2
-    except TrainingFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        return DOES_NOT_FIT if fits is False else COMPLETED
+
+    return run_command("python -m trainer.compile", arguments, compile_step)
 
 
 if __name__ == "__main__":

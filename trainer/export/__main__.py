@@ -7,37 +7,27 @@ is whole. No accelerator is started.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from flax_longcontext import ForeignPackage, require_ours
-from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.hosts.launch import refuse_several
+from trainer.cli.command import run_command
 from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.exit_status import COMPLETED, FAILED, INTERRUPTED, MISTAKE
+from trainer.process.exit_status import COMPLETED
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status."""
-    try:
-        require_ours("trainer", importer=__name__)
-        from trainer.export.export_command import PROGRAM, parse_command_line
 
-        refuse_several(PROGRAM, os.environ)
+    def export() -> int:
+        from trainer.export.export_command import parse_command_line
+
         command = parse_command_line(arguments)
         from trainer.export.export_run import run  # imports Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
         run(command)
         return COMPLETED
-    except (ForeignPackage, UserMistake) as mistake:
-        print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
-        return MISTAKE
-    except TrainingFailed as failure:
-        print(f"error: {failure}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+
+    return run_command("python -m trainer.export", arguments, export)
 
 
 if __name__ == "__main__":
