@@ -149,8 +149,9 @@ class TokenCache:
         """Moves what was built to its place, unless a builder that didn't wait for this one has been there first."""
         try:
             entry = self._open(folder)
-        except (FileNotFoundError, _Damaged):
-            _remove(folder)
+        except (FileNotFoundError, _Damaged) as reason:
+            if isinstance(reason, _Damaged):  # Otherwise nothing was there, and what is by now another builder made.
+                _remove(folder)
             try:
                 partial.rename(folder)
             except OSError as error:

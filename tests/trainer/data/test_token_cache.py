@@ -259,6 +259,28 @@ def test_builders_that_cannot_wait_for_each_other_do_not_meet(tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
 
 
+def test_an_entry_that_another_builder_publishes_at_the_last_moment_stays(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    open_entry, looks = TokenCache._open, []
+
+    def open_late(cache: TokenCache, folder: Path):
+        try:
+            return open_entry(cache, folder)
+        except FileNotFoundError:
+            looks.append(folder)
+            if len(looks) == 3:  # before and after waiting for the lock, and before publishing
+                monkeypatch.setattr(TokenCache, "_open", open_entry)
+                assert _content(TokenCache(tmp_path).get_or_build("key", _write("theirs"))) == "theirs"
+            raise
+
+    monkeypatch.setattr(TokenCache, "_open", open_late)
+    assert _content(TokenCache(tmp_path).get_or_build("key", _write("ours"))) == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
+
+
 def test_locks_that_fail_otherwise_are_told(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
