@@ -3,7 +3,8 @@
 No token is dropped. A token has one copy for each of its experts. The copies are sorted by expert, so that an expert's
 are neighbours, and one grouped matmul multiplies each by its own expert's matrix.
 
-Shapes: N tokens, K experts of a token, C copies of all tokens (N · K), E experts, W width.
+Shapes: N tokens, K experts of a token, R rows of sorted copies (N · K and those that pad an expert's), E experts,
+W width, and for a linear map K and N features.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from kernels import Target
+from kernels.grouped_matmul import RowGroups, choose_grouped_matmul, group_rows, grouped_matmul
 from layers.config import MLPKind, MoEConfig
 from layers.mlp import GATES, gelu
 
@@ -50,26 +53,27 @@ class Experts(nnx.Module):
         tokens: Float[Array, "N W"],
         chosen: Int[Array, "N K"],
         weights: Float[Array, "N K"],
+        target: Target,
         *,
         features_over: str | None,
     ) -> Float[Array, "N W"]:
-        """The weighted sums of the chosen experts' outputs, in the tokens' type."""
-        experts = chosen.reshape(-1)
-        order = jnp.argsort(experts, stable=True)  # of the copies, when they are sorted by expert
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
-        num_copies = jnp.bincount(experts, length=self.num_experts)
+        """The weighted sums of the chosen experts' outputs, in the tokens' type, computed on a device like `target`."""
+        width, hidden_features = self.up.kernel.shape[1:]
+        choice = choose_grouped_matmul(tokens.dtype, (width, hidden_features), target)
+        groups = group_rows(chosen.reshape(-1), self.num_experts, choice.alignment)
 
-        copies = _copy_tokens(tokens, order, place)
-        hidden = checkpoint_name(self.up(copies, experts[order], num_copies), "projection")
-        if self.kind == "gelu":
-            hidden = gelu(hidden)
-        else:
-            hidden = GATES[self.kind](
-                checkpoint_name(self.gate(copies, experts[order], num_copies), "projection"), hidden
-            )
-        outputs = _uncopy(self.down.multiply(hidden, num_copies), order, place)
-        outputs = checkpoint_name(outputs, "projection").reshape(*chosen.shape, -1)
-        mixed = jnp.einsum("nkw,nk->nw", outputs, weights, preferred_element_type=weights.dtype).astype(tokens.dtype)
+        copies = _copy_tokens(tokens, groups, chosen.shape[1])
+        into = [self.up] if self.kind == "gelu" else [self.up, self.gate]
+        products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups.sizes, choice)
+        hidden, *gates = (
+            checkpoint_name(each.add_bias(product, groups), "projection")
+            for each, product in zip(into, products, strict=True)
+        )
+        hidden = gelu(hidden) if self.kind == "gelu" else GATES[self.kind](gates[0], hidden)
+        # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
+        hidden = (hidden * _sort_weights(weights, groups)[:, None]).astype(tokens.dtype)
+        (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups.sizes, choice)
+        mixed = _sum_copies(outputs, groups, chosen.shape[1], weights.dtype)
         if features_over is not None:
             mixed = lax.psum(mixed, features_over)
         if self.down.bias is not None:  # once for all ranks, and so apart from the matmul
@@ -79,7 +83,7 @@ class Experts(nnx.Module):
 
 
 class GroupedLinear(nnx.Module):
-    """A linear map for each expert, applied to copies of tokens that are sorted by expert."""
+    """The parameters of a linear map for each expert."""
 
     def __init__(
         self,
@@ -95,47 +99,74 @@ class GroupedLinear(nnx.Module):
         self.kernel = nnx.Param(kernel_init(rngs.params(), (num_experts, in_features, out_features), param_dtype))
         self.bias = nnx.Param(jnp.zeros((num_experts, out_features), param_dtype)) if use_bias else None
 
-    def __call__(
-        self, copies: Float[Array, "C in"], experts: Int[Array, " C"], num_copies: Int[Array, " E"]
-    ) -> Float[Array, "C out"]:
-        """The outputs in the copies' type, of copies sorted by `experts`, of which each has `num_copies`."""
-        outputs = self.multiply(copies, num_copies)
+    def matrices(self, dtype: jnp.dtype) -> Float[Array, "E K N"]:
+        """The experts' matrices, for operands of this type."""
+        return self.kernel[...].astype(dtype)
+
+    def add_bias(self, products: Float[Array, "R N"], groups: RowGroups) -> Float[Array, "R N"]:
+        """The products of sorted copies and their experts' matrices, with the biases, if there are any."""
         if self.bias is None:
-            return outputs
+            return products
+        ends = jnp.cumsum(groups.sizes)
+        experts = jnp.searchsorted(ends, jnp.arange(products.shape[0]), side="right", method="compare_all")
         # A matmul and no lookup, whose gradient would add up copy by copy.
-        is_own = jax.nn.one_hot(experts, num_copies.size, dtype=copies.dtype)
-        return outputs + jnp.dot(is_own, self.bias[...].astype(copies.dtype))
-
-    def multiply(self, copies: Float[Array, "C in"], num_copies: Int[Array, " E"]) -> Float[Array, "C out"]:
-        """The outputs without the bias: the first num_copies[0] rows times the first expert's matrix, and so on."""
-        return lax.ragged_dot(copies, self.kernel[...].astype(copies.dtype), num_copies)
+        is_own = jax.nn.one_hot(experts, groups.sizes.size, dtype=products.dtype)
+        return products + jnp.dot(is_own, self.bias[...].astype(products.dtype))
 
 
-# Each copy is read once by its own token, so both gradients are lookups, too. JAX would add up copy by copy.
+# Each copy is read once by its own token, so all gradients are lookups, too. JAX would add up copy by copy. Where no
+# copy lies, rows of gradients are 0, so that those rows don't reach the experts' gradients.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _copy_tokens(tokens: Float[Array, "N W"], groups: RowGroups, num_copies: int) -> Float[Array, "R W"]:
+    """The copies of tokens, sorted by expert: each token has `num_copies`."""
+    return _take_rows(tokens, jnp.minimum(groups.sources // num_copies, tokens.shape[0] - 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _sum_copies(
+    copies: Float[Array, "R W"], groups: RowGroups, num_copies: int, dtype: jnp.dtype
+) -> Float[Array, "N W"]:
+    """The sum of each token's copies, added up in `dtype`."""
+    places = groups.places.reshape(-1, num_copies)
+    total = jnp.zeros((len(places), copies.shape[1]), dtype)
+    for k in range(num_copies):
+        total += copies[places[:, k]].astype(dtype)
+    return total.astype(copies.dtype)
+
+
 @jax.custom_vjp
-def _copy_tokens(tokens: Float[Array, "N W"], order: Int[Array, " C"], place: Int[Array, " C"]) -> Float[Array, "C W"]:
-    """The copies of tokens, sorted: copy c of token c // K is at `place[c]`, and `order[place[c]]` is c."""
-    return tokens[order // (order.size // tokens.shape[0])]
+def _sort_weights(weights: Float[Array, "N K"], groups: RowGroups) -> Float[Array, " R"]:
+    """The weights of sorted copies."""
+    return weights.reshape(-1).at[groups.sources].get(mode="fill", fill_value=0)
 
 
-@jax.custom_vjp
-def _uncopy(copies: Float[Array, "C W"], order: Int[Array, " C"], place: Int[Array, " C"]) -> Float[Array, "C W"]:
-    """The copies by token again."""
-    return copies[place]
+def _copies_of(gradient: Float[Array, "N W"], groups: RowGroups, num_copies: int) -> Float[Array, "R W"]:
+    # What pads an expert's rows has the row after the last: zeros.
+    return _take_rows(jnp.pad(gradient, ((0, 1), (0, 0))), groups.sources // num_copies)
 
 
-def _sum_copies(residuals: tuple[Array, int], gradient: Array) -> tuple[Array, None, None]:
-    place, num_tokens = residuals
-    dtype = jnp.promote_types(gradient.dtype, jnp.float32)
-    by_token = gradient[place].reshape(num_tokens, -1, gradient.shape[-1])
-    return by_token.sum(1, dtype=dtype).astype(gradient.dtype), None, None
+def _take_rows(rows: Float[Array, "N W"], numbers: Int[Array, " R"]) -> Float[Array, "R W"]:
+    """Rows by their numbers. Two features of 16 bits go as one number: XLA's lookups take a time for each number."""
+    if rows.dtype.itemsize != 2 or rows.shape[1] % 2:
+        return rows.at[numbers].get(mode="promise_in_bounds")
+    pairs = lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 2), jnp.uint32)
+    taken = pairs.at[numbers].get(mode="promise_in_bounds")
+    return lax.bitcast_convert_type(taken, rows.dtype).reshape(numbers.size, -1)
+
+
+def _wide(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 _copy_tokens.defvjp(
-    lambda tokens, order, place: (_copy_tokens(tokens, order, place), (place, tokens.shape[0])),
-    _sum_copies,
+    lambda tokens, groups, num_copies: (_copy_tokens(tokens, groups, num_copies), groups),
+    lambda num_copies, groups, gradient: (_sum_copies(gradient, groups, num_copies, _wide(gradient.dtype)), None),
 )
-_uncopy.defvjp(
-    lambda copies, order, place: (_uncopy(copies, order, place), order),
-    lambda order, gradient: (gradient[order], None, None),
+_sum_copies.defvjp(
+    lambda copies, groups, num_copies, dtype: (_sum_copies(copies, groups, num_copies, dtype), groups),
+    lambda num_copies, dtype, groups, gradient: (_copies_of(gradient, groups, num_copies), None),
+)
+_sort_weights.defvjp(
+    lambda weights, groups: (_sort_weights(weights, groups), (groups.places, weights.shape)),
+    lambda residuals, gradient: (gradient[residuals[0]].reshape(residuals[1]), None),
 )

@@ -20,11 +20,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Target
 from kernels.context import manual_axes
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
 from layers.initializers import small_init
+
+_HAS_BFLOAT16 = 8.0  # the compute capability from which on GPUs multiply it
 
 
 class RouterSums(NamedTuple):
@@ -124,7 +127,6 @@ class MoE(nnx.Module):
             kernel_init=kernel_init,
             dtype=self.router_dtype,
             param_dtype=jnp.dtype(param_dtype),
-            precision=lax.Precision.HIGHEST,  # a GPU would round operands to TF32, and close logits change places
             rngs=rngs,
         )
         self.experts = Experts(
@@ -172,19 +174,37 @@ class MoE(nnx.Module):
         )
         return checkpoint_name(sharding.scatter_tokens(outputs), "projection"), sums
 
+    def _logits(self, tokens: Float[Array, "N W"]) -> Float[Array, "N E"]:
+        """The router's, by products as exact as those of float32.
+
+        A GPU would round operands to TF32, and close logits would change places.
+        """
+        precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST
+        if self.router_dtype == jnp.float32 and (self._target.compute_capability or 0) >= _HAS_BFLOAT16:
+            precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X6  # by six products of parts, on tensor cores
+        kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
+        logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=precision)
+        return logits if bias is None else logits + bias[...].astype(self.router_dtype)
+
+    @property
+    def _target(self) -> Target:
+        sharding = self.activation_sharding
+        return Target.of(None if sharding is None else sharding.mesh.devices.flat[0])
+
     def _mix(
         self, inputs: Float[Array, "B T W"], counted: Bool[Array, "B T"] | None, *, features_over: str | None = None
     ) -> tuple[Float[Array, "B T W"], RouterSums]:
         """A call on one device. `features_over`: the mesh axis whose ranks each have some of the hidden features."""
         tokens = inputs.reshape(-1, inputs.shape[-1])
         with jax.named_scope("router"):
-            logits = checkpoint_name(self.router(tokens.astype(self.router_dtype)), "projection")
+            logits = checkpoint_name(self._logits(tokens), "projection")
             highest, chosen = lax.top_k(logits, self.config.num_experts_per_token)
             log_partitions = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
             weights = jax.nn.softmax(highest) if self.config.normalize_top_k else jnp.exp(highest - log_partitions)
             sums = _router_sums(logits, log_partitions, chosen, counted)
         with jax.named_scope("experts"):
-            outputs = self.experts(tokens.astype(self.compute_dtype), chosen, weights, features_over=features_over)
+            tokens = tokens.astype(self.compute_dtype)
+            outputs = self.experts(tokens, chosen, weights, self._target, features_over=features_over)
         return outputs.reshape(inputs.shape), sums
 
 

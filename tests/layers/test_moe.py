@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kernels.grouped_matmul import group_rows
 from layers import MoEConfig
 from layers.experts import _copy_tokens
 from layers.moe import MoE, RouterSums
@@ -200,7 +201,7 @@ def test_the_router_is_wider_than_the_experts(rng):
 
 def test_a_tokens_gradient_is_summed_over_its_copies_in_float32(rng):
     # 1 + 2⁻⁹ is 1 in bfloat16: added there one by one, eight of them would be lost.
-    order = jnp.asarray(rng.permutation(9))
-    _, vjp = jax.vjp(lambda tokens: _copy_tokens(tokens, order, jnp.argsort(order)), jnp.ones((1, 1), jnp.bfloat16))
-    gradients = jnp.asarray([1, *[2.0**-9] * 8], jnp.bfloat16)[order][:, None]
+    groups = group_rows(jnp.asarray(rng.permutation(9)), 9)
+    _, vjp = jax.vjp(lambda tokens: _copy_tokens(tokens, groups, 9), jnp.ones((1, 1), jnp.bfloat16))
+    gradients = jnp.asarray([1, *[2.0**-9] * 8], jnp.bfloat16)[groups.sources][:, None]
     assert vjp(gradients)[0].item() == 1 + 2.0**-6

@@ -1,0 +1,133 @@
+"""`grouped_matmul` and its gradient, and the choice between our kernel and XLA's `ragged_dot`.
+
+Dimensions: R rows, G groups, K and N features.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kernels.target import Target
+
+GroupedMatmul = Literal["mosaic_gpu", "xla"]
+"""mosaic_gpu: our kernel for Hopper GPUs. xla: `jax.lax.ragged_dot`, everywhere; on a GPU XLA multiplies every row by
+every group's matrix, and masks."""
+
+_log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
+
+
+class GroupedMatmulChoice(NamedTuple):
+    """What multiplies groups of rows, and where.
+
+    Attributes:
+      name: of the implementation.
+      alignment: each group begins at a multiple of so many rows.
+      passed_over: why the kernel can't serve; None: it does.
+      target: the device.
+      interpret: whether Pallas's interpreter runs the kernel.
+    """
+
+    name: GroupedMatmul
+    alignment: int
+    passed_over: str | None
+    target: Target
+    interpret: bool = False
+
+
+def choose_grouped_matmul(
+    dtype: jnp.dtype | str,
+    features: tuple[int, ...],
+    target: Target,
+    implementation: GroupedMatmul | None = None,
+    *,
+    interpret: bool = False,
+) -> GroupedMatmulChoice:
+    """The implementation of grouped matmuls from any of these numbers of features to any other.
+
+    A GPU that the kernel can't serve is told of once, in the log.
+
+    Args:
+      dtype: of the operands.
+      features: K and N.
+      target: the device.
+      implementation: None for the fastest that serves the device.
+      interpret: run the kernel in Pallas's interpreter, on any device: for tests. As `MosaicGpuTuning.interpret`.
+
+    Raises:
+      ValueError: there is no such implementation, or it can't serve these matmuls.
+    """
+    from kernels.grouped_matmul import mosaic_gpu
+
+    if implementation not in (None, *get_args(GroupedMatmul)):
+        names = ", ".join(get_args(GroupedMatmul))
+        raise ValueError(f"implementation={implementation!r} is not one of {names}, or None for the fastest")
+    reason = mosaic_gpu.unsupported_reason(jnp.dtype(dtype), features, target, interpret=interpret)
+    if implementation == "mosaic_gpu" and reason is not None:
+        raise ValueError(f"implementation='mosaic_gpu' can't serve this grouped matmul: it {reason}")
+    if implementation == "xla" or reason is not None:
+        if target.platform == "gpu" and reason is not None:
+            _log_once("grouped matmul uses xla; mosaic_gpu passed over: it %s", reason)
+        return GroupedMatmulChoice("xla", 1, reason, target)
+    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.BLOCK_ROWS, None, target, interpret)
+
+
+def grouped_matmul(
+    rows: Float[Array, "R K"],
+    matrices: Sequence[Float[Array, "G K ?N"]],
+    sizes: Int[Array, " G"],
+    choice: GroupedMatmulChoice,
+) -> tuple[Float[Array, "R ?N"], ...]:
+    """Multiplies the first `sizes[0]` rows by the first group's matrix, the next `sizes[1]` by the second's, and so on.
+
+    Each group may have several matrices, and each gives a product of its own. The rows' gradient is then added up
+    within one kernel. Differentiable in rows and matrices. Rows after the last group's come out as 0, and have gradient
+    0.
+
+    Args:
+      rows: sorted by group, as by `group_rows`.
+      matrices: of the rows' dtype, one array or several.
+      sizes: of the groups; multiples of the choice's alignment. A row that pads a group counts as any other: its
+        gradient has to be 0 if it isn't to reach the matrices'.
+      choice: what multiplies.
+
+    Returns:
+      The products by each array of matrices, in the operands' dtype, added up in float32 or wider.
+    """
+    if choice.name == "xla":
+        return tuple(lax.ragged_dot(rows, each, sizes) for each in matrices)
+    return _multiply(rows, tuple(matrices), sizes, choice)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _multiply(rows: Array, matrices: tuple[Array, ...], sizes: Array, choice: GroupedMatmulChoice) -> tuple[Array, ...]:
+    from kernels.grouped_matmul import mosaic_gpu
+
+    return tuple(mosaic_gpu.multiply_rows([rows], [each], sizes, choice, transpose=False) for each in matrices)
+
+
+def _forward(
+    rows: Array, matrices: tuple[Array, ...], sizes: Array, choice: GroupedMatmulChoice
+) -> tuple[tuple[Array, ...], tuple]:
+    return _multiply(rows, matrices, sizes, choice), (rows, matrices, sizes)
+
+
+def _backward(
+    choice: GroupedMatmulChoice, residuals: tuple, gradients: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...], None]:
+    from kernels.grouped_matmul import mosaic_gpu
+
+    rows, matrices, sizes = residuals
+    of_rows = mosaic_gpu.multiply_rows(gradients, matrices, sizes, choice, transpose=True)
+    of_matrices = tuple(mosaic_gpu.multiply_groups(rows, gradient, sizes, choice) for gradient in gradients)
+    return of_rows, of_matrices, None
+
+
+_multiply.defvjp(_forward, _backward)
