@@ -21,8 +21,10 @@ from layers.rope_scaling import RopeScaling  # noqa: E402
 if TYPE_CHECKING:
     from layers.activation_sharding import ActivationSharding
     from layers.attention import Attention
+    from layers.block import Block
+    from layers.decoding import init_caches, unroll_params, unrolled_config
     from layers.flax_interop import attention_fn
-    from layers.gpt import GPT, Block, init_caches, unroll_params, unrolled_config
+    from layers.gpt import GPT
     from layers.mlp import MLP
     from layers.moe import MoE
     from layers.norm import RMSNorm
@@ -31,16 +33,16 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ActivationSharding": "layers.activation_sharding",
     "Attention": "layers.attention",
-    "Block": "layers.gpt",
+    "Block": "layers.block",
     "GPT": "layers.gpt",
     "MLP": "layers.mlp",
     "MoE": "layers.moe",
     "RMSNorm": "layers.norm",
     "apply_rope": "layers.rotary",
     "attention_fn": "layers.flax_interop",
-    "init_caches": "layers.gpt",
-    "unroll_params": "layers.gpt",
-    "unrolled_config": "layers.gpt",
+    "init_caches": "layers.decoding",
+    "unroll_params": "layers.decoding",
+    "unrolled_config": "layers.decoding",
 }
 
 __all__ = [

@@ -1,0 +1,132 @@
+"""The layers of a GPT in stacks, and the way through them: one scan over the repeats of a pattern, or layer by layer.
+
+Of a mask pattern of length P, stack p holds layers p, p + P, p + 2P, …, every parameter with a leading layer dim.
+
+Shapes: B batch, T tokens, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from layers.block import Block
+from layers.moe import RouterSums
+from layers.remat import Remat
+
+ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], tuple[Array, RouterSums | None]]
+
+
+@dataclass(frozen=True)
+class LayerStacks:
+    """The blocks of a GPT, split into their structure and their parameters.
+
+    Args:
+      graphdefs: structure of a block of each stack.
+      states: parameters of each stack, with a leading layer dim.
+      num_layers: layers of all stacks.
+    """
+
+    graphdefs: tuple[nnx.GraphDef, ...]
+    states: tuple[nnx.State, ...]
+    num_layers: int
+
+    def each_layer(self) -> Iterator[tuple[nnx.GraphDef, nnx.State]]:
+        """The blocks in the order of the layers, unstacked."""
+        unstacked = [_unstack(state) for state in self.states]
+        for layer in range(self.num_layers):
+            repeat, pattern_index = divmod(layer, len(self.graphdefs))
+            yield self.graphdefs[pattern_index], unstacked[pattern_index][repeat]
+
+
+def split_stacks(blocks: Iterable[Block], num_layers: int, *, cast_to: str | None) -> LayerStacks:
+    """Splits the stacked blocks of a GPT.
+
+    Args:
+      blocks: the stacks.
+      num_layers: layers of all stacks.
+      cast_to: type to compute matrices in; None: as they are stored.
+    """
+    graphdefs, states = zip(*(nnx.split(stack) for stack in blocks), strict=True)
+    # Once for all layers and both passes; each layer would cast its own, forward and again backward.
+    states = states if cast_to is None else with_matrices_in(jnp.dtype(cast_to), states)
+    return LayerStacks(graphdefs, states, num_layers)
+
+
+def apply_layers(
+    apply_block: ApplyBlock, stacks: LayerStacks, hidden: Float[Array, "B T W"], *, scan: bool, remat: Remat | None
+) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+    """Runs all layers.
+
+    Args:
+      apply_block: runs one.
+      stacks: the layers.
+      hidden: the residual stream that enters the first.
+      scan: one loop over the repeats of the pattern; False: layer by layer.
+      remat: what the backward pass recomputes; None: nothing.
+
+    Returns:
+      The residual stream behind the last layer, and the routers' sums of all layers, stacked; None without routers.
+    """
+    if not scan:
+        return _apply_each(apply_block, stacks, hidden, remat)
+    graphdefs, states = stacks.graphdefs, stacks.states
+    num_repeats, num_left_over = divmod(stacks.num_layers, len(graphdefs))
+    # A loop keeps XLA from merging the recomputation with the forward pass, as a barrier would, but a barrier also
+    # stands in the way of fusion. XLA unrolls a loop of one repeat, so that needs the barrier like no loop at all.
+    apply_in_scan = _rematerialized(apply_block, remat, prevent_cse=num_repeats == 1)
+    apply_after_scan = _rematerialized(apply_block, remat, prevent_cse=True)
+
+    def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, list[RouterSums | None]]:
+        sums = []
+        for graphdef, state in zip(graphdefs, layer_states, strict=True):
+            hidden, of_layer = apply_in_scan(graphdef, state, hidden)
+            sums.append(of_layer)
+        return hidden, sums
+
+    hidden, sums = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
+    of_layers = jax.tree.map(lambda *of_pattern: jax.lax.collapse(jnp.stack(of_pattern, axis=1), 0, 2), *sums)
+    for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
+        hidden, last = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
+        of_layers = jax.tree.map(lambda stack, of_last: jnp.concatenate([stack, of_last[None]]), of_layers, last)
+    return hidden, of_layers
+
+
+def _apply_each(
+    apply_block: ApplyBlock, stacks: LayerStacks, hidden: Float[Array, "B T W"], remat: Remat | None
+) -> tuple[Float[Array, "B T W"], RouterSums | None]:
+    # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
+    apply = jax.jit(_rematerialized(apply_block, remat, prevent_cse=True), static_argnums=(0,))
+    of_layers = []
+    for graphdef, state in stacks.each_layer():
+        hidden, of_layer = apply(graphdef, state, hidden)
+        of_layers.append(of_layer)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+
+
+def _rematerialized(apply_block: ApplyBlock, remat: Remat | None, *, prevent_cse: bool) -> ApplyBlock:
+    return apply_block if remat is None else remat.apply(apply_block, prevent_cse=prevent_cse)
+
+
+def with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:
+    """Matrices in the compute dtype; norm scales, sinks and routers, which compute in float32, as they are."""
+
+    def cast(path: tuple[Any, ...], leaf: Array) -> Array:
+        keys = {getattr(key, "key", None) for key in path}
+        return leaf.astype(dtype) if keys & {"kernel", "embedding"} and "router" not in keys else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def _unstack(state: nnx.State) -> list[nnx.State]:
+    """One state a layer. A split's gradient is one concatenation; that of L slices is a sum of L padded arrays."""
+    leaves, treedef = jax.tree.flatten(state)
+    num_layers = leaves[0].shape[0]
+    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*pieces, strict=True)]
