@@ -15,7 +15,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,7 @@ Index = tuple[slice, ...]
 """A slice of each dim, with a start and a stop and no step."""
 
 
+@runtime_checkable
 class Tensor(Protocol):
     """An array that is read by slices."""
 

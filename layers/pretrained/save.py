@@ -19,7 +19,7 @@ from layers.config import GPTConfig
 from layers.pretrained.families import MODULES, find_family
 from layers.pretrained.family import Family
 from layers.pretrained.folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, inside, read_json
-from layers.pretrained.safetensors_file import DTYPES
+from layers.pretrained.safetensors_file import DTYPES, Tensor, whole
 from layers.pretrained.table import Source, find_sources, flat, parameter_shapes
 
 TOKENIZER_NAMES = (
@@ -88,7 +88,8 @@ def write_huggingface(
     Args:
       directory: the folder to make.
       config: of the model.
-      params: its parameters, a nested dict as `nnx.to_pure_dict` makes it; arrays that this process can read whole.
+      params: its parameters, a nested dict as `nnx.to_pure_dict` makes it, of arrays that this process can read whole,
+        or of `Tensor`s, which are read a layer at a time.
       dtype: of the tensors; None: each parameter's own.
       shard_size: bytes of a file at most, unless one tensor has more.
       tokenizer_dir: a folder whose tokenizer, and generation config if none is given, are copied.
@@ -222,6 +223,9 @@ def _header(contents: Mapping[str, _Piece]) -> bytes:
 
 
 def _take(array: Any, position: tuple[int, ...]) -> np.ndarray:
+    if isinstance(array, Tensor):
+        rest = tuple(array.shape[len(position) :])
+        return array.read((*(slice(place, place + 1) for place in position), *whole(rest))).reshape(rest)
     if isinstance(array, np.ndarray) or [device.platform for device in array.devices()] == ["cpu"]:
         return np.asarray(array)[position]  # a view
     # Traced, so that one program serves all layers.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,8 +22,11 @@ from trainer.checkpoints.folder import (
     printable,
     read_metadata,
 )
+from trainer.checkpoints.stored_array import StoredArray, UnreadableArray
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
+
+_T = TypeVar("_T")
 
 # How many checkpoints may vanish while they are looked at, on a file system without locks.
 _MAX_VANISHED = 20
@@ -110,9 +114,31 @@ def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[F
     Raises:
       TrainingFailed: they are of another form, or can't be read.
     """
+    return _of_newest(checkpoint, lambda found: _restore_params(found, abstract_params))
+
+
+def stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> FoundCheckpoint:
+    """Has a function read the model's parameters piece by piece, and releases the checkpoint.
+
+    Args:
+      checkpoint: from `find_newest`.
+      abstract_params: their tree of `jax.ShapeDtypeStruct`s.
+      use: called with the tree of `StoredArray`s. On a file system without locks the run may remove the checkpoint
+        meanwhile; then it is called again, with those of a newer one.
+
+    Returns:
+      The checkpoint that was read.
+
+    Raises:
+      TrainingFailed: the parameters are of another form, or can't be read.
+    """
+    return _of_newest(checkpoint, lambda found: _stream_params(found, abstract_params, use))[0]
+
+
+def _of_newest(checkpoint: FoundCheckpoint, read: Callable[[FoundCheckpoint], _T]) -> tuple[FoundCheckpoint, _T]:
     for _ in range(_MAX_VANISHED):
         try:
-            return checkpoint, _restore_params(checkpoint, abstract_params)
+            return checkpoint, read(checkpoint)
         except _VanishedError:
             newer = find_newest(checkpoint.path.parent)
             if newer is None:
@@ -143,6 +169,28 @@ def _restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> Any:
             raise cannot_restore(checkpoint.path, error) from error
         finally:
             checkpoint.hold.release()
+
+
+def _stream_params(checkpoint: FoundCheckpoint, abstract_params: Any, use: Callable[[Any], None]) -> None:
+    def open_array(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> StoredArray:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        array = StoredArray(checkpoint.path / "state", f"params.{name}")
+        if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+            raise UnreadableArray(
+                f"its {name} is {array.dtype} of shape {array.shape}; expected {leaf.dtype} of {leaf.shape}"
+            )
+        return array
+
+    try:
+        use(jax.tree.map_with_path(open_array, abstract_params))
+    except UnreadableArray as error:
+        if error.__cause__ is not None and reason_of(error.__cause__) is not None:
+            raise error.__cause__ from None
+        if not checkpoint.hold.is_there():
+            raise _VanishedError from error
+        raise cannot_restore(checkpoint.path, error) from error
+    finally:
+        checkpoint.hold.release()
 
 
 def _too_fast(folder: Path) -> TrainingFailed:

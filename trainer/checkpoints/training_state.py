@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -53,6 +54,7 @@ from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
 from trainer.hosts.peers import Peers
 
+_ROW_BYTES = 1 << 18
 _NUM_REMOVALS = 10
 _BETWEEN_REMOVALS_S = 0.1
 
@@ -182,7 +184,7 @@ class Checkpoints:
         try:
             self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
             before.forget()
-            self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state))
+            self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state, save_args=_chunks(state)))
         except Exception as error:
             watched.close()
             self._abandon(unfinished)
@@ -358,3 +360,14 @@ class Checkpoints:
                     set_aside(removed, "foreign")
                 shutil.rmtree(oldest.replace(removed))
             return is_free
+
+
+def _chunks(state: Any) -> Any:
+    """Large rows get chunks of their own, so that one layer of a stack can be read without the others."""
+
+    def save_args(array: jax.Array) -> ocp.SaveArgs:
+        shard = array.sharding.shard_shape(array.shape)
+        row_bytes = math.prod(shard[1:]) * array.dtype.itemsize
+        return ocp.SaveArgs(shard_axes=(0,) if row_bytes >= _ROW_BYTES else ())
+
+    return jax.tree.map(save_args, state)

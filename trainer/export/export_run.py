@@ -1,4 +1,4 @@
-"""From an understood command line to a folder: the checkpoint is read into this machine's memory, and written out."""
+"""From an understood command line to a folder: the checkpoint is read and written out a tensor at a time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from layers.pretrained import write_huggingface
 from layers.pretrained.save import family_of
-from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
+from layers.pretrained.table import parameter_shapes
+from trainer.checkpoints.parameters import FoundCheckpoint, stream_params
 from trainer.compile.out_of_memory import OutOfMemory, describe_host, running
 from trainer.config import DataConfig
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
-from trainer.saved_run import abstract_params, open_saved_run
+from trainer.saved_run import open_saved_run
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -45,13 +47,11 @@ def run(command: ExportCommand) -> None:
         raise UserMistake(f"workdir {command.workdir} can't be exported: {refused}") from refused
     tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
     end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
-    cpu = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         with running("exporting"), _tokenizer_folder(tokenizer) as folder:
-            with console.working("reading the checkpoint"):
-                checkpoint, params = restore_params(saved.checkpoint, abstract_params(saved.config.model, cpu))
-            command.output.parent.mkdir(parents=True, exist_ok=True)
-            with console.working(f"writing {command.output}"):
+
+            def write(params: Any) -> None:
+                command.output.parent.mkdir(parents=True, exist_ok=True)
                 write_huggingface(
                     command.output,
                     saved.config.model,
@@ -64,6 +64,9 @@ def run(command: ExportCommand) -> None:
                     model_type=model_type,
                     context_length=saved.config.sequence_length,
                 )
+
+            with console.working(f"writing {command.output}"):
+                checkpoint = stream_params(saved.checkpoint, parameter_shapes(saved.config.model), write)
     except OutOfMemory as error:
         raise TrainingFailed(f"exporting: this machine is out of memory: {error.reason}; {describe_host()}") from error
     except OSError as error:

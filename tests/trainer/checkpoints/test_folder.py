@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layers.pretrained.steps import read_whole
 from trainer.checkpoints.folder import Hold, find_damage, list_checkpoints, read_metadata
-from trainer.checkpoints.parameters import find_newest, restore_params
+from trainer.checkpoints.parameters import FoundCheckpoint, find_newest, restore_params, stream_params
+from trainer.checkpoints.stored_array import StoredArray
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.errors import TrainingFailed
 
@@ -244,7 +246,18 @@ def test_a_tokenizer_that_cannot_be_told_is_no_traceback(folder, data):
         assert find_newest(folder).tokenizer is None
 
 
-def test_what_is_being_read_is_kept_until_it_has_been(folder):
+def stream_whole(found: FoundCheckpoint, abstract_params: dict) -> tuple[FoundCheckpoint, dict]:
+    """The parameters as `restore_params` gives them, by way of `stream_params`."""
+    params = []
+    read = stream_params(found, abstract_params, lambda arrays: params.append(jax.tree.map(read_whole, arrays)))
+    return read, params[-1]
+
+
+both_ways = pytest.mark.parametrize("read_params", [restore_params, stream_whole])
+
+
+@both_ways
+def test_what_is_being_read_is_kept_until_it_has_been(folder, read_params):
     checkpoints = Checkpoints(folder, 1)
     checkpoints.restore_newest(abstract())
     found = find_newest(folder)
@@ -252,7 +265,7 @@ def test_what_is_being_read_is_kept_until_it_has_been(folder):
         checkpoints.save(step, make_state(step), None)
         checkpoints.wait()
         assert sorted(path.name for path in folder.iterdir()) == ["20", str(step)]
-    read, params = restore_params(found, abstract()["params"])
+    read, params = read_params(found, abstract()["params"])
     assert (read.step, value_of(params)) == (20, 20)
     checkpoints.save(50, make_state(50), None)
     checkpoints.close()
@@ -269,14 +282,15 @@ def no_locks(monkeypatch):
     monkeypatch.setattr("trainer.checkpoints.folder.fcntl.flock", refuse)
 
 
-def test_without_locks_the_next_checkpoint_is_read_when_one_has_gone(folder, no_locks):
+@both_ways
+def test_without_locks_the_next_checkpoint_is_read_when_one_has_gone(folder, no_locks, read_params):
     found = find_newest(folder)
     checkpoints = Checkpoints(folder, 1)
     checkpoints.restore_newest(abstract())
     checkpoints.save(30, make_state(30), None)
     checkpoints.close()
     assert [path.name for path in folder.iterdir()] == ["30"]
-    read, params = restore_params(found, abstract()["params"])
+    read, params = read_params(found, abstract()["params"])
     assert (read.step, value_of(params)) == (30, 30)
 
 
@@ -306,17 +320,40 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_called_damaged(fold
     assert (found.step, found.damaged) == (30, ())
 
 
-def test_a_checkpoint_that_goes_and_leaves_none_is_told(folder, no_locks):
+@both_ways
+def test_a_checkpoint_that_goes_and_leaves_none_is_told(folder, no_locks, read_params):
     found = find_newest(folder)
     for step in (10, 20):
         shutil.rmtree(folder / str(step))
     with pytest.raises(TrainingFailed, match="20 was removed while it was being read, and there is no other"):
-        restore_params(found, abstract()["params"])
+        read_params(found, abstract()["params"])
 
 
-def test_a_checkpoint_of_another_model_is_not_taken_for_one_that_has_gone(folder):
+@both_ways
+def test_a_checkpoint_of_another_model_is_not_taken_for_one_that_has_gone(folder, read_params):
     held = abstract()["params"]["w"]
     longer = jax.ShapeDtypeStruct((4,), held.dtype, sharding=held.sharding)
     for other in ({"other": held}, {"w": held, "other": held}, {"w": longer}):
         with pytest.raises(TrainingFailed, match="20 is whole, but this version can't restore it"):
-            restore_params(find_newest(folder), other)
+            read_params(find_newest(folder), other)
+
+
+def test_a_checkpoint_that_goes_while_it_is_streamed_is_begun_anew_with_the_next(folder, no_locks):
+    used = []
+
+    def use(params: dict) -> None:
+        used.append(float(params["w"].read((slice(0, 1),))[0]))
+        if len(used) == 1:
+            shutil.rmtree(folder / "20")
+            StoredArray(folder / "20" / "state", "params.w")
+
+    assert stream_params(find_newest(folder), abstract()["params"], use).step == 10
+    assert used == [20, 10]
+
+
+def test_what_the_reader_of_a_stream_raises_is_its_own(folder):
+    def use(params: dict) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        stream_params(find_newest(folder), abstract()["params"], use)

@@ -196,3 +196,38 @@ def test_a_real_command_starts_no_accelerator(trained, tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+EXPORT_BOTH = """
+import sys
+from trainer.export.__main__ import main
+from trainer.process.resident_memory import peak_resident_bytes
+
+for workdir in sys.argv[1:]:
+    assert main(["--workdir", workdir, "--output", workdir + "-exported"]) == 0
+    print(peak_resident_bytes())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a child's peak memory is known on Linux alone")
+def test_memory_is_that_of_a_tensor_and_not_of_the_model(trained, tmp_path):
+    # 50 MB of layers and 400 MB, of which no tensor has more than 4 MB.
+    workdirs = []
+    for num_layers in (4, 32):
+        path = tmp_path / f"of-{num_layers}"
+        model = dataclasses.replace(trained.config.model, num_layers=num_layers, width=512, head_dim=64, mlp_width=2048)
+        config = dataclasses.replace(trained.config, init_from=None, model=model)
+        workdir = claim_workdir(path, config)
+        abstract = make_step_functions(config, make_mesh(config.mesh)).abstract_state.params
+        params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
+        checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
+        checkpoints.save(1, {"params": params}, {"tokenizer": load_tokenizer(config.data.tokenizer).identity})
+        checkpoints.close()
+        workdirs.append(path)
+    line = [sys.executable, "-c", EXPORT_BOTH, *workdirs]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    small, large = (int(line) for line in done.stdout.splitlines() if line.isdigit())
+    num_bytes = (tmp_path / "of-32-exported" / "model.safetensors").stat().st_size
+    assert num_bytes > 380e6
+    assert large - small < 50e6

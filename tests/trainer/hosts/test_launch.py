@@ -12,6 +12,7 @@ import pytest
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.__main__ import main as compile_main
 from trainer.errors import UserMistake
+from trainer.export.__main__ import main as export_main
 from trainer.hosts.launch import Launch, describe_launcher, find_launch
 from trainer.process.exit_status import PEER_LOST, PREEMPTED, STALLED
 from trainer.sample.__main__ import main as sample_main
@@ -62,7 +63,7 @@ def test_anything_else_is_refused(distributed, reason):
         find_launch(distributed, {})
 
 
-@pytest.mark.parametrize("main", [sample_main, compile_main])
+@pytest.mark.parametrize("main", [sample_main, compile_main, export_main])
 def test_commands_for_one_process_refuse_several(main, monkeypatch, capsys):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)

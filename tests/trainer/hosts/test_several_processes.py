@@ -12,9 +12,16 @@ import subprocess
 import sys
 import time
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
+from layers.pretrained import read_params
 from tests.host_cpus import environment_of_cpus
+from trainer.checkpoints.parameters import restore_params
+from trainer.export.__main__ import main as export_main
+from trainer.saved_run import abstract_params, open_saved_run
 
 # In float32, losses on different meshes differ by its rounding alone.
 ARGUMENTS = (
@@ -165,6 +172,20 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     )
     assert len(expected) == 14  # every third step's, most of them made by two processes, and the last one's
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_process_exports_what_two_have_saved(start_two, tmp_path):
+    workdir, output = tmp_path / "run", tmp_path / "exported"
+    own = ("--num-steps", 4, "--model.mlp", "swiglu")  # the last of --num-steps counts
+    pair = start_two("--workdir", workdir, "--mesh.data", 2, "--mesh.fsdp", 4, *own)
+    outcomes = [process.communicate(timeout=200) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], outcomes
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= {path.name for path in workdir.glob("checkpoints/4/state/*")}
+    assert export_main(["--workdir", str(workdir), "--output", str(output)]) == 0
+    saved = open_saved_run(workdir, setting="--workdir")
+    device = SingleDeviceSharding(jax.devices()[0])
+    _, params = restore_params(saved.checkpoint, abstract_params(saved.config.model, device))
+    jax.tree.map(np.testing.assert_array_equal, read_params(output, saved.config.model), params)
 
 
 def test_processes_of_different_runs_are_refused_with_one_message(start_two, tmp_path):
