@@ -270,7 +270,8 @@ def _launch(
         num_threads=_NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=plgpu.InterpretGPUParams() if choice.interpret else None,
+        # New in JAX 0.11.
+        interpret=plgpu.InterpretGPUParams() if choice.interpret else None,  # type: ignore[attr-defined]
     )(*operands)[0]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int
 
 from experiments import gpt_1b_32k, gpt_32k
+from layers import GPTConfig, RopeScaling
 from trainer.config import TrainConfig
 
 
@@ -78,7 +80,33 @@ def pack(lengths: list[int]) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T
     return segment_ids, positions
 
 
-MODELS = {"124m": gpt_32k.gpt2_small, "1b": gpt_1b_32k.gpt_1b}
+def _model(config: GPTConfig) -> Callable[[], TrainConfig]:
+    return lambda: TrainConfig(name="throughput", num_steps=1000, model=config)
+
+
+_LLAMA_1B_SIZES = GPTConfig(
+    vocab_size=128_256, num_layers=16, width=2048, num_heads=32, num_kv_heads=8, head_dim=64, mlp_width=8192
+)
+_QWEN3_4B_SIZES = GPTConfig(
+    vocab_size=151_936, num_layers=36, width=2560, num_heads=32, num_kv_heads=8, head_dim=128, mlp_width=9728
+)
+# As the config.json of Llama-3.2-1B and of Qwen3-4B have it, and GPTs of the same sizes that are plain otherwise.
+MODELS: dict[str, Callable[[], TrainConfig]] = {
+    "124m": gpt_32k.gpt2_small,
+    "1b": gpt_1b_32k.gpt_1b,
+    "llama_1b": _model(
+        dataclasses.replace(
+            _LLAMA_1B_SIZES,
+            mlp="swiglu",
+            rope_base=500_000.0,
+            rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_context_length=8192),
+            norm_epsilon=1e-5,
+        )
+    ),
+    "plain_llama_1b": _model(_LLAMA_1B_SIZES),
+    "qwen3_4b": _model(dataclasses.replace(_QWEN3_4B_SIZES, mlp="swiglu", rope_base=1e6, qk_norm="per_head")),
+    "plain_qwen3_4b": _model(_QWEN3_4B_SIZES),
+}
 
 WORKLOADS = {
     "124m_32k": Workload("124m", 32_768, peer="gpt2_124m_32k"),
@@ -104,6 +132,10 @@ WORKLOADS = {
         steps_per_window=2,
         num_traced_steps=0,
     ),
+    "llama_1b_32k": Workload("llama_1b", 32_768, remat="save_attention", num_windows=3, steps_per_window=2),
+    "plain_llama_1b_32k": Workload("plain_llama_1b", 32_768, remat="save_attention", num_windows=3, steps_per_window=2),
+    "qwen3_4b_32k": Workload("qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
+    "plain_qwen3_4b_32k": Workload("plain_qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
     "124m_131k": Workload("124m", 131_072, num_windows=2, steps_per_window=1, num_traced_steps=0),
     "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0),
     "1b_1m": Workload("1b", 1_048_576, num_windows=1, steps_per_window=1, num_traced_steps=0),
