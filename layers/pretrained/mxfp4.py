@@ -7,6 +7,7 @@ Source: OCP Microscaling Formats v1.0; transformers' integrations/mxfp4.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -14,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from layers.pretrained.safetensors_file import Index, Tensor
+from layers.pretrained.steps import Part
 
 _VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _BLOCK = 32
+_LOOKUPS_AT_ONCE = 1 << 16  # their indices stay in a core's cache
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
@@ -42,15 +45,46 @@ class UnpackedTensor:
         return (num_experts, num_blocks * _BLOCK, num_out)
 
     def read(self, index: Index) -> np.ndarray:
-        """Reads the blocks that hold a slice, and unpacks them."""
+        """Reads the blocks that hold a slice, an expert at a time, and unpacks them.
+
+        Returns:
+          A view with `out` before `in` in memory, as the file has them.
+        """
         experts, inputs, outputs = index
         held = slice(inputs.start // _BLOCK, math.ceil(inputs.stop / _BLOCK))
-        packed = self.blocks.read((experts, outputs, held, slice(0, _BLOCK // 2)))
-        exponents = self.scales.read((experts, outputs, held)).astype(np.int32) - 127
-        values = _VALUES[np.stack([packed & 15, packed >> 4], -1)].reshape(*packed.shape[:-1], _BLOCK)
-        values = np.ldexp(values, exponents[..., None]).astype(self.dtype)
-        columns = values.reshape(*values.shape[:2], values.shape[2] * _BLOCK).swapaxes(1, 2)
+        num_rows, num_bytes = outputs.stop - outputs.start, (held.stop - held.start) * _BLOCK // 2
+        pairs = np.empty((experts.stop - experts.start, num_rows, num_bytes), np.uint32)
+        for unpacked, number in zip(pairs, range(experts.start, experts.stop), strict=True):
+            expert = slice(number, number + 1)
+            blocks = self.blocks.read((expert, outputs, held, slice(0, _BLOCK // 2)))[0]
+            _unpack(blocks, self.scales.read((expert, outputs, held))[0], unpacked)
+        columns = pairs.view(self.dtype).swapaxes(1, 2)
         return columns[:, inputs.start - held.start * _BLOCK : inputs.stop - held.start * _BLOCK]
+
+    def part(self, axis: int, start: int, size: int, step: int) -> UnpackedTensor:
+        """As `steps.Part`, of packed blocks: of joined matrices only one's are unpacked."""
+        assert axis == 2, "matrices are joined along their columns"
+        return UnpackedTensor(Part(self.blocks, 1, start, size, step), Part(self.scales, 1, start, size, step))
+
+
+def _unpack(blocks: np.ndarray, scales: np.ndarray, pairs: np.ndarray) -> None:
+    """Looks up the two values of every byte: blocks [out, in / 32, 16] and scales [out, in / 32] to [out, in / 2]."""
+    rows_at_once = max(1, _LOOKUPS_AT_ONCE // max(1, pairs.shape[1]))
+    for first in range(0, len(pairs), rows_at_once):
+        rows = slice(first, first + rows_at_once)
+        places = blocks[rows].astype(np.intp)
+        places += scales[rows, :, None].astype(np.intp) << 8
+        # All places are in bounds. The default mode, which checks them, writes to a copy of `out` first.
+        np.take(_pairs_of_values(), places.reshape(len(places), -1), out=pairs[rows], mode="clip")
+
+
+@functools.cache
+def _pairs_of_values() -> np.ndarray:
+    """The two bfloat16 values of each scale and byte, in one word at scale * 256 + byte."""
+    with np.errstate(over="ignore"):
+        values = np.ldexp(_VALUES, np.arange(256)[:, None] - 127).astype(jnp.bfloat16)
+    byte = np.arange(256)
+    return np.stack([values[:, byte & 15], values[:, byte >> 4]], -1).view(np.uint32).reshape(-1)
 
 
 def with_unpacked_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

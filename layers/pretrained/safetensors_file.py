@@ -32,6 +32,7 @@ DTYPES: Mapping[str, np.dtype] = {
 _HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _MAX_DIMS = 8
 _CHUNK_BYTES = 1 << 24
+_RUN_BYTES = 1 << 16  # contiguous bytes of a row that are worth a read of their own
 
 Index = tuple[slice, ...]
 """A slice of each dim, with a start and a stop and no step."""
@@ -83,7 +84,9 @@ class FileTensor:
             self.file.read_into(out, offset + start * self._num_bytes(shape[1:]))
             return
         row_bytes = self._num_bytes(shape[1:])
-        if row_bytes > _CHUNK_BYTES:
+        is_run = index[2:] == whole(shape[2:])
+        run_bytes = (index[1].stop - index[1].start) * self._num_bytes(shape[2:]) if is_run else 0
+        if row_bytes > _CHUNK_BYTES or run_bytes >= _RUN_BYTES:
             for row in range(index[0].start, index[0].stop):
                 self._fill(out[row - index[0].start], offset + row * row_bytes, shape[1:], index[1:])
             return

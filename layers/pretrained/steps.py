@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -127,6 +127,15 @@ class Part:
         return block[(slice(None),) * self.axis + (slice(None, None, self.step),)]
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A tensor that gives a part of itself for less than reading the whole."""
+
+    def part(self, axis: int, start: int, size: int, step: int) -> Tensor:
+        """What `Part` is of other tensors."""
+        ...
+
+
 @dataclass(frozen=True)
 class TensorRow:
     """One row of a family's table.
@@ -180,7 +189,8 @@ class TensorRow:
             sizes = [pattern.shape_in_file(shape)[self.axis] for shape in shapes]
             concatenated = self.join == "concatenated"
             start, step = (sum(sizes[:which]), 1) if concatenated else (which, len(sizes))
-            tensor = Part(tensor, self.axis, start, sizes[which], step)
+            divide = tensor.part if isinstance(tensor, Divisible) else functools.partial(Part, tensor)
+            tensor = divide(self.axis, start, sizes[which], step)
         return pattern.read(tensor, shapes[which], index)
 
     def into_file(self, arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -15,9 +15,10 @@ from tests.layers.pretrained.samples import entry, file_bytes, random_index
 DTYPES = {"F32": np.float32, "F64": np.float64, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "U8": np.uint8}
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
-def test_any_slice_of_any_tensor_is_read(chunk_bytes, tmp_path, rng, monkeypatch):
+@pytest.mark.parametrize(("chunk_bytes", "run_bytes"), [(1, 8), (100, 1), (1 << 20, 8), (1 << 20, 1 << 16)])
+def test_any_slice_of_any_tensor_is_read(chunk_bytes, run_bytes, tmp_path, rng, monkeypatch):
     monkeypatch.setattr(safetensors_file, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(safetensors_file, "_RUN_BYTES", run_bytes)
     arrays, header, data = {}, {"__metadata__": {"format": "pt"}}, b""
     for name, dtype in DTYPES.items():
         for num_dims in range(4):
@@ -38,6 +39,24 @@ def test_any_slice_of_any_tensor_is_read(chunk_bytes, tmp_path, rng, monkeypatch
             assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
             for index in [whole(array.shape), *(random_index(rng, array.shape) for _ in range(10))]:
                 np.testing.assert_array_equal(tensor.read(index), array[index])
+
+
+def test_long_runs_are_read_without_what_lies_between_them(tmp_path, rng, monkeypatch):
+    array = rng.integers(0, 256, (4, 8, 1 << 13)).astype(np.uint8)
+    header = {"experts": {"dtype": "U8", "shape": array.shape, "data_offsets": [0, array.nbytes]}}
+    (path := tmp_path / "file.safetensors").write_bytes(file_bytes(header, array.tobytes()))
+    with SafetensorsFile(path) as file:
+        reads = []
+        read_into = file.read_into
+        monkeypatch.setattr(file, "read_into", lambda out, offset: reads.append(out.nbytes) or read_into(out, offset))
+        index = (slice(1, 4), slice(0, 8), slice(0, 1 << 13))
+        np.testing.assert_array_equal(file.tensors["experts"].read(index), array[index])
+        assert reads == [3 << 16]
+        reads.clear()
+        monkeypatch.setattr(safetensors_file, "_RUN_BYTES", 1 << 14)
+        index = (slice(1, 4), slice(3, 5), slice(0, 1 << 13))
+        np.testing.assert_array_equal(file.tensors["experts"].read(index), array[index])
+        assert reads == [1 << 14] * 3
 
 
 LIES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,19 +73,25 @@ def test_interleaved_parameters_are_every_other_column(rng):
             )
 
 
-def test_mxfp4_values_are_those_of_the_standard(rng):
-    # OCP Microscaling Formats v1.0, 5.3.3: E2M1 has a sign, two bits of exponent with bias 1, one of mantissa.
-    def value(bits):
-        sign, exponent, mantissa = -1.0 if bits & 8 else 1.0, (bits >> 1) & 3, bits & 1
-        return sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
+def e2m1(bits: int) -> float:
+    """A sign, two bits of exponent with bias 1, one of mantissa: OCP Microscaling Formats v1.0, 5.3.3."""
+    sign, exponent, mantissa = -1.0 if bits & 8 else 1.0, (bits >> 1) & 3, bits & 1
+    return sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
 
+
+def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Blocks [expert, out, in / 32, 16] and their scales as float64 [expert, in, out], a value at a time."""
+    values = np.empty((*scales.shape, 32))
+    for place in np.ndindex(scales.shape):
+        numbers = [e2m1(bits) for byte in blocks[place] for bits in (int(byte) & 15, int(byte) >> 4)]
+        values[place] = np.array(numbers) * 2.0 ** (int(scales[place]) - 127)
+    return values.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
+
+
+def test_mxfp4_values_are_those_of_the_standard(rng):
     blocks = rng.integers(0, 256, (2, 3, 2, 16)).astype(np.uint8)
-    scales = rng.integers(90, 160, (2, 3, 2)).astype(np.uint8)
-    expected = np.empty((2, 3, 2, 32))
-    for expert, row, block in np.ndindex(2, 3, 2):
-        values = [value(bits) for byte in blocks[expert, row, block] for bits in (int(byte) & 15, int(byte) >> 4)]
-        expected[expert, row, block] = np.array(values) * 2.0 ** (int(scales[expert, row, block]) - 127)
-    expected = expected.reshape(2, 3, 64).swapaxes(1, 2)
+    scales = rng.integers(0, 252, (2, 3, 2)).astype(np.uint8)
+    expected = decode(blocks, scales)
     tensor = UnpackedTensor(ArrayTensor(blocks), ArrayTensor(scales))
     assert tensor.shape == expected.shape
     assert tensor.dtype == jnp.bfloat16
@@ -91,6 +99,47 @@ def test_mxfp4_values_are_those_of_the_standard(rng):
     for _ in range(20):
         index = random_index(rng, expected.shape)
         np.testing.assert_array_equal(tensor.read(index).astype(np.float64), expected[index])
+
+
+def test_every_mxfp4_byte_has_its_values_under_every_scale():
+    # 16 blocks hold all bytes. 255 is no scale in the standard, and 252 to 254 take values past bfloat16's largest.
+    scales = np.repeat(np.arange(255, dtype=np.uint8)[None, :, None], 16, axis=2)
+    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(16, 16), (1, 255, 16, 16))
+    expected = decode(blocks, scales)
+    expected = np.where(np.abs(expected) >= 2.0**128, np.copysign(np.inf, expected), expected)
+    found = read_whole(UnpackedTensor(ArrayTensor(blocks), ArrayTensor(scales)))
+    np.testing.assert_array_equal(found.astype(np.float64), expected)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(expected))
+
+
+def test_interleaved_mxfp4_matrices_are_unpacked_one_at_a_time(rng):
+    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
+    blocks = rng.integers(0, 256, (3, 8, 2, 16)).astype(np.uint8)
+    scales = rng.integers(100, 150, (3, 8, 2)).astype(np.uint8)
+    tensor, expected, shapes = (
+        UnpackedTensor(ArrayTensor(blocks), ArrayTensor(scales)),
+        decode(blocks, scales),
+        ((3, 64, 4),) * 2,
+    )
+    for which in range(2):
+        for index in [whole((3, 64, 4)), *(random_index(rng, (3, 64, 4)) for _ in range(20))]:
+            part = row.read(tensor, which, shapes, index)
+            np.testing.assert_array_equal(part.astype(np.float64), expected[..., which::2][index])
+
+
+def test_unpacking_mxfp4_takes_the_memory_of_its_values(rng):
+    row = TensorRow("tensor", ("gate", "up"), "E W F -> E W F", join="interleaved", axis=2)
+    blocks = rng.integers(0, 256, (8, 1024, 32, 16)).astype(np.uint8)
+    tensor = UnpackedTensor(ArrayTensor(blocks), ArrayTensor(blocks[..., 0]))
+    row.read(tensor, 0, ((8, 1024, 512),) * 2, (slice(0, 1),) * 3)  # makes the table
+    tracemalloc.start()
+    try:
+        part = row.read(tensor, 0, ((8, 1024, 512),) * 2, whole((8, 1024, 512)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert part.nbytes == 8 * 1024 * 512 * 2
+    assert peak < 1.25 * part.nbytes
 
 
 def test_blocks_without_their_scales_are_refused():
