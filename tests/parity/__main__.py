@@ -28,7 +28,7 @@ def main() -> int:
     what.add_argument("--all", action="store_true", help="every case")
     what.add_argument("--sample", type=int, metavar="N", help="some cases of each of N problems")
     what.add_argument("--case", type=Case.parse, help="one case, by its text")
-    what.add_argument("--faults", action="store_true", help="one case with each of the faults that are to be found")
+    what.add_argument("--faults", action="store_true", help="the faults that are to be found, each in a case")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of everything drawn; default: fresh")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()

@@ -68,6 +68,10 @@ ATTENTION = {
     "everything": Attention((_WINDOW, _CAUSAL), ((_window,), (_causal,)), documents=True, sinks=True, soft_cap=2.0),
 }
 
+MIXED = ("causal", "window_documents", "everything")
+"""What a mixture of experts is combined with. Its routers don't see masks, so a few do: one that a halo serves, and one
+with two kinds of layers."""
+
 NUM_DEVICES = 8
 MESHES = tuple(sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if np.prod(sizes) == NUM_DEVICES)
 HEADS = ((8, 8), (16, 8), (8, 2), (8, 1))
@@ -75,6 +79,8 @@ HEADS = ((8, 8), (16, 8), (8, 2), (8, 1))
 EXCHANGES = ("gather", "halo", "ring", "heads")
 DEALS = ("in_order", "zigzag", "by_cost")
 REMATS = tuple(REMAT_POLICIES)
+MLPS = ("dense", "mixture")
+"""One MLP in each block, or a mixture of experts, whose routers add to the loss."""
 KERNELS = ("reference", "blockwise")
 ACCUMULATIONS = (1, 2)
 LOSS_CHUNKS = (24, 4096)
@@ -87,6 +93,7 @@ class Problem:
 
     attention: str
     heads: tuple[int, int]
+    mlp: str
     seed: int
 
 
@@ -154,31 +161,44 @@ def whole_matrix(seed: int) -> Iterator[Case]:
     exchange × attention in float32. The rest of each case is drawn.
 
     Refusals are cells like any other. An exchange of None, the cost model's choice for each mask, is a column where
-    masks differ.
+    masks differ. A mixture of experts has every mesh × exchange × accumulation × loss chunk, with some attention that
+    the exchange serves. It has no float32: of thousands of tokens one may be so near to another expert that rounding
+    sends it there.
     """
     rng = np.random.default_rng(seed)
-    splits = [*itertools.product(ACCUMULATIONS, LOSS_CHUNKS, ("float64",)), (None, None, "float32")]
-    for mesh, (name, attention), split in itertools.product(MESHES, ATTENTION.items(), splits):
-        exchanges = (*EXCHANGES, None) if len(attention.masks) > 1 else EXCHANGES
-        for exchange in exchanges if mesh[3] > 1 else (None,):
-            yield _drawn(rng, seed, name, mesh, exchange, *split)
+    in_float64 = [*itertools.product(ACCUMULATIONS, LOSS_CHUNKS, ("float64",))]
+    for mesh, (name, attention) in itertools.product(MESHES, ATTENTION.items()):
+        for split in (*in_float64, (None, None, "float32")):
+            exchanges = (*EXCHANGES, None) if len(attention.masks) > 1 else EXCHANGES
+            for exchange in exchanges if mesh[3] > 1 else (None,):
+                yield _drawn(rng, seed, name, "dense", mesh, exchange, *split)
+    for mesh, split in itertools.product(MESHES, in_float64):
+        for exchange in EXCHANGES if mesh[3] > 1 else (None,):
+            served = [name for name in MIXED if exchange != "halo" or ATTENTION[name].has_reach]
+            yield _drawn(rng, seed, str(rng.choice(served)), "mixture", mesh, exchange, *split)
 
 
 def sample(seed: int, num_problems: int) -> list[Case]:
-    """Cells of the whole matrix: for each of some problems one cell of each exchange, and a refusal if it has any."""
+    """Cells of the whole matrix: for each of some problems one cell of each exchange, and a refusal if it has any.
+
+    One of the problems is of a mixture of experts.
+    """
     rng = np.random.default_rng(seed)
     cells: dict[Problem, dict[str, list[Case]]] = {}
     for case in whole_matrix(seed):
         column = "refused" if case.expected_refusal else f"{case.placement.exchange}, {case.placement.mesh[3] > 1}"
         cells.setdefault(case.problem, {}).setdefault(column, []).append(case)
-    chosen = rng.permutation(len(cells))[:num_problems]
-    return [column[rng.integers(len(column))] for index in chosen for column in list(cells.values())[index].values()]
+    dense, mixtures = ([p for p in cells if p.mlp == mlp] for mlp in MLPS)
+    chosen = [dense[index] for index in rng.permutation(len(dense))[: num_problems - 1]]
+    chosen.append(mixtures[rng.integers(len(mixtures))])
+    return [column[rng.integers(len(column))] for problem in chosen for column in cells[problem].values()]
 
 
 def _drawn(
     rng: np.random.Generator,
     seed: int,
     attention: str,
+    mlp: str,
     mesh: tuple[int, ...],
     exchange: str | None,
     accumulation: int | None,
@@ -186,12 +206,13 @@ def _drawn(
     dtype: str,
 ) -> Case:
     heads = [heads for heads in HEADS if attention != "heads_differ" or heads[0] == 8]
+    heads = heads if mlp == "dense" else [(8, 8)]  # few problems, as each is run on one device first
     heads = [(num, num_kv) for num, num_kv in heads if num_kv % mesh[2] == 0]
     # XLA takes several times as long for blockwise's loops as for dense attention, and a ring has some for each hop.
     is_blockwise = rng.random() < (0.1 if exchange == "ring" else 0.3)
     # A halo is refused by_cost. It is to be served where the masks let it.
     deals = DEALS[:2] if exchange == "halo" and ATTENTION[attention].has_reach else DEALS
-    problem = Problem(attention, heads[rng.integers(len(heads))], seed + int(rng.integers(2)))
+    problem = Problem(attention, heads[rng.integers(len(heads))], mlp, seed + int(rng.integers(2)))
     placement = Placement(
         mesh,
         exchange,

@@ -6,9 +6,10 @@ is held to its own rounding: to what one device's float32 is off from one device
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import re
 import traceback
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -37,16 +38,21 @@ class Comparison:
 
     def __init__(self, problem: Problem):
         self.model = Model(problem)
-        self.one_device = self.model.run(Placement())
+        self._one_device: dict[Placement, Outcome] = {}
 
-    @functools.cached_property
-    def rounding(self) -> dict[str, float]:
-        """How far one device's float32 is off."""
-        return _differences(self.model.run(Placement(dtype="float32")), self.one_device)
+    def on_one_device(self, placement: Placement) -> Placement:
+        """The placement on one device, in float64, that another is compared with."""
+        # The load of experts is balanced in each micro-batch. All else is the same however a batch is cut.
+        return Placement(accumulation=placement.accumulation if self.model.config.moe is not None else 1)
 
-    def judge_one_device(self) -> Verdict:
-        """Compares one device with the oracle."""
-        return self._judge(_differences(self.one_device, self.model.oracle()), "float64")
+    def judge_one_device(self, placement: Placement) -> Verdict:
+        """Compares one device with the oracle.
+
+        Args:
+          placement: one of `on_one_device`.
+        """
+        found = _differences(self._run(placement), self.model.oracle(placement.accumulation))
+        return _judge(found, dict.fromkeys(found, FLOAT64_TOLERANCE))
 
     def judge(self, case: Case, fault: str | None = None) -> Verdict:
         """Runs a case.
@@ -67,23 +73,31 @@ class Comparison:
             return Verdict(False, f"{type(error).__name__}: {error}")
         if case.expected_refusal is not None:
             return Verdict(False, f"ran, and was to be refused with {case.expected_refusal!r}")
-        return self._judge(_differences(outcome, self.one_device), case.placement.dtype)
+        one_device = self.on_one_device(case.placement)
+        found = _differences(outcome, self._run(one_device))
+        is_float64 = case.placement.dtype == "float64"
+        return _judge(found, dict.fromkeys(found, FLOAT64_TOLERANCE) if is_float64 else self._rounding(one_device))
 
-    def _judge(self, found: dict[str, float], dtype: str) -> Verdict:
-        """Whether no difference is more than rounding. NaN is."""
-        allowed = self._allowed(dtype)
-        excess = {name: np.nan_to_num(found[name] / allowed[name], nan=np.inf) for name in found}
-        name = max(excess, key=excess.__getitem__)
-        return Verdict(
-            excess[name] <= 1, f"{name} differs by {found[name]:.1e}, of which {allowed[name]:.1e} is allowed"
-        )
+    def _run(self, placement: Placement) -> Outcome:
+        """A placement on one device, which is run once."""
+        if placement not in self._one_device:
+            self._one_device[placement] = self.model.run(placement)
+        return self._one_device[placement]
 
-    def _allowed(self, dtype: str) -> dict[str, float]:
-        if dtype == "float64":
-            return dict.fromkeys(("loss", *self.one_device.gradients), FLOAT64_TOLERANCE)
+    def _rounding(self, placement: Placement) -> dict[str, float]:
+        """What float32 is allowed, by how far it is off on one device."""
+        in_float32 = dataclasses.replace(placement, dtype="float32")
+        rounding = _differences(self._run(in_float32), self._run(placement))
         # A loss, or a parameter of few numbers, can be right by luck; what is usual is the median.
-        usual = float(np.median(list(self.rounding.values())))
-        return {name: FLOAT32_FACTOR * max(off, usual) for name, off in self.rounding.items()}
+        usual = float(np.median(list(rounding.values())))
+        return {name: FLOAT32_FACTOR * max(off, usual) for name, off in rounding.items()}
+
+
+def _judge(found: Mapping[str, float], allowed: Mapping[str, float]) -> Verdict:
+    """Whether no difference is more than rounding. NaN is."""
+    excess = {name: np.nan_to_num(found[name] / allowed[name], nan=np.inf) for name in found}
+    name = max(excess, key=excess.__getitem__)
+    return Verdict(excess[name] <= 1, f"{name} differs by {found[name]:.1e}, of which {allowed[name]:.1e} is allowed")
 
 
 def _differences(outcome: Outcome, expected: Outcome) -> dict[str, float]:

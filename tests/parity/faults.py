@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels import CausalMask
 from layers import ActivationSharding
 from tests.parity.cases import Case, Placement, Problem
+from trainer.step import functions
 
-FAULTS = ("wrong scale", "dropped document boundary", "dropped window", "wrong gradient")
-FAULTY = Case(
-    Problem("window_documents", (16, 8), seed=0),
+_DENSE = Case(
+    Problem("window_documents", (16, 8), "dense", seed=0),
     # float32 allows more than float64, and a fault does as much in either.
     Placement((1, 2, 2, 2), "ring", "zigzag", accumulation=2, loss_chunk=24, remat="full", dtype="float32"),
 )
-"""A case that has what the faults drop."""
+_MIXTURE = Case(
+    Problem("causal", (8, 8), "mixture", seed=0),
+    Placement((1, 2, 2, 2), "gather", "in_order", accumulation=2),
+)
+FAULTS = {
+    _DENSE: ("wrong scale", "dropped document boundary", "dropped window", "wrong gradient"),
+    _MIXTURE: ("load of one device", "router losses twice over an axis"),
+}
+"""Cases that have what the faults drop or count."""
 
 
-@contextmanager
-def injected(fault: str) -> Iterator[None]:
-    """Attention over a mesh, with a mistake in it."""
+def injected(fault: str) -> AbstractContextManager[Any]:
+    """A step on a mesh, with a mistake in it."""
+    if fault in FAULTS[_MIXTURE]:
+        return _in_router_losses(fault)
+    assert fault in FAULTS[_DENSE], fault
+    return _in_attention(fault)
+
+
+def _in_attention(fault: str) -> AbstractContextManager[Any]:
     attend = ActivationSharding.dot_product_attention
 
     def with_fault(self, query, key, value, mask, *, segment_ids, **options):
@@ -36,12 +51,21 @@ def injected(fault: str) -> Iterator[None]:
             mask = CausalMask()
         elif fault == "wrong gradient":
             value = _with_scaled_gradient(value)
-        else:
-            raise AssertionError(f"{fault!r} is not one of {FAULTS}")
         return attend(self, query, key, value, mask, segment_ids=segment_ids, **options)
 
-    with mock.patch.object(ActivationSharding, "dot_product_attention", with_fault):
-        yield
+    return mock.patch.object(ActivationSharding, "dot_product_attention", with_fault)
+
+
+def _in_router_losses(fault: str) -> AbstractContextManager[Any]:
+    count, add = functions.sum_load, functions.add_router_losses
+    if fault == "load of one device":
+        return mock.patch.object(functions, "sum_load", lambda *arguments: count(*arguments[:-1], lambda load: load))
+
+    def add_twice(cross_entropy, router, load, config):
+        # Each rank has the sum of all of them, and the ranks' losses are summed.
+        return add(cross_entropy, jax.tree.map(lambda x: lax.psum(x, "context"), router), load, config)
+
+    return mock.patch.object(functions, "add_router_losses", add_twice)
 
 
 @jax.custom_vjp

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import jax
 
-from tests.parity.cases import Case, Placement, Problem
+from tests.parity.cases import Case, Problem
 from tests.parity.comparison import Comparison
-from tests.parity.faults import FAULTS, FAULTY
+from tests.parity.faults import FAULTS
 
 
 class Tally(NamedTuple):
@@ -35,8 +35,10 @@ def run_group(cases: Sequence[Case]) -> Tally:
     gc.set_threshold(200_000, 20, 100)  # as tests/conftest.py does
     problem = cases[0].problem
     comparison = Comparison(problem)
-    verdict = comparison.judge_one_device()
-    tally = Tally().add(verdict.passed, f"{Case(problem, Placement())}, and the oracle: {verdict.text}")
+    tally = Tally()
+    for placement in dict.fromkeys(comparison.on_one_device(case.placement) for case in cases):
+        verdict = comparison.judge_one_device(placement)
+        tally = tally.add(verdict.passed, f"{Case(problem, placement)}, and the oracle: {verdict.text}")
     for case in cases:
         verdict = comparison.judge(case)
         tally = tally.add(verdict.passed, f"{case}: {verdict.text}")
@@ -45,13 +47,15 @@ def run_group(cases: Sequence[Case]) -> Tally:
 
 
 def run_faults() -> Tally:
-    """Judges one case with each fault and without. It passes with none, and a fault passes if it is found."""
-    comparison = Comparison(FAULTY.problem)
-    verdict = comparison.judge(FAULTY)
-    tally = Tally().add(verdict.passed, f"no fault: {verdict.text}")
-    for fault in FAULTS:
-        verdict = comparison.judge(FAULTY, fault)
-        tally = tally.add(not verdict.passed, f"{fault}: {verdict.text}")
+    """Judges a case with each of its faults and without. It passes with none, and a fault passes if it is found."""
+    tally = Tally()
+    for case, faults in FAULTS.items():
+        comparison = Comparison(case.problem)
+        verdict = comparison.judge(case)
+        tally = tally.add(verdict.passed, f"no fault in {case.problem.mlp} layers: {verdict.text}")
+        for fault in faults:
+            verdict = comparison.judge(case, fault)
+            tally = tally.add(not verdict.passed, f"{fault}: {verdict.text}")
     return tally
 
 

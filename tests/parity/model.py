@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels import BlockwiseTuning
 from kernels.context import Deal
-from layers import GPTConfig
+from layers import GPTConfig, MoEConfig
 from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -23,7 +23,7 @@ from trainer.step.functions import make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
 # Any mesh of 8 devices divides all of these, whichever axis it puts them on.
-BATCH_SIZE, VOCAB_SIZE, WIDTH, MLP_WIDTH, HEAD_DIM, NUM_LAYERS = 16, 56, 32, 48, 4, 2
+BATCH_SIZE, VOCAB_SIZE, WIDTH, MLP_WIDTH, EXPERT_WIDTH, HEAD_DIM, NUM_LAYERS = 16, 56, 32, 48, 24, 4, 2
 LENGTHS = (80, 112)
 """Tokens of a row: what zigzag over 8 ranks divides, and the tiles don't."""
 TILES = BlockwiseTuning(16, 24)
@@ -43,7 +43,7 @@ class Model:
 
     def __init__(self, problem: Problem):
         self.attention = ATTENTION[problem.attention]
-        rng = np.random.default_rng([problem.seed, *problem.heads, *problem.attention.encode()])
+        rng = np.random.default_rng([problem.seed, *problem.heads, *f"{problem.attention} {problem.mlp}".encode()])
         self.length = int(rng.choice(LENGTHS))
         self.z_loss = float(rng.choice([0.0, 1e-2]))
         self.config = GPTConfig(
@@ -55,6 +55,7 @@ class Model:
             head_dim=HEAD_DIM,
             mlp_width=MLP_WIDTH,
             mlp=str(rng.choice(["gelu", "swiglu"])),
+            moe=_draw_mixture(rng) if problem.mlp == "mixture" else None,
             tie_embeddings=bool(rng.integers(2)),
             qk_norm=str(rng.choice(["none", "per_head"])),
             rope_base=10_000.0 if rng.integers(4) else None,
@@ -83,9 +84,9 @@ class Model:
         assert int(sums.num_targets) == self.batch["target_mask"].sum()
         return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
 
-    def oracle(self) -> Outcome:
+    def oracle(self, accumulation: int) -> Outcome:
         """The same by the oracle, in float64: the loss by NumPy, the gradients by JAX's derivative of it."""
-        options = {"documents": self.attention.documents, "z_loss": self.z_loss}
+        options = {"documents": self.attention.documents, "z_loss": self.z_loss, "accumulation": accumulation}
         arguments = self.batch, self.config, self.attention.allows
         loss = mean_loss(self.params, *arguments, **options)
         gradients = jax.jit(jax.grad(lambda params: mean_loss(params, *arguments, **options, xp=jnp)))(self.params)
@@ -151,6 +152,21 @@ class Model:
         config = self._config(Placement())
         functions = make_step_functions(config, make_mesh(config.mesh))
         return jax.tree_util.tree_map_with_path(draw, functions.abstract_state.params)
+
+
+def _draw_mixture(rng: np.random.Generator) -> MoEConfig:
+    """Experts, with weights of the routers' losses that make them a part of every gradient."""
+    num_experts = int(rng.integers(3, 8))
+    return MoEConfig(
+        num_experts,
+        num_experts_per_token=int(rng.integers(1, num_experts)),
+        expert_width=EXPERT_WIDTH,
+        normalize_top_k=bool(rng.integers(2)),
+        router_bias=bool(rng.integers(2)),
+        expert_bias=bool(rng.integers(2)),
+        load_balance_loss_weight=0.5,
+        router_z_loss_weight=0.1,
+    )
 
 
 def _by_path(tree: Any) -> dict[str, np.ndarray]:

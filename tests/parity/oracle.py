@@ -1,6 +1,7 @@
 """A GPT's loss written anew from its definition, in dense NumPy or jax.numpy, sharing no code with what it checks.
 
-Shapes: B batch, T tokens, W width, N query heads, K key/value heads, H head dim, V vocabulary; `heads` is N or 1.
+Shapes: B batch, T tokens, W width, N query heads, K key/value heads, H head dim, V vocabulary, E experts; `heads` is N
+or 1.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from layers import GPTConfig
+from layers import GPTConfig, MoEConfig
 
 Allows = Callable[[np.ndarray, np.ndarray], np.ndarray]
 """Whether a query at one position may attend to a key at another."""
@@ -26,9 +27,10 @@ def mean_loss(
     *,
     documents: bool,
     z_loss: float,
+    accumulation: int,
     xp: ModuleType = np,
 ) -> Float[Array, ""]:
-    """Cross-entropy and z-loss per target.
+    """Cross-entropy, z-loss and the losses of routers per target.
 
     Args:
       params: nested dict of float64 arrays, as the training state holds them.
@@ -37,12 +39,16 @@ def mean_loss(
       allows: for each mask of the pattern what it allows: one function, or one for each query head.
       documents: whether attention and positions stay within a document.
       z_loss: weight of the squared log-partition.
+      accumulation: number n of micro-batches, in each of which experts' load is balanced. The first has the rows 0, n,
+        2n and so on.
       xp: NumPy, or jax.numpy where the gradient is wanted.
     """
     length = batch["tokens"].shape[1]
     positions = batch["positions"] if documents else np.broadcast_to(np.arange(length), batch["tokens"].shape)
+    counted = batch["target_mask"]
     table = params["embedding"]["embedding"]
     hidden = table[batch["tokens"]]
+    of_routers, micro_batches = 0.0, [slice(first, None, accumulation) for first in range(accumulation)]
     for layer in range(model.num_layers):
         repeat, pattern_index = divmod(layer, len(allows))
         block = _at(params["blocks"][pattern_index], repeat)
@@ -52,14 +58,21 @@ def mean_loss(
             allowed = allowed & (ids[:, :, None] == ids[:, None, :])[:, None]
         normed = _norm(hidden, block["attention_norm"]["scale"], xp)
         hidden = hidden + _attention(normed, block["attention"], allowed, positions, model, xp)
-        hidden = hidden + _mlp(_norm(hidden, block["mlp_norm"]["scale"], xp), block["mlp"], xp)
+        normed = _norm(hidden, block["mlp_norm"]["scale"], xp)
+        if model.moe is None:
+            hidden = hidden + _mlp(normed, block["mlp"], xp)
+        else:
+            mixed, logits, chosen = _mixture(normed, block["mlp"], model.moe, xp)
+            hidden = hidden + mixed
+            of_router = (_router_losses(logits[x], chosen[x], counted[x], model.moe, xp) for x in micro_batches)
+            of_routers = of_routers + sum(of_router) / model.num_layers
     hidden = _norm(hidden, params["final_norm"]["scale"], xp)
     logits = hidden @ (table.T if model.tie_embeddings else params["head"]["kernel"])
     # float64 holds the exponentials of logits of this size, so nothing is subtracted first.
     log_partition = xp.log(xp.exp(logits).sum(-1))
     target_logits = xp.take_along_axis(logits, batch["targets"][:, :, None], axis=-1)[:, :, 0]
     losses = log_partition - target_logits + z_loss * log_partition**2
-    return (losses * batch["target_mask"]).sum() / batch["target_mask"].sum()
+    return ((losses * counted).sum() + of_routers) / counted.sum()
 
 
 def _at(tree: Any, index: int) -> Any:
@@ -104,10 +117,44 @@ def _turned(x: Float[Array, "B N T H"], positions: np.ndarray, base: float, xp: 
 
 
 def _mlp(x: Array, layer: dict[str, Any], xp: ModuleType) -> Array:
-    hidden = x @ layer["up"]["kernel"]
+    hidden = _linear(x, layer["up"])
     if "gate" in layer:
-        gate = x @ layer["gate"]["kernel"]
+        gate = _linear(x, layer["gate"])
         hidden = gate / (1 + xp.exp(-gate)) * hidden
     else:
         hidden = hidden / 2 * (1 + xp.tanh((2 / np.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
-    return hidden @ layer["down"]["kernel"]
+    return _linear(hidden, layer["down"])
+
+
+def _linear(x: Array, layer: dict[str, Array]) -> Array:
+    return x @ layer["kernel"] + layer.get("bias", 0)
+
+
+def _mixture(
+    x: Float[Array, "B T W"], layer: dict[str, Any], moe: MoEConfig, xp: ModuleType
+) -> tuple[Float[Array, "B T W"], Float[Array, "B T E"], Bool[Array, "B T E"]]:
+    """Every expert for every token, with a weight of 0 where the token doesn't choose it; and what the router says."""
+    logits = _linear(x, layer["router"])
+    # Random logits don't tie.
+    chosen = logits >= xp.sort(logits, axis=-1)[..., -moe.num_experts_per_token, None]
+    exponentials = xp.exp(logits)
+    shared_by = exponentials * chosen if moe.normalize_top_k else exponentials
+    weights = exponentials * chosen / shared_by.sum(-1, keepdims=True)
+    experts = (_mlp(x, _at(layer["experts"], expert), xp) for expert in range(moe.num_experts))
+    return sum(weights[..., i, None] * output for i, output in enumerate(experts)), logits, chosen
+
+
+def _router_losses(
+    logits: Float[Array, "B T E"],
+    chosen: Bool[Array, "B T E"],
+    counted: Bool[np.ndarray, "B T"],
+    moe: MoEConfig,
+    xp: ModuleType,
+) -> Float[Array, ""]:
+    """The losses of one layer's router in one micro-batch, times its tokens that count."""
+    partition = xp.exp(logits).sum(-1)
+    parts = (chosen * counted[..., None]).sum((0, 1)) / counted.sum()
+    probabilities = (xp.exp(logits) / partition[..., None] * counted[..., None]).sum((0, 1))
+    load_balance = moe.num_experts * (parts * probabilities).sum()
+    z_loss = (xp.log(partition) ** 2 * counted).sum()
+    return moe.load_balance_loss_weight * load_balance + moe.router_z_loss_weight * z_loss

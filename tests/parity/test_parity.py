@@ -35,10 +35,14 @@ def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
     assert [Case.parse(str(cell)) for cell in cells] == cells
 
     splits = [(mesh, exchange) for mesh in MESHES for exchange in (EXCHANGES if mesh[3] > 1 else (None,))]
-    whole = set(itertools.product(splits, ATTENTION, (1, 2), LOSS_CHUNKS))
-    in_float64 = [(cell.problem.attention, cell.placement) for cell in cells if cell.placement.dtype == "float64"]
-    assert whole <= {((at.mesh, at.exchange), name, at.accumulation, at.loss_chunk) for name, at in in_float64}
+    in_float64 = [(cell.problem, cell.placement) for cell in cells if cell.placement.dtype == "float64"]
+    found = {(p.mlp, p.attention, (at.mesh, at.exchange), at.accumulation, at.loss_chunk) for p, at in in_float64}
+    whole = set(itertools.product(["dense"], ATTENTION, splits, (1, 2), LOSS_CHUNKS))
+    assert whole <= found
     assert len(whole) == (10 + 10 * 4) * 13 * 2 * 2
+    mixtures = {tuple(split) for mlp, _, *split in found if mlp == "mixture"}
+    assert mixtures == set(itertools.product(splits, (1, 2), LOSS_CHUNKS))
+    assert not [cell for cell in cells if cell.problem.mlp == "mixture" and cell.expected_refusal]
     # Where masks bound the reach, no cell of the halo's is a refusal.
     assert not [cell for cell in cells if ATTENTION[cell.problem.attention].has_reach and cell.expected_refusal]
 
@@ -54,6 +58,7 @@ def test_each_fault_is_found_and_nothing_without_one():
     status, lines = run_parity("--faults")
     assert status == 0, lines
     passed = dict(line.removeprefix("passed ").split(": ", 1) for line in lines if line.startswith("passed "))
-    assert passed.keys() == {"no fault", *FAULTS}
+    names = {"no fault in dense layers", "no fault in mixture layers", *itertools.chain(*FAULTS.values())}
+    assert passed.keys() == names
     # Not because something was refused.
     assert all("differs by" in found for found in passed.values())
