@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_STACKED = 4096  # layers, or experts of a layer: each has tensors of its own
+_MAX_INTEGER = 2**31 - 1
+# Beyond these a model costs memory and time before its tensors are compared with it: no published one comes near them.
+_MAX_PARTS = 4096
+MAX_VOCABULARY = 2**24
 
 
 class Keys:
@@ -25,19 +29,18 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, at_most: int = _MAX_INTEGER) -> int:
         """An integer of at least 1; the default where the key is absent or null."""
         value = self._value(name, default)
-        if type(value) is not int or not 1 <= value < 2**31:
+        if type(value) is not int or not 1 <= value <= _MAX_INTEGER:
             raise self.wrong(name, "an integer from 1 to 2^31 - 1")
+        if value > at_most:
+            raise self.wrong(name, f"at most {at_most:,}")
         return value
 
     def number_of_parts(self, name: str, default: int | None = None) -> int:
-        """How many layers there are, or experts: an integer from 1 to 4,096."""
-        value = self.integer(name, default)
-        if value > _MAX_STACKED:
-            raise self.wrong(name, f"at most {_MAX_STACKED:,}")
-        return value
+        """How many layers there are, or experts, or heads: an integer from 1 to 4,096."""
+        return self.integer(name, default, at_most=_MAX_PARTS)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number."""
@@ -126,13 +129,13 @@ class Key:
         return value if self.into is None else self.into(value)
 
 
-def integer(name: str, *fields: str, default: Default = None) -> Key:
+def integer(name: str, *fields: str, default: Default = None, at_most: int = _MAX_INTEGER) -> Key:
     """A row for a count or a size."""
-    return Key(name, fields, Keys.integer, default)
+    return Key(name, fields, functools.partial(Keys.integer, at_most=at_most), default)
 
 
 def number_of_parts(name: str, *fields: str, default: Default = None) -> Key:
-    """A row for how many layers or experts there are."""
+    """A row for how many layers, experts or heads there are."""
     return Key(name, fields, Keys.number_of_parts, default)
 
 

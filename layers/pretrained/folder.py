@@ -54,10 +54,10 @@ def open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, FileTenso
       ValueError: a file is missing, damaged or outside of the folder, or disagrees with the index.
     """
     with contextlib.ExitStack() as stack:
-        if (Path(folder) / WEIGHTS_NAME).exists():
+        if os.path.lexists(Path(folder) / WEIGHTS_NAME):
             yield stack.enter_context(SafetensorsFile(inside(folder, WEIGHTS_NAME))).tensors
             return
-        if not (Path(folder) / INDEX_NAME).exists():
+        if not os.path.lexists(Path(folder) / INDEX_NAME):
             raise ValueError(
                 f"{folder} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; if its weights have another format, save them "
                 "once with transformers: AutoModelForCausalLM.from_pretrained(…).save_pretrained(…)"
@@ -77,16 +77,18 @@ def open_tensors(folder: str | os.PathLike[str]) -> Iterator[dict[str, FileTenso
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> Path:
-    """Path of a file that lies directly in a folder.
+    """Path of a regular file that lies directly in a folder.
 
     Args:
       folder: the folder.
       name: the file's name, from a source that isn't trusted.
 
     Raises:
-      ValueError: the name is no plain file name, the file isn't there, or it is a link out of the folder.
+      ValueError: the name is no plain file name, the file isn't there, is of another type, or is a link out of the
+        folder.
     """
-    if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
+    # A terminal would obey what isn't printable.
+    if name in ("", ".", "..") or any(character in name for character in "/\\") or not name.isprintable():
         raise ValueError(f"{folder} refers to the file {name!r:.200}, which is not a plain file name within it")
     if not os.path.isdir(folder):
         raise ValueError(f"{folder} is not a folder; expected one with a {CONFIG_NAME} and safetensors files")
@@ -94,23 +96,27 @@ def inside(folder: str | os.PathLike[str], name: str) -> Path:
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder} has no file {name}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else "a link to itself"
+        raise ValueError(f"{folder} has no file {name:.200}: {reason}") from error
     if not real.is_relative_to(Path(folder).resolve()):
         raise ValueError(
-            f"{path} is a link to {real}, out of the folder; copy the folder with its links followed (cp -rL), "
-            "or download it with `hf download --local-dir`"
+            f"{path} is a link to {str(real)!r:.500}, out of the folder; copy the folder with its links followed "
+            "(cp -rL), or download it with `hf download --local-dir`"
         )
+    if not real.is_file():
+        raise ValueError(f"{path} is not a regular file; download it again")
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object.
 
+    Args:
+      path: of a regular file, as `inside` returns it.
+
     Raises:
       ValueError: the file is something else, or larger than any such file.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
     if (size := path.stat().st_size) > _JSON_LIMIT:
         raise ValueError(f"{path} has {size:,} bytes; expected JSON of at most {_JSON_LIMIT:,}")
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from layers import GPTConfig
+from layers.pretrained.folder import inside
 from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
 from trainer.errors import UserMistake
@@ -110,11 +111,24 @@ class InitialModel:
     def _data(self, data: DataConfig, flags: Mapping[str, Any]) -> DataConfig:
         if data.tokenizer is not None or flags.get("data.tokenizer") is not None:
             return data  # another tokenizer may have another end of document, too
-        tokenizer = self.tokenizer
+        tokenizer, own = self.tokenizer, str(self.folder / "tokenizer.json")
         if tokenizer is None and flags.get("data.source", data.source) != "bin":
-            tokenizer = str(self.folder / "tokenizer.json")  # is told to be missing where the data is opened
+            tokenizer = own  # is told to be missing where the data is opened
+        if tokenizer == own:
+            self._check_tokenizer()
         end = self.end_of_document_token if data.end_of_document_token is None else data.end_of_document_token
         return dataclasses.replace(data, tokenizer=tokenizer, end_of_document_token=end)
+
+    def _check_tokenizer(self) -> None:
+        """Refuses a tokenizer of links out of the folder, and of pipes, which would be waited for."""
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if os.path.lexists(self.folder / name):
+                try:
+                    inside(self.folder, name)
+                except ValueError as refused:
+                    raise UserMistake(
+                        f"init_from={str(self.folder)!r}: {refused}; or name another tokenizer with --data.tokenizer"
+                    ) from None
 
 
 def read_initial_model(init_from: str) -> InitialModel:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from layers.pretrained.config_keys import Key, Keys, flag, integer, number, number_of_parts
+from layers.pretrained.config_keys import MAX_VOCABULARY, Key, Keys, flag, integer, number, number_of_parts
 from layers.pretrained.steps import TensorRow
 
+
+def vocabulary_size(default: int | None = None) -> Key:
+    """The row of the number of tokens."""
+    return integer("vocab_size", "vocab_size", default=default, at_most=MAX_VOCABULARY)
+
+
 SIZES: tuple[Key, ...] = (
-    integer("vocab_size", "vocab_size"),
+    vocabulary_size(),
     integer("hidden_size", "width"),
     number_of_parts("num_hidden_layers", "num_layers"),
-    integer("num_attention_heads", "num_heads"),
-    integer("num_key_value_heads", "num_kv_heads", default=lambda keys: keys.integer("num_attention_heads")),
+    number_of_parts("num_attention_heads", "num_heads"),
+    number_of_parts("num_key_value_heads", "num_kv_heads", default=lambda keys: keys.integer("num_attention_heads")),
     integer("intermediate_size", "mlp_width"),
 )
 """The sizes of a network."""

@@ -11,6 +11,7 @@ import pytest
 
 from layers.pretrained import config_from_huggingface, load_gpt, read_params
 from tests.layers.pretrained.golden import unpack
+from tests.layers.pretrained.hostile import ABSENT, booby_trap, change_config, change_header, read_header, split
 from tests.layers.pretrained.samples import entry, file_bytes
 
 
@@ -21,21 +22,17 @@ def folder(tmp_path):
     return path
 
 
-def change_config(folder, **changes):
-    config = json.loads((folder / "config.json").read_text())
-    config = {name: value for name, value in (config | changes).items() if value != "absent"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 CONFIGS = {
     "code to run": ({"auto_map": {"AutoModel": "evil.Model"}}, "has an auto_map: its model is code"),
     "an unknown family": ({"model_type": "llamba"}, "model_type='llamba'; expected one of llama, mistral"),
-    "no family": ({"model_type": "absent"}, "model_type=None; expected one of"),
+    "no family": ({"model_type": ABSENT}, "model_type=None; expected one of"),
     "a family that is a list": ({"model_type": ["llama"]}, "expected one of llama"),
-    "a missing size": ({"hidden_size": "absent"}, "hidden_size=None; expected an integer"),
+    "a missing size": ({"hidden_size": ABSENT}, "hidden_size=None; expected an integer"),
     "a size that is text": ({"hidden_size": "32"}, "hidden_size='32'; expected an integer"),
     "a size that is true": ({"num_hidden_layers": True}, "num_hidden_layers=True; expected an integer"),
     "a negative size": ({"vocab_size": -1}, "vocab_size=-1; expected an integer"),
+    "billions of tokens": ({"vocab_size": 2**31 - 1}, "vocab_size=2147483647; expected at most 16,777,216"),
+    "billions of heads": ({"num_attention_heads": 2**30}, "num_attention_heads=1073741824; expected at most 4,096"),
     "billions of layers": ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647; expected at most 4,096"),
     "a size of a thousand digits": ({"vocab_size": 10**1000}, "vocab_size=1000.*; expected an integer"),
     "an epsilon that is text": ({"rms_norm_eps": "small"}, "rms_norm_eps='small'; expected a finite number"),
@@ -102,26 +99,17 @@ def test_a_link_out_of_the_folder_is_refused(name, folder, tmp_path):
     load_gpt(folder)
 
 
-def split(folder, change=lambda file_of: file_of):
-    """Renames the folder's file, and writes an index for it."""
-    config = config_from_huggingface(folder)
-    (folder / "model.safetensors").rename(folder / "one.safetensors")
-    header = (folder / "one.safetensors").read_bytes()
-    names = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")]).keys() - {"__metadata__"}
-    index = {"weight_map": change(dict.fromkeys(names, "one.safetensors"))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return config
-
-
-@pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "a/b", "..", "", "a\\b", "a\0b"])
+@pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "a/b", "..", "", "a\\b", "a\0b", "a\x1b[2J"])
 def test_an_index_that_names_files_outside_of_the_folder_is_refused(name, folder):
-    config = split(folder, lambda file_of: file_of | {"lm_head.weight": name})
+    config = config_from_huggingface(folder)
+    split(folder, lambda file_of: file_of | {"lm_head.weight": name})
     with pytest.raises(ValueError, match="which is not a plain file name within it"):
         read_params(folder, config)
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(folder):
-    config = split(folder)
+    config = config_from_huggingface(folder)
+    split(folder)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     read_params(folder, config)
     cases = (
@@ -153,14 +141,6 @@ def test_a_truncated_folder_is_refused(folder):
             read_params(folder, config)
 
 
-def replace_header(folder, change):
-    data = (folder / "model.safetensors").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    (folder / "model.safetensors").write_bytes(file_bytes(header, data[8 + length :]))
-
-
 def test_all_tensors_that_are_wrong_are_in_one_message(folder):
     def change(header):
         layer = "model.layers.{}.self_attn."
@@ -171,7 +151,7 @@ def test_all_tensors_that_are_wrong_are_in_one_message(folder):
         norm["shape"] = [1, *norm["shape"]]
 
     config = config_from_huggingface(folder)
-    replace_header(folder, change)
+    change_header(folder, change)
     with pytest.raises(ValueError, match="aren't those of this llama model") as refusal:
         read_params(folder, config)
     message = str(refusal.value)
@@ -189,7 +169,7 @@ def test_names_that_a_terminal_would_obey_are_escaped(folder):
             header[name] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
     config = config_from_huggingface(folder)
-    replace_header(folder, change)
+    change_header(folder, change)
     with pytest.raises(ValueError, match="3001 unknown: ") as refusal:
         read_params(folder, config)
     assert str(refusal.value).isprintable()
@@ -203,7 +183,7 @@ def test_weights_of_a_wrong_type_are_refused(folder):
         head["dtype"], head["shape"] = "U8", [head["shape"][0], head["shape"][1] * 2]
 
     config = config_from_huggingface(folder)
-    replace_header(folder, change)
+    change_header(folder, change)
     with pytest.raises(ValueError, match=r"1 of integers: lm_head\.weight"):
         read_params(folder, config)
 
@@ -220,13 +200,12 @@ def test_a_tied_head_that_is_stored_has_to_be_the_embedding(tmp_path):
     (folder := tmp_path / "folder").mkdir()
     unpack("qwen3", folder)
     expected = read_params(folder, config_from_huggingface(folder))
-    data = (folder / "model.safetensors").read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header, data = read_header(folder / "model.safetensors")
     start, stop = header["model.embed_tokens.weight"]["data_offsets"]
-    embedding, end = data[8 + length + start : 8 + length + stop], len(data) - 8 - length
-    header["lm_head.weight"] = header["model.embed_tokens.weight"] | {"data_offsets": [end, end + len(embedding)]}
-    copied = file_bytes(header, data[8 + length :] + embedding)
+    header["lm_head.weight"] = header["model.embed_tokens.weight"] | {
+        "data_offsets": [len(data), len(data) + stop - start]
+    }
+    copied = file_bytes(header, data + data[start:stop])
     (folder / "model.safetensors").write_bytes(copied)
     params = read_params(folder, config_from_huggingface(folder))
     jax.tree.map(np.testing.assert_array_equal, params, expected)
@@ -237,12 +216,10 @@ def test_a_tied_head_that_is_stored_has_to_be_the_embedding(tmp_path):
     assert head.shape == (16, 40)
 
 
-def test_nothing_in_a_folder_runs(folder, tmp_path):
-    # Python would import this instead of its own module, were the folder on the path.
-    for name in ("json.py", "modeling_llama.py", "configuration_llama.py"):
-        (folder / name).write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+def test_nothing_in_a_folder_runs(folder):
+    mark = booby_trap(folder)
     load_gpt(folder)
-    assert not (tmp_path / "ran").exists()
+    assert not mark.exists()
 
 
 def test_a_file_that_is_both_damaged_and_large_costs_no_memory(folder):
