@@ -15,6 +15,7 @@ from layers.config import GPTConfig
 from layers.layer_config import LayerOverride
 from layers.pretrained.config_keys import Keys
 from layers.pretrained.rope_keys import Rope, effective, read_rope, write_scaling
+from layers.rope_scaling import RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -41,6 +42,7 @@ class LayerRule:
       sliding_default_base: what transformers takes where that is absent.
       without_rope: the key that lists layers without a rotary embedding, by 0 and 1.
       partial_rope: whether a part of the features may be turned.
+      bare_longrope: longrope's `rope_scaling` can't hold more than its tables, before transformers 5.
     """
 
     windows: Literal["none", "all", "by_type"] = "none"
@@ -53,6 +55,7 @@ class LayerRule:
     sliding_default_base: float = 10_000.0
     without_rope: str | None = None
     partial_rope: bool = False
+    bare_longrope: bool = False
 
     def read(self, keys: Keys) -> list[LayerKind]:
         """Every layer of the model."""
@@ -103,6 +106,8 @@ class LayerRule:
         scaling = write_scaling(full.scaling) or {"rope_type": "default"}
         if full.scaling.kind != "none":
             written["rope_scaling"] = scaling
+        if full.scaling.kind == "longrope":
+            written |= self._write_longrope(full.scaling, scaling)
         if "original_max_position_embeddings" in scaling:
             written["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
         if self.partial_rope:
@@ -116,6 +121,16 @@ class LayerRule:
         elif self.partial_rope:
             parameters["partial_rotary_factor"] = full.fraction
         return written | {"rope_parameters": parameters}
+
+    def _write_longrope(self, scaling: RopeScaling, as_json: dict[str, Any]) -> dict[str, Any]:
+        """What transformers 4 needs beside; it takes the ratio of the two lengths for the factor."""
+        length = round(scaling.original_context_length * scaling.factor)
+        written: dict[str, Any] = {"max_position_embeddings": length}
+        is_implied = length / scaling.original_context_length == scaling.factor and scaling.attention_factor is None
+        if self.bare_longrope and is_implied:
+            tables = {name: as_json[name] for name in ("short_factor", "long_factor")}
+            written["rope_scaling"] = {"type": "longrope"} | tables
+        return written
 
     def _read_windows(self, keys: Keys, num_layers: int) -> list[int | None]:
         if self.windows == "none" or (self.switch is not None and not keys.flag(self.switch, False)):

@@ -96,7 +96,7 @@ def write_huggingface(
       generation_config: what transformers' `generate` is to do by default.
       model_type: the family to save it as, by transformers' name; None: the first that can express the model.
       context_length: tokens that the model was trained on at most, for those who ask config.json; None: left out,
-        unless the rotary embedding is scaled.
+        unless the rotary embedding is scaled. With longrope config.json tells what the embedding is scaled to.
 
     Raises:
       ValueError: the folder exists, no family can express the model, or the parameters aren't the config's.
@@ -123,7 +123,7 @@ def write_huggingface(
     if tokenizer_dir is not None and generation_config is None and (Path(tokenizer_dir) / GENERATION_NAME).exists():
         generation_config = read_json(inside(tokenizer_dir, GENERATION_NAME))
     dtypes = {path: jnp.dtype(leaf.dtype if dtype is None else dtype) for path, leaf in arrays.items()}
-    written |= _more_keys(config, dtypes, generation_config, context_length)
+    written = _more_keys(config, dtypes, generation_config, context_length) | written
     pieces = _pieces(find_sources(family, config, shapes), arrays, dtypes)
     parts = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -152,7 +152,7 @@ def _more_keys(
     keys: dict[str, Any] = {"torch_dtype": widest.name}
     keys |= {name: (generation_config or {}).get(name) for name in _SPECIAL_TOKENS}
     scaling = config.rope_scaling
-    if context_length is None and scaling.kind in ("llama3", "yarn", "longrope"):
+    if context_length is None and scaling.kind in ("llama3", "yarn"):
         context_length = round(scaling.original_context_length * scaling.factor)
     return keys if context_length is None else keys | {"max_position_embeddings": context_length}
 

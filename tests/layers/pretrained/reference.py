@@ -1,4 +1,4 @@
-"""Tiny random models of each family, made and run by transformers; needs torch and transformers.
+"""Tiny random models of each family, made and run by transformers 4.57 or 5; needs torch, too.
 
 Each of them has what its family has of its own: windows that prompts outgrow, rotary scaling that they outgrow too,
 layers that differ.
@@ -145,6 +145,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_IS_VERSION_4 = transformers.__version__.startswith("4.")
+
+
+def _settings_of(case: str) -> dict[str, Any]:
+    """A case's settings for this version of transformers: before 5 there are other keys for rotary embedding."""
+    settings = SIZES | CASES[case][1]
+    if not _IS_VERSION_4 or "rope_parameters" not in settings:
+        return settings
+    parameters = settings.pop("rope_parameters")
+    if "full_attention" in parameters:
+        if case.startswith("gemma"):
+            settings["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+    scaling = dict(parameters)
+    settings["rope_theta"] = scaling.pop("rope_theta")
+    if "partial_rotary_factor" in scaling:
+        settings["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
+    if "long_factor" in scaling:
+        scaling["type"] = scaling.pop("rope_type")  # Phi-3 has it under the name from before `rope_type`
+    return settings | {"rope_scaling": scaling}
+
+
 @contextlib.contextmanager
 def float64_everywhere() -> Iterator[None]:
     """transformers' models in float64 throughout.
@@ -165,8 +187,7 @@ def float64_everywhere() -> Iterator[None]:
 
 def save_random_model(case: str, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Makes a model of a case, with weights that leave nothing without effect, and lets transformers save it."""
-    config_class, settings = CASES[case]
-    config = getattr(transformers, config_class)(**(SIZES | settings))
+    config = getattr(transformers, CASES[case][0])(**_settings_of(case))
     model = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -182,10 +203,8 @@ def save_random_model(case: str, folder: Path, seed: int, dtype: torch.dtype = t
 
 def load_reference(folder: Path) -> Any:
     """A folder's model in float64; to be run within `float64_everywhere`."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    )
-    return model.eval()
+    eager = {"attn_implementation": "eager"} | ({} if _IS_VERSION_4 else {"experts_implementation": "eager"})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **eager).eval()
 
 
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:

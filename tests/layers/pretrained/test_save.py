@@ -143,3 +143,24 @@ def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 512}))
     assert config_from_huggingface(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "keys"),
+    [
+        ({}, 512, {"type", "short_factor", "long_factor"}),
+        ({"attention_factor": 1.5}, 512, {"rope_type", "attention_factor", "factor"}),
+        ({"factor": 1.7}, 27, {"rope_type", "factor"}),
+    ],
+)
+def test_longrope_is_written_as_transformers_4_reads_it_where_that_can(changes, length, keys, tmp_path, rng):
+    # It takes the ratio of the lengths for the factor, and refuses a Phi-3 whose rope_scaling has more than three keys.
+    unpack("phi3", tmp_path)
+    config = config_from_huggingface(tmp_path)
+    config = dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, **changes))
+    write_huggingface(tmp_path / "export", config, random_params(config, rng), context_length=100)
+    written = read_config(tmp_path / "export")
+    assert (written["max_position_embeddings"], written["original_max_position_embeddings"]) == (length, 16)
+    assert keys <= written["rope_scaling"].keys()
+    assert (len(written["rope_scaling"]) == 3) == (not changes)
+    assert config_from_huggingface(tmp_path / "export") == config
