@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=secrets.randbits(31), help="of everything drawn; default: fresh")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     arguments = parser.parse_args()
+    if not (arguments.all or arguments.sample or arguments.case or arguments.faults):
+        parser.error("nothing to run; give --all, --sample N, --case TEXT or --faults")
 
     start, counts = time.monotonic(), Counter()
 
