@@ -23,6 +23,15 @@ from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
+# Of Llama and Qwen: the published models'. The plain ones have two matrices of each three in the MLP.
+NUM_PARAMETERS = {
+    "124m": 124e6,
+    "1b": 1.31e9,
+    "llama_1b": 1_235_814_400,
+    "plain_llama_1b": 1_235_814_400 - 16 * 2048 * 8192,
+    "qwen3_4b": 4_022_468_096,
+    "plain_qwen3_4b": 4_022_468_096 - 36 * 2560 * 9728,
+}
 TINY = Workload("124m", 128, document_length=24, num_batches=2, num_windows=2, steps_per_window=1)
 
 
@@ -37,7 +46,7 @@ def test_every_workload_is_a_config_with_batches_of_its_length(rng, name):
     workload = WORKLOADS[name]
     config = workload.config()
     assert config.data.keep_documents_apart is (workload.document_length is not None)
-    assert config.model.num_parameters == pytest.approx({"124m": 124e6, "1b": 1.31e9}[workload.model], rel=0.01)
+    assert config.model.num_parameters == pytest.approx(NUM_PARAMETERS[workload.model], rel=0.01)
     lengths = workload.document_lengths(rng)
     assert sum(lengths) == config.sequence_length == workload.sequence_length
     assert min(lengths) >= 1
