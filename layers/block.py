@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, W width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,16 +130,23 @@ class Block(nnx.Module):
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.prefill` for the arguments."""
-        inputs = _normalize(self.attention_norm, hidden)
-        attended, cache = self.attention.prefill(inputs, cache, rotation, **options)
-        return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
+        return self._with_cache(self.attention.prefill, hidden, cache, rotation, options)
 
     def decode(
         self, hidden: Float[Array, "B T W"], cache: SlabCache, rotation: Rotation | None, **options: Any
     ) -> tuple[Float[Array, "B T W"], SlabCache]:
         """Returns the residual stream after this block and the cache; see `Attention.decode` for the arguments."""
-        inputs = _normalize(self.attention_norm, hidden)
-        attended, cache = self.attention.decode(inputs, cache, rotation, **options)
+        return self._with_cache(self.attention.decode, hidden, cache, rotation, options)
+
+    def _with_cache(
+        self,
+        attend: Callable[..., tuple[Array, SlabCache]],
+        hidden: Float[Array, "B T W"],
+        cache: SlabCache,
+        rotation: Rotation | None,
+        options: dict[str, Any],
+    ) -> tuple[Float[Array, "B T W"], SlabCache]:
+        attended, cache = attend(_normalize(self.attention_norm, hidden), cache, rotation, **options)
         return self._add_mlp(hidden + _normalize(self.attention_post_norm, attended))[0], cache
 
     def _add_mlp(

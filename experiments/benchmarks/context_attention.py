@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.context_attention --cases 16x128_131k packed_131k --output context_attention.jsonl
 
 Efficiency is the time of one device divided by the number of devices and by the time of all: 100 % is as fast as can
-be. Backward is the time of forward and backward less that of forward, in the same round. `error` is the largest
+be. `error` is the largest
 difference from one device's output and gradients, relative to the largest value. Needs two accelerators or more.
 """
 
@@ -13,8 +13,7 @@ import datetime
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, deal_tokens
@@ -81,42 +81,6 @@ class ContextArguments:
     """File that the JSON lines are appended to."""
 
 
-class Contender:
-    """A forward and a forward-and-backward program, compiled, and their seconds in each round."""
-
-    def __init__(self, attend: Callable[..., Any], arguments: Sequence[Any], cotangent: Any):
-        def both(cotangent, *arguments):
-            output, pull_back = jax.vjp(attend, *arguments)
-            return output, pull_back(cotangent)
-
-        self.arguments, self.cotangent = arguments, cotangent
-        self.forward = jax.jit(attend).lower(*arguments).compile()
-        self.both = jax.jit(both).lower(cotangent, *arguments).compile()
-        memory = self.both.memory_analysis()
-        self.temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
-        self.seconds: list[tuple[float, float]] = []
-        self.results = jax.block_until_ready(self.both(cotangent, *arguments))
-        jax.block_until_ready(self.forward(*arguments))
-
-    def measure(self, sample_ms: float) -> None:
-        """Adds a round."""
-        run_both = lambda: self.both(self.cotangent, *self.arguments)  # noqa: E731
-        run_forward = lambda: self.forward(*self.arguments)  # noqa: E731
-        forward, both = _seconds(run_forward, sample_ms), _seconds(run_both, sample_ms)
-        self.seconds.append((forward, both - forward))
-
-
-def _seconds(run: Callable[[], Any], sample_ms: float) -> float:
-    begun = time.perf_counter()
-    jax.block_until_ready(run())
-    num_runs = max(2, int(sample_ms / 1e3 / (time.perf_counter() - begun)))
-    begun = time.perf_counter()
-    for _ in range(num_runs):
-        result = run()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - begun) / num_runs
-
-
 def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> list[dict[str, Any]]:
     """One row for each contender that serves the case."""
     devices, rng = jax.devices(), np.random.default_rng()
@@ -139,11 +103,11 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
         )
 
     with jax.default_device(devices[0]):
-        one = Contender(on_one, arrays[:3], arrays[3])
+        one = ForwardAndBackward(on_one, arrays[:3], arrays[3])
     expected = [np.asarray(x, np.float32) for x in jax.tree.leaves(one.results)]
 
     mesh = jax.make_mesh((1, 1, len(devices)), ("batch", "heads", "context"), (AxisType.Auto,) * 3)
-    contenders: dict[tuple[Exchange, Deal], Contender] = {}
+    contenders: dict[tuple[Exchange, Deal], ForwardAndBackward] = {}
     errors, refusals = {}, {}
     for exchange, deal in CONTENDERS:
         if deal == "by_cost" and case.documents is None:
@@ -163,7 +127,7 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
 
         dealt_arrays = [dealt(x) for x in arrays]
         try:
-            contender = Contender(on_mesh, dealt_arrays[:3], dealt_arrays[3])
+            contender = ForwardAndBackward(on_mesh, dealt_arrays[:3], dealt_arrays[3])
         except ValueError as refusal:
             refusals[exchange, deal] = str(refusal)
             continue

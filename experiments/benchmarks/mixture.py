@@ -5,7 +5,6 @@
 The mixture's time has everything: router, sorting, copies of tokens, grouped matmuls and their sums. Parameters are
 stored in bfloat16, so that neither side's has their conversion. The dense MLP is as wide as all experts of a token.
 Tokens are random, and so the router spreads them nearly evenly; `busiest` is the largest expert's share over the mean.
-Backward is the time of forward and backward less that of forward, in the same round.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE
@@ -69,41 +69,17 @@ class MixtureArguments:
     """File that the JSON lines are appended to."""
 
 
-class LayerPrograms:
-    """A layer's forward and its forward-and-backward program, compiled, and their seconds in each round."""
+def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> ForwardAndBackward:
+    """A layer's, differentiated in its parameters and inputs."""
+    graphdef, params = nnx.split(layer)
 
-    def __init__(self, layer: nnx.Module, inputs: jax.Array, cotangent: jax.Array):
-        graphdef, params = nnx.split(layer)
+    def forward(params: nnx.State, inputs: jax.Array) -> jax.Array:
+        outputs = nnx.merge(graphdef, params)(inputs)
+        return outputs[0] if isinstance(outputs, tuple) else outputs
 
-        def forward(params, inputs):
-            outputs = nnx.merge(graphdef, params)(inputs)
-            return outputs[0] if isinstance(outputs, tuple) else outputs
-
-        def both(params, inputs, cotangent):
-            outputs, vjp = jax.vjp(forward, params, inputs)
-            return outputs, vjp(cotangent)
-
-        run_forward = jax.jit(forward).lower(params, inputs).compile()
-        run_both = jax.jit(both).lower(params, inputs, cotangent).compile()
-        self.programs = (lambda: run_forward(params, inputs), lambda: run_both(params, inputs, cotangent))
-        self.seconds: list[tuple[float, float]] = []
-
-    def measure(self, sample_ms: float) -> None:
-        """Adds a round."""
-        forward, both = (_seconds(program, sample_ms) for program in self.programs)
-        self.seconds.append((forward, both - forward))
-
-
-def _seconds(run: Callable[[], Any], sample_ms: float) -> float:
-    jax.block_until_ready(run())
-    begun = time.perf_counter()
-    jax.block_until_ready(run())
-    num_runs = max(2, int(sample_ms / 1e3 / (time.perf_counter() - begun)))
-    begun = time.perf_counter()
-    for _ in range(num_runs):
-        result = run()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - begun) / num_runs
+    timed = ForwardAndBackward(forward, (params, inputs), cotangent)
+    timed.results = None
+    return timed
 
 
 def measure(name: str, case: MixtureShape, arguments: MixtureArguments) -> dict[str, Any]:
@@ -118,7 +94,7 @@ def measure(name: str, case: MixtureShape, arguments: MixtureArguments) -> dict[
         for key in jax.random.split(jax.random.key(time.time_ns() % 2**31))
     )
     load = nnx.jit(lambda layer, inputs: layer(inputs)[1].choices)(mixture, inputs)
-    contenders = [LayerPrograms(layer, inputs, cotangent) for layer in (mixture, dense)]
+    contenders = [programs(layer, inputs, cotangent) for layer in (mixture, dense)]
     for _ in range(arguments.num_rounds):
         for contender in contenders:
             contender.measure(arguments.sample_ms)

@@ -77,7 +77,7 @@ class _Operands(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """What differs between the two kernels, and one program's memory.
+    """What differs between the two kernels.
 
     Attributes:
       num_tiles: of the result.
@@ -291,7 +291,6 @@ def _visit_tiles(kernel: _Kernel, num_programs: int, visit: Callable[[Any, _Oper
 
 def _load_tile(kernel: _Kernel, smem: _Smem, ring: Pipeline, tile, operands: _Operands, num_before) -> None:
     """Producer: copies the operands of a tile into the ring."""
-
     for i, (left, right) in enumerate(zip(operands.left, operands.right, strict=True)):
 
         @pl.loop(0, operands.num_steps)

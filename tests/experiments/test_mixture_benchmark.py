@@ -1,0 +1,26 @@
+"""The benchmark of mixtures of experts: what it writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from experiments.benchmarks.mixture import main
+
+
+def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    assert main(["--cases", "smoke", "--num-rounds", "2", "--sample-ms", "1", "--output", str(output)]) == 0
+    (row,) = map(json.loads, output.read_text().splitlines())
+    assert row["case"] == "smoke"
+    assert row["busiest"] >= 1
+    seconds = row["forward_s"] + row["backward_s"]
+    assert seconds > 0
+    assert row["dense_forward_s"] + row["dense_backward_s"] > 0
+    # 256 tokens, 2 experts each, three matrices of 64 × 32: once forward, twice backward.
+    assert row["tflops_per_s"] == pytest.approx(3 * 2 * 3 * 256 * 2 * 64 * 32 / seconds / 1e12)
+    assert "smoke" in capsys.readouterr().out
+
+
+def test_unknown_cases_are_refused(capsys):
+    assert main(["--cases", "smoek"]) == 2
+    assert "unknown cases smoek; expected some of qwen3_30b" in capsys.readouterr().err
