@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels import Target
 from kernels.grouped_matmul import RowGroups, choose_grouped_matmul, group_rows, grouped_matmul
+from layers.activations import activate
 from layers.config import MLPKind, MoEConfig
-from layers.mlp import GATES, gelu
 
 
 class Experts(nnx.Module):
@@ -64,15 +64,14 @@ class Experts(nnx.Module):
 
         copies = _copy_tokens(tokens, groups, chosen.shape[1])
         into = [self.up] if self.kind == "gelu" else [self.up, self.gate]
-        products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups.sizes, choice)
-        hidden, *gates = (
+        products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups, choice)
+        features, *gate = (
             checkpoint_name(each.add_bias(product, groups), "projection")
             for each, product in zip(into, products, strict=True)
         )
-        hidden = gelu(hidden) if self.kind == "gelu" else GATES[self.kind](gates[0], hidden)
         # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
-        hidden = (hidden * _sort_weights(weights, groups)[:, None]).astype(tokens.dtype)
-        (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups.sizes, choice)
+        hidden = activate(self.kind, features, *(gate or [None]), _sort_weights(weights, groups))
+        (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups, choice)
         mixed = _sum_copies(outputs, groups, chosen.shape[1], weights.dtype)
         if features_over is not None:
             mixed = lax.psum(mixed, features_over)
@@ -115,11 +114,11 @@ class GroupedLinear(nnx.Module):
 
 
 # Each copy is read once by its own token, so all gradients are lookups, too. JAX would add up copy by copy. Where no
-# copy lies, rows of gradients are 0, so that those rows don't reach the experts' gradients.
+# copy lies, rows and gradients are 0, so that those rows don't reach the experts' gradients.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _copy_tokens(tokens: Float[Array, "N W"], groups: RowGroups, num_copies: int) -> Float[Array, "R W"]:
-    """The copies of tokens, sorted by expert: each token has `num_copies`."""
-    return _take_rows(tokens, jnp.minimum(groups.sources // num_copies, tokens.shape[0] - 1))
+    """The copies of tokens, sorted by expert: each token has `num_copies`. Where no copy lies are zeros."""
+    return _take_rows(tokens, groups.sources // num_copies)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -140,17 +139,15 @@ def _sort_weights(weights: Float[Array, "N K"], groups: RowGroups) -> Float[Arra
     return weights.reshape(-1).at[groups.sources].get(mode="fill", fill_value=0)
 
 
-def _copies_of(gradient: Float[Array, "N W"], groups: RowGroups, num_copies: int) -> Float[Array, "R W"]:
-    # What pads an expert's rows has the row after the last: zeros.
-    return _take_rows(jnp.pad(gradient, ((0, 1), (0, 0))), groups.sources // num_copies)
-
-
 def _take_rows(rows: Float[Array, "N W"], numbers: Int[Array, " R"]) -> Float[Array, "R W"]:
-    """Rows by their numbers. Two features of 16 bits go as one number: XLA's lookups take a time for each number."""
+    """Rows by their numbers, and zeros for those that there aren't.
+
+    Two features of 16 bits go as one number: XLA's lookups take a time for each number.
+    """
     if rows.dtype.itemsize != 2 or rows.shape[1] % 2:
-        return rows.at[numbers].get(mode="promise_in_bounds")
+        return rows.at[numbers].get(mode="fill", fill_value=0)
     pairs = lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 2), jnp.uint32)
-    taken = pairs.at[numbers].get(mode="promise_in_bounds")
+    taken = pairs.at[numbers].get(mode="fill", fill_value=0)
     return lax.bitcast_convert_type(taken, rows.dtype).reshape(numbers.size, -1)
 
 
@@ -164,7 +161,7 @@ _copy_tokens.defvjp(
 )
 _sum_copies.defvjp(
     lambda copies, groups, num_copies, dtype: (_sum_copies(copies, groups, num_copies, dtype), groups),
-    lambda num_copies, dtype, groups, gradient: (_copies_of(gradient, groups, num_copies), None),
+    lambda num_copies, dtype, groups, gradient: (_copy_tokens(gradient, groups, num_copies), None),
 )
 _sort_weights.defvjp(
     lambda weights, groups: (_sort_weights(weights, groups), (groups.places, weights.shape)),

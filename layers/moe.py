@@ -26,6 +26,7 @@ from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
 from layers.initializers import small_init
+from layers.products_by_parts import multiply_by_parts
 
 _HAS_BFLOAT16 = 8.0  # the compute capability from which on GPUs multiply it
 
@@ -179,11 +180,12 @@ class MoE(nnx.Module):
 
         A GPU would round operands to TF32, and close logits would change places.
         """
-        precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST
-        if self.router_dtype == jnp.float32 and (self._target.compute_capability or 0) >= _HAS_BFLOAT16:
-            precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X6  # by six products of parts, on tensor cores
         kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
-        logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=precision)
+        has_bfloat16 = (self._target.compute_capability or 0) >= _HAS_BFLOAT16
+        if tokens.dtype == jnp.bfloat16 and self.router_dtype == jnp.float32 and has_bfloat16:
+            logits = multiply_by_parts(tokens, kernel)
+        else:
+            logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=lax.Precision.HIGHEST)
         return logits if bias is None else logits + bias[...].astype(self.router_dtype)
 
     @property

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
+from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.target import Target
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def unsupported_reason(
 class _Operands(NamedTuple):
     """References to a tile's operands in global memory, by the step along the sum.
 
-    A sum over several products has as many references on each side, and `num_steps` is that of each product.
+    A sum over several products has as many references on each side, and `num_steps` is that of each product. Rows of
+    the tile from `num_rows` on need no product.
     """
 
+    num_rows: Any
     num_steps: Any
     left: Sequence[Callable[[Any], Any]]
     right: Sequence[Callable[[Any], Any]]
@@ -95,7 +98,7 @@ class _Kernel(NamedTuple):
 def multiply_rows(
     rows: Sequence[Float[Array, "R K"]],
     matrices: Sequence[Float[Array, "G K N"]],
-    sizes: Int[Array, " G"],
+    groups: RowGroups,
     choice: GroupedMatmulChoice,
     *,
     transpose: bool,
@@ -105,13 +108,15 @@ def multiply_rows(
     num_columns, num_products = matrices[0].shape[1 if transpose else 2], len(rows)
     columns = _tile_columns(num_columns)
     num_across = num_columns // columns
-    ends = jnp.cumsum(sizes.astype(jnp.int32))
-    starts = jnp.arange(num_rows // BLOCK_ROWS, dtype=jnp.int32) * BLOCK_ROWS
-    # Of each tile's rows; as many as there are groups: of none.
-    groups = jnp.searchsorted(ends, starts, side="right", method="compare_all").astype(jnp.int32)
+    ends = jnp.cumsum(groups.sizes)
+    firsts = jnp.arange(num_rows // BLOCK_ROWS, dtype=jnp.int32) * BLOCK_ROWS
+    # The group of each block of rows; as many as there are groups: none.
+    block_groups = jnp.searchsorted(ends, firsts, side="right", method="compare_all").astype(jnp.int32)
+    # Where the rows of each block's group end that don't pad it, from the block's first row.
+    block_ends = (ends - groups.sizes + groups.counts)[jnp.minimum(block_groups, ends.size - 1)] - firsts
 
     def make_kernel(gmem) -> _Kernel:
-        *factors, groups, result = gmem
+        *factors, block_groups, block_ends, result = gmem
 
         def place(tile):
             block, across = _place(tile, num_rows // BLOCK_ROWS, num_across)
@@ -119,7 +124,7 @@ def multiply_rows(
 
         def operands(tile) -> _Operands:
             block, first_column = place(tile)
-            group = groups[block]
+            group = block_groups[block]
             here, across = pl.ds(block * BLOCK_ROWS, BLOCK_ROWS), pl.ds(first_column, columns)
 
             def left(rows, step):
@@ -130,7 +135,8 @@ def multiply_rows(
                 return matrices.at[group, across, along] if transpose else matrices.at[group, along, across]
 
             return _Operands(
-                jnp.where(group < sizes.size, depth // _BLOCK_DEPTH, 0),
+                block_ends[block],
+                jnp.where(group < ends.size, depth // _BLOCK_DEPTH, 0),
                 [functools.partial(left, rows) for rows in factors[:num_products]],
                 [functools.partial(right, matrices) for matrices in factors[num_products:]],
             )
@@ -151,21 +157,21 @@ def multiply_rows(
         (columns, _BLOCK_DEPTH) if transpose else (_BLOCK_DEPTH, columns),
     )
     result = jax.ShapeDtypeStruct((num_rows, num_columns), rows[0].dtype)
-    return _launch(make_kernel, (*rows, *matrices, groups), result, stages, columns, choice)
+    return _launch(make_kernel, (*rows, *matrices, block_groups, block_ends), result, stages, columns, choice)
 
 
 def multiply_groups(
-    left: Float[Array, "R K"], right: Float[Array, "R N"], sizes: Int[Array, " G"], choice: GroupedMatmulChoice
+    left: Float[Array, "R K"], right: Float[Array, "R N"], groups: RowGroups, choice: GroupedMatmulChoice
 ) -> Float[Array, "G K N"]:
     """Of each group, the transpose of its rows on the left times its rows on the right."""
-    (num_groups,), num_rows, num_columns = sizes.shape, left.shape[1], right.shape[1]
+    num_groups, num_rows, num_columns = groups.sizes.size, left.shape[1], right.shape[1]
     columns = _tile_columns(num_columns)
     num_across, num_down = num_columns // columns, pl.cdiv(num_rows, BLOCK_ROWS)
-    sizes = sizes.astype(jnp.int32)
-    starts = jnp.cumsum(sizes) - sizes
+    starts = jnp.cumsum(groups.sizes) - groups.sizes
+    num_steps = pl.cdiv(groups.counts, _BLOCK_DEPTH)
 
     def make_kernel(gmem) -> _Kernel:
-        left, right, starts, sizes, result = gmem
+        left, right, starts, num_steps, result = gmem
 
         def place(tile):
             group, tile = _div_rem(tile, num_down * num_across)
@@ -180,7 +186,8 @@ def multiply_groups(
                 return pl.ds(pl.multiple_of(start + step * _BLOCK_DEPTH, _BLOCK_DEPTH), _BLOCK_DEPTH)
 
             return _Operands(
-                jax.lax.div(sizes[group], jnp.int32(_BLOCK_DEPTH)),
+                BLOCK_ROWS,
+                num_steps[group],
                 [lambda step: left.at[along(step), pl.ds(first_row, BLOCK_ROWS)]],
                 [lambda step: right.at[along(step), pl.ds(first_column, columns)]],
             )
@@ -200,7 +207,7 @@ def multiply_groups(
 
     stages = (_BLOCK_DEPTH, BLOCK_ROWS), (_BLOCK_DEPTH, columns)
     result = jax.ShapeDtypeStruct((num_groups, num_rows, num_columns), left.dtype)
-    return _launch(make_kernel, (left, right, starts, sizes), result, stages, columns, choice)
+    return _launch(make_kernel, (left, right, starts, num_steps), result, stages, columns, choice)
 
 
 def _place(index, num_down: int, num_across: int) -> tuple[Any, Any]:
@@ -306,6 +313,15 @@ def _multiply_tile(
     kernel: _Kernel, smem: _Smem, ring: Pipeline, warpgroup, columns: int, tile, operands: _Operands, num_before
 ) -> None:
     """Consumer: its 64 rows of a tile."""
+    has_rows = warpgroup * WGMMA_ROWS < operands.num_rows
+    num_steps = jnp.where(has_rows, operands.total_steps, 0)
+
+    # The tensor cores are the other consumer's then.
+    @pl.loop(0, operands.total_steps - num_steps)
+    def skip(step):
+        slot = ring.slot(num_before + step)
+        ring.consumer_wait(slot)
+        ring.consumer_release(slot)
 
     def multiply(acc):
         def next_step(step, _):
@@ -317,10 +333,9 @@ def _multiply_tile(
             pl.when(step > 0)(lambda: ring.consumer_release(ring.slot(num_before + step - 1)))
             return ()
 
-        jax.lax.fori_loop(0, operands.total_steps, next_step, ())
+        jax.lax.fori_loop(0, num_steps, next_step, ())
         product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
-        last = num_before + operands.total_steps - 1
-        pl.when(operands.num_steps > 0)(lambda: ring.consumer_release(ring.slot(last)))
+        pl.when(num_steps > 0)(lambda: ring.consumer_release(ring.slot(num_before + num_steps - 1)))
         _store(kernel, smem.stored.at[warpgroup], product.astype(smem.stored.dtype), tile, warpgroup, columns)
 
     pl.run_scoped(multiply, accumulator(columns))

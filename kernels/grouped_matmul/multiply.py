@@ -13,8 +13,9 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.target import Target
 
 GroupedMatmul = Literal["mosaic_gpu", "xla"]
@@ -82,41 +83,42 @@ def choose_grouped_matmul(
 def grouped_matmul(
     rows: Float[Array, "R K"],
     matrices: Sequence[Float[Array, "G K ?N"]],
-    sizes: Int[Array, " G"],
+    groups: RowGroups,
     choice: GroupedMatmulChoice,
 ) -> tuple[Float[Array, "R ?N"], ...]:
-    """Multiplies the first `sizes[0]` rows by the first group's matrix, the next `sizes[1]` by the second's, and so on.
+    """Multiplies the rows of the first group by its matrix, the next group's by that one's, and so on.
 
     Each group may have several matrices, and each gives a product of its own. The rows' gradient is then added up
     within one kernel. Differentiable in rows and matrices. Rows after the last group's come out as 0, and have gradient
-    0.
+    0. A row that pads a group may be left out, and then so do its product and its gradients.
 
     Args:
-      rows: sorted by group, as by `group_rows`.
+      rows: sorted by group; those that pad a group have any values, and gradients of 0.
       matrices: of the rows' dtype, one array or several.
-      sizes: of the groups; multiples of the choice's alignment. A row that pads a group counts as any other: its
-        gradient has to be 0 if it isn't to reach the matrices'.
+      groups: as by `group_rows`, at the choice's alignment.
       choice: what multiplies.
 
     Returns:
       The products by each array of matrices, in the operands' dtype, added up in float32 or wider.
     """
     if choice.name == "xla":
-        return tuple(lax.ragged_dot(rows, each, sizes) for each in matrices)
-    return _multiply(rows, tuple(matrices), sizes, choice)
+        return tuple(lax.ragged_dot(rows, each, groups.sizes) for each in matrices)
+    return _multiply(rows, tuple(matrices), groups, choice)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _multiply(rows: Array, matrices: tuple[Array, ...], sizes: Array, choice: GroupedMatmulChoice) -> tuple[Array, ...]:
+def _multiply(
+    rows: Array, matrices: tuple[Array, ...], groups: RowGroups, choice: GroupedMatmulChoice
+) -> tuple[Array, ...]:
     from kernels.grouped_matmul import mosaic_gpu
 
-    return tuple(mosaic_gpu.multiply_rows([rows], [each], sizes, choice, transpose=False) for each in matrices)
+    return tuple(mosaic_gpu.multiply_rows([rows], [each], groups, choice, transpose=False) for each in matrices)
 
 
 def _forward(
-    rows: Array, matrices: tuple[Array, ...], sizes: Array, choice: GroupedMatmulChoice
+    rows: Array, matrices: tuple[Array, ...], groups: RowGroups, choice: GroupedMatmulChoice
 ) -> tuple[tuple[Array, ...], tuple]:
-    return _multiply(rows, matrices, sizes, choice), (rows, matrices, sizes)
+    return _multiply(rows, matrices, groups, choice), (rows, matrices, groups)
 
 
 def _backward(
@@ -124,9 +126,9 @@ def _backward(
 ) -> tuple[Array, tuple[Array, ...], None]:
     from kernels.grouped_matmul import mosaic_gpu
 
-    rows, matrices, sizes = residuals
-    of_rows = mosaic_gpu.multiply_rows(gradients, matrices, sizes, choice, transpose=True)
-    of_matrices = tuple(mosaic_gpu.multiply_groups(rows, gradient, sizes, choice) for gradient in gradients)
+    rows, matrices, groups = residuals
+    of_rows = mosaic_gpu.multiply_rows(gradients, matrices, groups, choice, transpose=True)
+    of_matrices = tuple(mosaic_gpu.multiply_groups(rows, gradient, groups, choice) for gradient in gradients)
     return of_rows, of_matrices, None
 
 

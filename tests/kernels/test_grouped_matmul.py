@@ -41,9 +41,7 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, features, num_groups, *,
         order = group_rows(jnp.asarray(groups), num_groups, choice.alignment)
         placed = rows[jnp.minimum(order.sources, num_rows - 1)]  # what pads a group is some row
         of_placed = [each.at[order.sources].get(mode="fill", fill_value=0) for each in gradients]
-        products, vjp = jax.vjp(
-            lambda rows, matrices: grouped_matmul(rows, matrices, order.sizes, choice), placed, matrices
-        )
+        products, vjp = jax.vjp(lambda rows, matrices: grouped_matmul(rows, matrices, order, choice), placed, matrices)
         of_rows, of_matrices = vjp(tuple(of_placed))
         after = jnp.arange(placed.shape[0]) >= order.sizes.sum()
         of_nothing = [jnp.where(after[:, None], each, 0) for each in (*products, of_rows)]
@@ -70,8 +68,8 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, features, num_groups, *,
 def test_each_row_has_a_place_of_its_own_among_its_groups(rng, num_rows, num_groups, alignment):
     groups = draw_groups(rng, num_rows, num_groups)
     order = jax.jit(group_rows, static_argnums=(1, 2))(jnp.asarray(groups), num_groups, alignment)
-    places, sources, sizes = map(np.asarray, order)
-    counts = np.bincount(groups, minlength=num_groups)
+    places, sources, counts, sizes = map(np.asarray, order)
+    assert counts.tolist() == np.bincount(groups, minlength=num_groups).tolist()
     assert sizes.tolist() == [-(-count // alignment) * alignment for count in counts]
     assert len(sources) % alignment == 0
     assert len(sources) >= sizes.sum()

@@ -86,12 +86,6 @@ FAMILIES = {
 }
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 def random_config(rng) -> dict:
     """Any values of the fields together."""
 

@@ -16,12 +16,6 @@ from layers.moe import MoE, RouterSums
 WIDTH = 12
 
 
-@pytest.fixture
-def float64():
-    with jax.enable_x64(True):
-        yield
-
-
 def make_moe(rng, config, *, kind="swiglu", compute_dtype="float64"):
     """A layer with random parameters, and these by name."""
     moe = MoE(WIDTH, config, kind=kind, compute_dtype=compute_dtype, param_dtype="float64", rngs=nnx.Rngs(0))

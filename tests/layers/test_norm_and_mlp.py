@@ -1,5 +1,8 @@
 """RMSNorm and MLP against NumPy."""
 
+import functools
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,10 @@ import pytest
 from flax import nnx
 
 from layers import MLP, RMSNorm
-from layers.mlp import gelu, swiglu
+from layers.activations import activate
+from layers.config import MLPKind
+
+gelu, swiglu = functools.partial(activate, "gelu"), functools.partial(activate, "swiglu")
 
 
 def test_norm_is_computed_in_float32(rng):
@@ -65,11 +71,30 @@ def test_swiglu_and_its_gradients_match_float64(rng):
     gate, inputs = rng.standard_normal((2, 300)).astype(np.float32) * 4
     gate[:2] = -1e4, 1e4
     sigmoid = 1 / (1 + np.exp(-np.maximum(gate.astype(np.float64), -700)))
-    value, vjp = jax.vjp(swiglu, gate, inputs)
-    d_gate, d_inputs = vjp(jnp.ones_like(value))
+    value, vjp = jax.vjp(swiglu, inputs, gate)
+    d_inputs, d_gate = vjp(jnp.ones_like(value))
     np.testing.assert_allclose(value, gate * sigmoid * inputs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d_inputs, gate * sigmoid, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(d_gate, inputs * sigmoid * (1 + gate * (1 - sigmoid)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", get_args(MLPKind))
+def test_rows_are_weighted_before_they_are_rounded(rng, float64, kind):
+    inputs, cotangent = rng.standard_normal((2, 5, 40))
+    gate = () if kind == "gelu" else (rng.standard_normal((5, 40)),)
+    weights = rng.random(5)
+    value, vjp = jax.vjp(functools.partial(activate, kind), inputs, *(gate or (None,)), weights)
+    plain, plain_vjp = jax.vjp(functools.partial(activate, kind), inputs, *gate)
+    np.testing.assert_allclose(value, plain * weights[:, None], rtol=1e-14)
+    *gradients, d_weights = vjp(jnp.asarray(cotangent))
+    np.testing.assert_allclose(d_weights, (cotangent * np.asarray(plain)).sum(1), rtol=1e-13, atol=1e-13)
+    for actual, expected in zip(gradients, plain_vjp(jnp.asarray(cotangent * weights[:, None])), strict=False):
+        np.testing.assert_allclose(actual, expected, rtol=1e-13, atol=1e-13)
+    narrow = activate(kind, *(jnp.asarray(x, jnp.bfloat16) for x in (inputs, *gate)), weights=jnp.asarray(weights))
+    exact = activate(
+        kind, *(jnp.asarray(x, jnp.bfloat16).astype(float) for x in (inputs, *gate)), weights=jnp.asarray(weights)
+    )
+    np.testing.assert_array_equal(narrow, exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("activation", "num_inputs"), [(gelu, 1), (swiglu, 2)])

@@ -1,0 +1,105 @@
+"""What lies between the matrices of an MLP: an activation of the hidden features, or their product with a gate.
+
+Shapes: F MLP width.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from layers.config import MLPKind
+
+# gpt-oss's (arXiv:2508.10925): its gate's sigmoid is steeper, and both sides are clamped.
+_CLAMPED_SLOPE = 1.702
+_CLAMPED_LIMIT = 7.0
+_GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+_GELU_CUBIC = 0.044715
+
+
+# These arrays are as large as the hidden features. A GPU computes them as the features pass by, if that takes few
+# instructions: hence no tanh and no division, slopes written out, and in the backward pass everything once more from
+# the features themselves (`jax.checkpoint`) and not from something that the forward pass has written beside them. The
+# weights are in here so that one pass over the features gives all gradients.
+@functools.partial(jax.checkpoint, static_argnums=0)
+def activate(
+    kind: MLPKind,
+    features: Float[Array, "*batch F"],
+    gate: Float[Array, "*batch F"] | None = None,
+    weights: Float[Array, "*batch"] | None = None,
+) -> Float[Array, "*batch F"]:
+    """The hidden features that an MLP's last matrix multiplies, computed in float32 or wider.
+
+    Args:
+      kind: gelu, in its tanh approximation; the others multiply the features with a gate. swiglu: silu(gate) ·
+        features; geglu: gelu(gate) · features; clamped_swiglu: g · sigmoid(1.702 g) · (x + 1), where g is the gate up
+        to 7, and x the features from -7 to 7.
+      features: any float type.
+      gate: of that type; None for gelu, which has none.
+      weights: what each row is multiplied with; None: with nothing.
+
+    Returns:
+      In the features' own type.
+
+    Source: GELU, Hendrycks and Gimpel, arXiv:1606.08415, where (1 + tanh(z)) / 2 is sigmoid(2z); the gates, Shazeer,
+    arXiv:2002.05202; clamped, gpt-oss, arXiv:2508.10925, and its reference code, https://github.com/openai/gpt-oss.
+    """
+    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    hidden = features.astype(dtype)
+    hidden = _gelu(hidden) if gate is None else _GATES[kind](gate.astype(dtype), hidden)
+    if weights is not None:
+        hidden *= weights[..., None]
+    return hidden.astype(features.dtype)
+
+
+def _swiglu(gate: Array, features: Array) -> Array:
+    return gate * _sigmoid(gate) * features
+
+
+def _geglu(gate: Array, features: Array) -> Array:
+    return _gelu(gate) * features
+
+
+def _clamped_swiglu(gate: Array, features: Array) -> Array:
+    gate = jnp.minimum(gate, _CLAMPED_LIMIT)
+    features = jnp.clip(features, -_CLAMPED_LIMIT, _CLAMPED_LIMIT)
+    return gate * _sigmoid(_CLAMPED_SLOPE * gate) * (features + 1)
+
+
+_GATES: dict[str, Callable[[Array, Array], Array]] = {
+    "swiglu": _swiglu,
+    "geglu": _geglu,
+    "clamped_swiglu": _clamped_swiglu,
+}
+
+
+@jax.custom_jvp
+def _gelu(x: Array) -> Array:
+    return x * _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * jnp.square(x)))
+
+
+@_gelu.defjvp
+def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    square = jnp.square(x)
+    gate = _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))
+    slope = gate + (gate - jnp.square(gate)) * (_GELU_SLOPE * x) * (1 + 3 * _GELU_CUBIC * square)
+    return x * gate, slope * tangent
+
+
+@jax.custom_jvp
+def _sigmoid(x: Array) -> Array:
+    # GPUs have an instruction for 1/√y; a division takes ten.
+    return jnp.square(jax.lax.rsqrt(1 + jnp.exp(-x)))
+
+
+@_sigmoid.defjvp
+def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (tangent,) = primals, tangents
+    y = _sigmoid(x)
+    return y, (y - jnp.square(y)) * tangent
