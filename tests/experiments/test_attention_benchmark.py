@@ -22,7 +22,7 @@ from experiments.benchmarks.attention.__main__ import (
     main,
     measure,
 )
-from experiments.benchmarks.attention.cases import CASES, Case, known_cases, make_problem
+from experiments.benchmarks.attention.cases import CASES, Case, describe, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
 from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
@@ -129,7 +129,7 @@ def test_a_case_is_timed_by_every_backend_that_serves_it_and_the_others_say_why_
 
 
 def test_a_backend_without_a_backward_is_timed_forward(monkeypatch):
-    def no_backward(query, key, value, case, segment_ids):
+    def no_backward(query, key, value, sinks, segment_ids, problem):
         @jax.custom_vjp
         def attend(query):
             return query
@@ -166,6 +166,36 @@ def test_packed_documents_count_their_own_pairs_and_xla_refuses_them():
         AttentionArguments(backends=("blockwise", "xla"), num_rounds=1, sample_ms=0, program_ms=0),
     )
     assert [row["backend"] for row in rows if "refused" in row] == ["xla"]
+
+
+def test_more_keys_and_narrow_values_are_counted_and_served_at_every_length():
+    case = dataclasses.replace(SMALL, mask=FullMask(), kv_length=1280, value_dim=8)
+    for length in (256, 64):
+        problem = make_problem(case, length)
+        assert {name: x.shape for name, x in problem.arrays.items()} == {
+            "query": (2, length, 2, 16),
+            "key": (2, 5 * length, 1, 16),
+            "value": (2, 5 * length, 1, 8),
+            "d_output": (2, length, 2, 8),
+        }
+        assert problem.num_pairs == 2 * 2 * length * 5 * length
+        assert problem.flops("forward") == 2 * (16 + 8) * problem.num_pairs
+        output, gradients = compile_contender(problem, "blockwise", "forward_backward").start()
+        assert output.shape == problem.arrays["d_output"].shape
+        assert [x.shape for x in gradients] == [problem.arrays[name].shape for name in case.inputs]
+
+
+def test_more_keys_than_queries_have_no_mask():
+    for how in ({"mask": CausalMask()}, {"mask": FullMask(), "document_length": 60}):
+        with pytest.raises(
+            ValueError, match=r"kv_length=512 needs FullMask\(\) and one document, got .*leave kv_length"
+        ):
+            dataclasses.replace(SMALL, kv_length=512, **how)
+
+
+def test_xla_says_that_it_has_no_sinks():
+    with pytest.raises(ValueError, match="has no attention sinks"):
+        compile_contender(make_problem(dataclasses.replace(SMALL, has_sinks=True)), "xla", "forward")
 
 
 def test_documents_are_an_input_of_what_is_timed():
@@ -223,7 +253,7 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {"blockwise", "cudnn"}
     ours = [row for row in rows if row["backend"] == "blockwise"]
-    assert {len(list(cells(row, "blockwise"))) for row in ours} == {len(headings(arguments))}
+    assert {len(list(cells(row, "blockwise"))) for row in ours} == {len(headings(SMALL, arguments))}
     printed = capsys.readouterr().out
     assert "small" in printed
     assert re.search(r"^cudnn.*: .*runs on gpu, not on cpu$", printed, re.MULTILINE)
@@ -268,6 +298,12 @@ def test_the_table_needs_its_markers_and_rows():
     refused = {"case": "a", "direction": "forward", "backend": "blockwise", "refused": "can't"}
     with pytest.raises(ValueError, match="no row of backend='blockwise'"):
         speed_table.make_table([refused], "blockwise")
+
+
+def test_a_title_has_what_keys_and_values_have_apart_and_sinks():
+    case = dataclasses.replace(SMALL, mask=FullMask(), kv_length=20_000, value_dim=8, has_sinks=True)
+    assert speed_table.case_title(describe(case)) == "2 × 2/1 × 256/20,000 × 16/8, no mask, sinks"
+    assert speed_table.case_title(describe(SMALL)) == "2 × 2/1 × 256 × 16, causal"
 
 
 def test_a_mask_without_a_name_is_written_out():

@@ -31,7 +31,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.attention.accuracy import QUANTITIES, measure_errors
+from experiments.benchmarks.attention.accuracy import measure_errors, quantities
 from experiments.benchmarks.attention.cases import HOPPER, TRITON, Case, known_cases
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
@@ -126,11 +126,11 @@ def measure(name: str, case: Case, arguments: AttentionArguments) -> list[dict[s
     )
 
 
-def headings(arguments: AttentionArguments) -> tuple[str, ...]:
-    """Of the printed tables."""
+def headings(case: Case, arguments: AttentionArguments) -> tuple[str, ...]:
+    """Of the printed table of a case."""
     baseline = arguments.chosen.baseline
     if arguments.check:
-        return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in QUANTITIES))
+        return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in quantities(case)))
     if arguments.compile_lengths:
         return ("backend", "length", "trace and lower", "compile")
     return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "temporaries", "compile")
@@ -163,7 +163,7 @@ def main(arguments: AttentionArguments) -> None:
             arguments.output.parent.mkdir(parents=True, exist_ok=True)
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-        table = Table(*headings(arguments), title=name, title_justify="left")
+        table = Table(*headings(case, arguments), title=name, title_justify="left")
         for row in rows:
             if row.keys() & {"seconds", "lower_s", "errors"}:
                 table.add_row(*cells(row, arguments.chosen.baseline))

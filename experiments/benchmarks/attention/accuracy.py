@@ -17,8 +17,6 @@ from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import dot_product_attention
 from kernels.tuning import Tuning
 
-GRADIENTS = ("d_query", "d_key", "d_value")
-QUANTITIES = ("output", *GRADIENTS)
 _MOST_QUERIES = 1024
 
 
@@ -58,6 +56,11 @@ def measure_errors(
     return rows
 
 
+def quantities(case: Case) -> tuple[str, ...]:
+    """What is compared: the output and the gradients."""
+    return ("output", *(f"d_{name}" for name in case.inputs))
+
+
 def truth(problem: Problem) -> dict[str, np.ndarray]:
     """Output and gradients in float64, dense, some queries of one head at a time.
 
@@ -77,28 +80,31 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
         return jnp.moveaxis(parts, 0, 1).reshape(case.batch, problem.length, 1, -1)
 
     with jax.enable_x64(True):  # type: ignore[attr-defined]  # JAX's stubs lack it
-        positions = jnp.arange(problem.length, dtype=jnp.int32)
+        positions, kv_positions = (
+            jnp.arange(num, dtype=jnp.int32) for num in (problem.length, case.num_keys(problem.length))
+        )
 
         def one_head(arrays):
-            def some_queries(key_gradients, part):
+            shared = {name: arrays[name] for name in case.inputs if name != "query"}
+
+            def some_queries(shared_gradients, part):
                 query, d_output, query_positions, query_ids = part
 
-                def attend(query, key, value):
+                def attend(query, shared):
                     return dot_product_attention(
                         query,
-                        key,
-                        value,
-                        case.mask,
+                        **shared,
+                        mask=case.mask,
                         query_segment_ids=query_ids,
                         key_value_segment_ids=ids,
                         query_positions=query_positions,
-                        key_value_positions=positions,
+                        key_value_positions=kv_positions,
                         implementation="reference",
                     )
 
-                output, vjp = jax.vjp(attend, query, arrays["key"], arrays["value"])
-                d_query, *added = vjp(d_output)
-                return jax.tree.map(jnp.add, key_gradients, added), (output, d_query)
+                output, vjp = jax.vjp(attend, query, shared)
+                d_query, added = vjp(d_output)
+                return jax.tree.map(jnp.add, shared_gradients, added), (output, d_query)
 
             parts = (
                 in_parts(arrays["query"], 1),
@@ -106,26 +112,31 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
                 in_parts(positions, 0),
                 None if ids is None else in_parts(ids, 1),
             )
-            none_yet = [jnp.zeros_like(arrays["key"]), jnp.zeros_like(arrays["value"])]
-            key_gradients, of_queries = jax.lax.scan(some_queries, none_yet, parts)
-            return *map(whole, of_queries), *key_gradients
+            shared_gradients, of_queries = jax.lax.scan(some_queries, jax.tree.map(jnp.zeros_like, shared), parts)
+            output, d_query = map(whole, of_queries)
+            return {"output": output, "d_query": d_query} | {f"d_{name}": x for name, x in shared_gradients.items()}
 
         def of_query_heads(x):
-            """[B, L, heads, H] → [query heads, B, L, 1, H]."""
-            x = jnp.repeat(x.astype("float64"), case.num_heads // x.shape[2], axis=2)
-            return jnp.moveaxis(x, 2, 0)[:, :, :, None]
+            """[B, L, heads, H] → [query heads, B, L, 1, H]; sinks [query heads] → [query heads, 1]."""
+            x = x.astype("float64")
+            if x.ndim == 1:
+                return x[:, None]
+            return jnp.moveaxis(jnp.repeat(x, case.num_heads // x.shape[2], axis=2), 2, 0)[:, :, :, None]
 
-        def summed(x, num_heads: int):
-            """[query heads, B, L, 1, H] → [B, L, heads, H]."""
+        def summed(name: str, x):
+            """[query heads, B, L, 1, H] → [B, L, heads, H]; of sinks, [query heads, 1] → [query heads]."""
+            if x.ndim == 2:
+                return x[:, 0]
+            num_heads = case.num_kv_heads if name in ("d_key", "d_value") else case.num_heads
             return jnp.moveaxis(x.reshape(num_heads, -1, *x.shape[1:3], x.shape[4]).sum(1), 0, 2)
 
         @jax.jit
         def all_heads(arrays):
             results = jax.lax.map(one_head, {name: of_query_heads(x) for name, x in arrays.items()})
-            heads = (case.num_heads, case.num_heads, case.num_kv_heads, case.num_kv_heads)
-            return [summed(x, num_heads) for x, num_heads in zip(results, heads, strict=True)]
+            return {name: summed(name, x) for name, x in results.items()}
 
-        return dict(zip(QUANTITIES, map(np.asarray, all_heads(problem.arrays)), strict=True))
+        results = all_heads(problem.arrays)
+        return {name: np.asarray(results[name]) for name in quantities(case)}
 
 
 def errors_of(
@@ -140,7 +151,8 @@ def errors_of(
         _, gradients = compile_contender(problem, backend, "forward_backward").start()
     except Exception as refusal:  # other systems raise anything, and one that fails must not end the others
         return errors, reason(refusal)
-    return errors | {name: error(x, expected[name]) for name, x in zip(GRADIENTS, gradients, strict=True)}, None
+    _, *names = quantities(problem.case)
+    return errors | {name: error(x, expected[name]) for name, x in zip(names, gradients, strict=True)}, None
 
 
 def error(computed: jax.Array, expected: np.ndarray) -> Error:

@@ -21,8 +21,12 @@ class Case:
     """The inputs of one attention.
 
     Attributes:
+      length: number of queries, and of keys unless `kv_length` is given.
       document_length: of packed documents: the median of their lengths, in tokens; None for one document.
       document_spread: standard deviation of the lengths' logarithm; 0 for documents of one length.
+      kv_length: number of keys; None for as many as queries.
+      value_dim: head dim of values and outputs; None for `head_dim`.
+      has_sinks: whether each query head has an attention sink.
     """
 
     batch: int
@@ -34,6 +38,30 @@ class Case:
     dtype: str = "bfloat16"
     document_length: int | None = None
     document_spread: float = 0.0
+    kv_length: int | None = None
+    value_dim: int | None = None
+    has_sinks: bool = False
+
+    def __post_init__(self):
+        if self.kv_length is not None and not (self.mask.allows_all and self.document_length is None):
+            raise ValueError(
+                f"kv_length={self.kv_length} needs FullMask() and one document, got {self.mask!r} and "
+                f"document_length={self.document_length}: systems align other masks differently; leave kv_length out"
+            )
+
+    @property
+    def output_dim(self) -> int:
+        """Head dim of values and outputs."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the arrays that attention takes and is differentiated in."""
+        return ("query", "key", "value", *(["sinks"] if self.has_sinks else []))
+
+    def num_keys(self, num_queries: int) -> int:
+        """The number of keys beside so many queries: the case's own, in proportion."""
+        return num_queries if self.kv_length is None else self.kv_length * num_queries // self.length
 
 
 CAUSAL, WINDOW_1024, WINDOW_4096 = CausalMask(), LocalMask(1023, 0), LocalMask(4095, 0)
@@ -82,7 +110,7 @@ class Problem:
     """A case with fresh random inputs.
 
     Attributes:
-      arrays: query, key, value and d_output.
+      arrays: query, key, value, d_output and, of a case that has them, sinks.
       segment_ids: int32 `[batch, length]`, or None for one document.
       num_pairs: pairs that mask and documents allow, over all heads and the batch.
     """
@@ -96,7 +124,7 @@ class Problem:
     def flops(self, direction: str) -> float:
         """Of the pairs allowed, in "forward", "backward" or "forward_backward"; a backward counts as 2.5 forwards."""
         factor = {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}[direction]
-        return factor * 4 * self.case.head_dim * self.num_pairs
+        return factor * 2 * (self.case.head_dim + self.case.output_dim) * self.num_pairs
 
 
 def make_problem(case: Case, length: int | None = None) -> Problem:
@@ -105,7 +133,7 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
     rng = np.random.default_rng()
     arrays = draw_arrays(case, length, rng)
     if case.document_length is None:
-        num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, length), None
+        num_pairs, segment_ids = case.batch * count_allowed_pairs(case.mask, length, case.num_keys(length)), None
     else:
         documents = [_document_lengths(case, length, rng) for _ in range(case.batch)]
         segment_ids = jnp.asarray([np.repeat(np.arange(len(x)), x) for x in documents], jnp.int32)
@@ -116,10 +144,15 @@ def make_problem(case: Case, length: int | None = None) -> Problem:
 
 
 def draw_arrays(case: Case, length: int, rng: np.random.Generator) -> Arrays:
-    """Random query, key, value and d_output."""
-    shapes = dict.fromkeys(("query", "d_output"), (case.batch, length, case.num_heads, case.head_dim))
-    shapes |= dict.fromkeys(("key", "value"), (case.batch, length, case.num_kv_heads, case.head_dim))
-    return {name: _normal(rng, shape, case.dtype) for name, shape in shapes.items()}
+    """Random query, key, value, d_output and, of a case that has them, sinks in float32."""
+    shapes = {
+        "query": (case.batch, length, case.num_heads, case.head_dim),
+        "key": (case.batch, case.num_keys(length), case.num_kv_heads, case.head_dim),
+        "value": (case.batch, case.num_keys(length), case.num_kv_heads, case.output_dim),
+        "d_output": (case.batch, length, case.num_heads, case.output_dim),
+    }
+    arrays = {name: _normal(rng, shape, case.dtype) for name, shape in shapes.items()}
+    return arrays | ({"sinks": _normal(rng, (case.num_heads,), "float32")} if case.has_sinks else {})
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:

@@ -47,7 +47,7 @@ def compile_contender(
     if backend == "xla":
         # No length needs to be compiled at which two arrays of weights alone don't fit, one each way.
         weights = problem.case.batch * problem.case.num_heads * np.dtype(problem.case.dtype).itemsize
-        while 2 * weights * length**2 > dense_gigabytes * 1e9:
+        while 2 * weights * length * problem.case.num_keys(length) > dense_gigabytes * 1e9:
             length //= 2
     while True:
         shorter = problem if length == problem.length else make_problem(problem.case, length)
@@ -108,9 +108,9 @@ def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.
 def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> Callable[[Arrays, Any], Any]:
     """One call as a function of arrays and segment ids."""
 
-    def attend(query, key, value, segment_ids):
+    def attend(query, key, value, sinks=None, *, segment_ids):
         if isinstance(backend, str) and backend in PEERS:
-            return PEERS[backend](query, key, value, problem.case, segment_ids)
+            return PEERS[backend](query, key, value, sinks, segment_ids, problem)
         return dot_product_attention(
             query,
             key,
@@ -118,15 +118,16 @@ def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> 
             problem.case.mask,
             query_segment_ids=segment_ids,
             key_value_segment_ids=segment_ids,
+            sinks=sinks,
             implementation=FORMS.get(backend, backend) if isinstance(backend, str) else backend,
         )
 
     def forward(arrays, segment_ids):
-        return attend(arrays["query"], arrays["key"], arrays["value"], segment_ids)
+        return attend(*(arrays[name] for name in problem.case.inputs), segment_ids=segment_ids)
 
     def forward_backward(arrays, segment_ids):
         one_problem = functools.partial(attend, segment_ids=segment_ids)
-        output, vjp = jax.vjp(one_problem, arrays["query"], arrays["key"], arrays["value"])
+        output, vjp = jax.vjp(one_problem, *(arrays[name] for name in problem.case.inputs))
         return output, vjp(arrays["d_output"])
 
     return forward if direction == "forward" else forward_backward

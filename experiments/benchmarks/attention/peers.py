@@ -1,4 +1,4 @@
-"""Other attentions under JAX, each as a function of (query, key, value, case, segment_ids).
+"""Other attentions under JAX, each as a function of (query, key, value, sinks, segment_ids, problem).
 
 They're called as their own documentation says, with the tiles that were the fastest on an H200. One that can't serve a
 case raises with the reason; one that isn't installed raises ImportError.
@@ -12,22 +12,25 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from experiments.benchmarks.attention.cases import Case
+from experiments.benchmarks.attention.cases import Problem
 
 
-def _window(case: Case, segment_ids, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
+def _window(problem: Problem, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
     """Whether the mask is causal, and how far back it sees.
 
     Raises:
-      ValueError: a mask that isn't full, causal or (if `windows`) a causal window, or packed documents.
+      ValueError: a mask that isn't full, causal or (if `windows`) a causal window, packed documents, or sinks.
     """
+    case = problem.case
     window = case.mask.window
     if window is None or (window[1] != 0 and not case.mask.allows_all):
         raise ValueError(f"has full masks, causal masks and causal windows only, not {case.mask!r}")
     if window[0] is not None and not windows:
         raise ValueError(f"has no windows such as {case.mask!r}")
-    if segment_ids is not None and not documents:
+    if problem.segment_ids is not None and not documents:
         raise ValueError("has no segment ids for packed documents")
+    if case.has_sinks:
+        raise ValueError("has no attention sinks")
     return window[1] == 0, window[0]
 
 
@@ -36,9 +39,9 @@ def _needs_gpu() -> None:
         raise ValueError(f"runs on gpu, not on {jax.default_backend()}")
 
 
-def _xla(query, key, value, case: Case, segment_ids):
+def _xla(query, key, value, sinks, segment_ids, problem: Problem):
     """XLA's own attention, which builds the T×T logits."""
-    is_causal, left = _window(case, segment_ids)
+    is_causal, left = _window(problem)
     return jax.nn.dot_product_attention(
         query,
         key,
@@ -49,13 +52,16 @@ def _xla(query, key, value, case: Case, segment_ids):
     )
 
 
-def _pallas_mosaic(query, key, value, case: Case, segment_ids):
+def _pallas_mosaic(query, key, value, sinks, segment_ids, problem: Problem):
     """JAX's own Mosaic GPU attention; its backward is for full masks."""
     _needs_gpu()
     from jax.experimental.pallas.ops.gpu import attention_mgpu
 
-    is_causal, _ = _window(case, segment_ids, windows=False)
-    wide = 64 if case.head_dim > 64 else 128
+    is_causal, _ = _window(problem, windows=False)
+    # It takes the value's head dim for the key's, unchecked (jax/experimental/pallas/ops/gpu/attention_mgpu.py).
+    if problem.case.output_dim != problem.case.head_dim:
+        raise ValueError(f"has one head dim, not {problem.case.head_dim} with values of {problem.case.output_dim}")
+    wide = 64 if problem.case.head_dim > 64 else 128
     config = attention_mgpu.TuningConfig(
         block_q=64,
         block_kv=128,
@@ -67,18 +73,18 @@ def _pallas_mosaic(query, key, value, case: Case, segment_ids):
         block_q_dq=64,
         block_kv_dq=wide,
     )
-    return attention_mgpu.attention(query * jnp.asarray(case.head_dim**-0.5, query.dtype), key, value, config)
+    return attention_mgpu.attention(query * jnp.asarray(problem.case.head_dim**-0.5, query.dtype), key, value, config)
 
 
-def _pallas_triton(query, key, value, case: Case, segment_ids):
+def _pallas_triton(query, key, value, sinks, segment_ids, problem: Problem):
     """JAX's own Pallas Triton attention; it has no grouped heads, so keys and values are repeated."""
     _needs_gpu()
     from jax.experimental.pallas.ops.gpu import attention
 
-    is_causal, _ = _window(case, segment_ids, windows=False, documents=True)
-    group_size = case.num_heads // case.num_kv_heads
+    is_causal, _ = _window(problem, windows=False, documents=True)
+    group_size = problem.case.num_heads // problem.case.num_kv_heads
     key, value = (jnp.repeat(x, group_size, axis=2) for x in (key, value))
-    block = 128 if case.head_dim <= 64 else 64
+    block = 128 if problem.case.head_dim <= 64 else 64
     sizes = attention.BlockSizes(
         block_q=128, block_k=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
@@ -87,18 +93,18 @@ def _pallas_triton(query, key, value, case: Case, segment_ids):
         key,
         value,
         segment_ids,
-        sm_scale=case.head_dim**-0.5,
+        sm_scale=problem.case.head_dim**-0.5,
         causal=is_causal,
         block_sizes=sizes,
-        num_warps=4 if case.head_dim <= 64 else 8,
+        num_warps=4 if problem.case.head_dim <= 64 else 8,
     )
 
 
-def _tokamax(query, key, value, case: Case, segment_ids, *, implementation: str):
+def _tokamax(query, key, value, sinks, segment_ids, problem: Problem, *, implementation: str):
     _needs_gpu()
     import tokamax
 
-    is_causal, left = _window(case, segment_ids)
+    is_causal, left = _window(problem)
     return tokamax.dot_product_attention(
         query,
         key,

@@ -116,14 +116,19 @@ def _speeds(row: dict[str, Any] | None) -> tuple[str, str, str]:
 
 
 def case_title(row: dict[str, Any]) -> str:
-    """A row's shape, mask and documents."""
+    """A row's shape, mask, sinks and documents: what its keys and values have apart stands behind a slash."""
+    # Rows of before these fields were there have none of the three.
+    kv_length, value_dim, has_sinks = (row.get(name) for name in ("kv_length", "value_dim", "has_sinks"))
     heads = f"{row['num_heads']}" + ("" if row["num_kv_heads"] == row["num_heads"] else f"/{row['num_kv_heads']}")
-    shape = f"{row['batch']} × {heads} × {row['length']:,} × {row['head_dim']}"
+    length = f"{row['length']:,}" + (f"/{kv_length:,}" if kv_length else "")
+    head_dim = f"{row['head_dim']}" + (f"/{value_dim}" if value_dim else "")
+    sinks = ", sinks" if has_sinks else ""
     documents = ""
     if row["document_length"] is not None:
         around = "log-normal around" if row["document_spread"] else "of"
         documents = f", packed documents {around} {row['document_length']:,}"
-    return f"{shape}, {mask_title(parse_mask(row['mask']))}{documents}"
+    mask = mask_title(parse_mask(row["mask"]))
+    return f"{row['batch']} × {heads} × {length} × {head_dim}, {mask}{sinks}{documents}"
 
 
 def mask_title(mask: Mask) -> str:

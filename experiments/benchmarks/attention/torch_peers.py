@@ -33,9 +33,13 @@ def compile_torch(
     if not torch.cuda.is_available():
         raise ValueError("runs on gpu, and PyTorch sees none")
 
-    def normal(num_heads: int):
-        shape = (problem.case.batch, num_heads, problem.length, problem.case.head_dim)
-        return torch.randn(shape, device="cuda", dtype=getattr(torch, problem.case.dtype), requires_grad=True)
+    if problem.case.has_sinks:
+        raise ValueError("is called without attention sinks here")
+
+    def normal(name: str):
+        batch, length, num_heads, head_dim = problem.arrays[name].shape
+        shape, dtype = (batch, num_heads, length, head_dim), getattr(torch, problem.case.dtype)
+        return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
 
     begin = time.perf_counter()
     num_heads, num_kv_heads = problem.case.num_heads, problem.case.num_kv_heads
@@ -47,7 +51,7 @@ def compile_torch(
                 return attend(query, key, value)
         return torch.autograd.grad(attend(query, key, value), (query, key, value), d_output)
 
-    inputs = [tuple(map(normal, (num_heads, num_kv_heads, num_kv_heads, num_heads))) for _ in range(calls_per_program)]
+    inputs = [tuple(map(normal, ("query", "key", "value", "d_output"))) for _ in range(calls_per_program)]
     call(*inputs[0])
     torch.cuda.synchronize()
     compile_s = time.perf_counter() - begin
@@ -85,10 +89,11 @@ def _flex(problem: Problem) -> Callable[..., Any]:
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    case, length = problem.case, problem.length
+    case = problem.case
+    num_queries, num_keys = problem.length, case.num_keys(problem.length)
     if case.mask.window is None:
         raise ValueError(f"is written for masks of distances here, not {case.mask!r}")
-    left, right = (length if side is None else side for side in case.mask.window)
+    left, right = (max(num_queries, num_keys) if side is None else side for side in case.mask.window)
     ids = None if problem.segment_ids is None else torch.tensor(np.array(problem.segment_ids), device="cuda")
 
     def allowed(b, h, q, kv):
@@ -100,7 +105,7 @@ def _flex(problem: Problem) -> Callable[..., Any]:
         del os.environ["TRITON_CACHE_DIR"]
     # Otherwise the cases that came before make it compile for shapes in general, which is slower.
     torch._dynamo.reset()
-    blocks = create_block_mask(allowed, case.batch, None, length, length, device="cuda", _compile=True)
+    blocks = create_block_mask(allowed, case.batch, None, num_queries, num_keys, device="cuda", _compile=True)
     return functools.partial(torch.compile(flex_attention), block_mask=blocks)
 
 

@@ -105,7 +105,7 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
         key_value_positions=None,
         scale=None,
         logits_soft_cap=None,
-        sinks=None,
+        sinks=problem.arrays.get("sinks"),
         return_lse=False,
     )
     if (reason := unsupported_reason(call)) is not None:
