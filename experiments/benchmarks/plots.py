@@ -34,6 +34,7 @@ _CONTENDERS = {
     OURS: ("o", "#08519c"),
     "cuDNN": ("s", "#76a832"),
     "tokamax, Mosaic": ("D", "#d09a2c"),
+    "FlashAttention-3": ("*", "#54278f"),
     "FlashAttention-2": ("^", "#8c6bb1"),
     "FlexAttention": ("v", "#b4442c"),
     "JAX's Pallas, Mosaic": ("P", "#777777"),

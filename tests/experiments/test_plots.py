@@ -68,6 +68,14 @@ def test_a_contender_is_shown_where_it_took_turns_with_ours():
     }
 
 
+def test_every_system_has_a_marker_of_its_own():
+    shown = {plots.OURS, "cuDNN", *plots.NEXT.values()}
+    assert shown == plots._CONTENDERS.keys()
+    assert len(set(plots._CONTENDERS.values())) == len(shown)
+    row = speed_row("mosaic_gpu", ratios={"fa3": 1.1})
+    assert plots.attention_speeds([row, speed_row("fa3")])["forward"].keys() == {plots.OURS, "FlashAttention-3"}
+
+
 def test_a_trace_that_was_stopped_is_not_shown():
     rows = [
         trace_row("ours", 8192, 0.06),

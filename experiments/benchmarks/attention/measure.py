@@ -126,7 +126,7 @@ def reason(refusal: Exception) -> str:
 def where() -> dict[str, str]:
     """Device, versions and date."""
     versions = {}
-    for distribution in ("jax", "jaxlib", "nvidia-cudnn-cu13", "torch", "tokamax"):
+    for distribution in ("jax", "jaxlib", "nvidia-cudnn-cu13", "torch", "tokamax", "dew-flash-attn-cu13"):
         try:
             versions[distribution] = metadata.version(distribution)
         except metadata.PackageNotFoundError:

@@ -11,8 +11,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.benchmarks.attention.cases import Problem
+from kernels import Target
+
+_HOPPER = 9.0
 
 
 def _window(problem: Problem, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
@@ -37,6 +41,17 @@ def _window(problem: Problem, *, windows: bool = True, documents: bool = False) 
 def _needs_gpu() -> None:
     if jax.default_backend() != "gpu":
         raise ValueError(f"runs on gpu, not on {jax.default_backend()}")
+
+
+def _needs_hopper() -> None:
+    """The package of FlashAttention-3 runs FlashAttention-2 on other GPUs."""
+    _needs_gpu()
+    target = Target.of()
+    if target.compute_capability != _HOPPER:
+        capability = f"compute capability {target.compute_capability}"
+        raise ValueError(
+            f"is for Hopper GPUs (compute capability {_HOPPER}), not for {target.device_kind} ({capability})"
+        )
 
 
 def _xla(query, key, value, sinks, segment_ids, problem: Problem):
@@ -115,10 +130,44 @@ def _tokamax(query, key, value, sinks, segment_ids, problem: Problem, *, impleme
     )
 
 
+def _fa3(query, key, value, sinks, segment_ids, problem: Problem):
+    """FlashAttention-3, of the package dew-flash-attn-cu13, which says itself what shapes and dtypes it takes."""
+    _needs_hopper()
+    try:
+        from dew_flash_attn import flash_mha, flash_mha_varlen
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("fa3 needs dew-flash-attn-cu13: pip install 'flax-longcontext[peers]'") from error
+
+    window = problem.case.mask.window
+    if window is None or any(side is not None and side < 0 for side in window):
+        raise ValueError(f"has full masks, causal masks and windows around each query only, not {problem.case.mask!r}")
+    how = {
+        "is_causal": window == (None, 0),
+        "window_size": tuple(-1 if side is None else side for side in window),
+        "sinks": sinks,
+    }
+    if problem.segment_ids is None:
+        return flash_mha(query, key, value, **how)
+    # Its callers know their documents on the host: the segment ids on the device are no input of it.
+    offsets = _document_offsets(problem.segment_ids)
+    one_row = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
+    output = flash_mha_varlen(*one_row, offsets, int(np.diff(offsets).max()), **how)
+    return output.reshape(problem.arrays["d_output"].shape)
+
+
+def _document_offsets(segment_ids: jax.Array) -> np.ndarray:
+    """Where documents begin in the rows of a batch laid end to end, and behind them the number of tokens; int32."""
+    ids = np.asarray(segment_ids)
+    begins = np.ones(ids.shape, bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return np.append(np.flatnonzero(begins), ids.size).astype(np.int32)
+
+
 PEERS: dict[str, Callable] = {
     "xla": _xla,
     "pallas_mosaic": _pallas_mosaic,
     "pallas_triton": _pallas_triton,
     "tokamax_mosaic": functools.partial(_tokamax, implementation="mosaic"),
     "tokamax_triton": functools.partial(_tokamax, implementation="triton"),
+    "fa3": _fa3,
 }

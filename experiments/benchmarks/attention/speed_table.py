@@ -22,12 +22,19 @@ BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention
 END = "<!-- end attention speeds -->"
 REPOSITORY = Path(__file__).parents[3]
 HEADINGS = ("batch × heads × length × head dim", *("forward", "× cuDNN", "× next"), *("backward", "× cuDNN", "× next"))
-VERSIONS = {"jax": "JAX", "nvidia-cudnn-cu13": "cuDNN", "torch": "PyTorch", "tokamax": "tokamax"}
+VERSIONS = {
+    "jax": "JAX",
+    "nvidia-cudnn-cu13": "cuDNN",
+    "torch": "PyTorch",
+    "tokamax": "tokamax",
+    "dew-flash-attn-cu13": "dew-flash-attn",
+}
 NEXT = {
     "pallas_mosaic": "JAX's Pallas, Mosaic",
     "pallas_triton": "JAX's Pallas, Triton",
     "tokamax_mosaic": "tokamax, Mosaic",
     "tokamax_triton": "tokamax, Triton",
+    "fa3": "FlashAttention-3",
     "torch_flash": "FlashAttention-2",
     "torch_flex": "FlexAttention",
 }
