@@ -224,10 +224,27 @@ def test_names():
         AttentionArguments(baseline="cudnn")
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name[0].isdigit()])
+def test_a_name_says_what_the_case_is(name):
+    shape, *words = name.split("_")
+    case = CASES[name]
+    batch, heads, length, head_dim = (tuple(map(int, part.split("/"))) for part in shape.split("x"))
+    assert batch == (case.batch,)
+    assert (heads[0], heads[-1]) == (case.num_heads, case.num_kv_heads)
+    assert (length[0], length[-1]) == (case.length, case.num_keys(case.length))
+    assert (head_dim[0], head_dim[-1]) == (case.head_dim, case.output_dim)
+    assert ("sinks" in words) == case.has_sinks
+    assert ("documents" in words) == (case.document_length is not None)
+    left = int(words[words.index("window") + 1]) - 1 if "window" in words else None
+    assert case.mask.window == ((None, None) if "full" in words else (left, 0))
+
+
 def test_a_suite_stands_for_cases_and_backends_that_can_be_replaced():
     hopper = AttentionArguments(suite="hopper").chosen
     assert set(hopper.cases) <= set(CASES)
     assert hopper.baseline == "cudnn"
+    fa3 = AttentionArguments(suite="fa3", cases=("1x64/8x16384x64_sinks",)).chosen
+    assert fa3 == Suite(("1x64/8x16384x64_sinks",), ("mosaic_gpu", "fa3", "cudnn"), "fa3")
     flex = AttentionArguments(suite="hopper", cases=("gpt2_causal",), backends=("mosaic_gpu", "torch_flex")).chosen
     assert flex == Suite(("gpt2_causal",), ("mosaic_gpu", "torch_flex"), "torch_flex")
     assert AttentionArguments().chosen == Suite(("window_1024",), ("blockwise", "xla"), "xla")
@@ -276,18 +293,31 @@ def test_the_table_says_what_was_measured(tmp_path):
         {**row, "tflops_per_s": 300.6, "speed_ratios": {"cudnn": 0.5}, "direction": "backward"},
         {**row, "tflops_per_s": 9.0, "speed_ratios": {"cudnn": 9.0}, "backend": "cudnn"},
         {**row, "tflops_per_s": 2.0, "speed_ratios": {}, "case": "b", "head_dim": 128, "date": "2026-11-22"},
+        {
+            **row,
+            "tflops_per_s": 3.0,
+            "speed_ratios": {"fa3": 1.1, "torch_flash": 1.2},
+            "case": "d",
+            "direction": "backward",
+        }
+        | {"dew-flash-attn-cu13": "0.3.6", "has_sinks": True},
         {"case": "c", "backend": "mosaic_gpu", "direction": "forward", "refused": "can't"},
     ]
     path, page = tmp_path / "rows.jsonl", tmp_path / "benchmarks.md"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     page.write_text(f"before\n{speed_table.BEGIN}\nold\n{speed_table.END}\nafter\n")
     speed_table.main(speed_table.SpeedTableArguments(results=path, page=page))
-    before, _, where, _, headings, _, first, second, _, after = page.read_text().splitlines()
+    before, _, where, _, headings, _, first, second, third, _, after = page.read_text().splitlines()
     assert (before, after) == ("before", "after")
-    assert where == "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22:"
+    assert where == (
+        "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; "
+        "NVIDIA H200, JAX 0.11.2, dew-flash-attn 0.3.6, 2026-11-21:"
+    )
     assert len(headings.split("|")) == len(first.split("|"))
     assert first == "| 1 × 8/2 × 4,096 × 64, window 1,024 | 400 | 1.26 | 1.50 (tokamax, Mosaic) | 301 | 0.50 | – |"
     assert second == "| 1 × 8/2 × 4,096 × 128, window 1,024 | 2 | – | – | – | – | – |"
+    shape = "1 × 8/2 × 4,096 × 64, window 1,024, sinks"
+    assert third == f"| {shape} | – | – | – | 3 | – | 1.10 (FlashAttention-3) |"
 
 
 def test_the_table_needs_its_markers_and_rows():

@@ -3,14 +3,16 @@
     python -m experiments.benchmarks.attention --cases window_1024 --backends blockwise xla
     python -m experiments.benchmarks.attention --suite hopper --output rows.jsonl
     python -m experiments.benchmarks.attention --suite hopper --backends mosaic_gpu cudnn --check
+    python -m experiments.benchmarks.attention --suite fa3 --output rows.jsonl
     python -m experiments.benchmarks.attention --cases gpt2_causal --backends mosaic_gpu --compile-lengths 4096 131072
 
 A backend's name is one of the backends' table, or with a form of its backward behind it (`triton_split`), or of another
 attention, where that is installed: `xla`, which is `jax.nn.dot_product_attention(implementation="xla")` and builds the
-T×T logits; JAX's own `pallas_mosaic` and `pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; PyTorch's
-`torch_flash` and `torch_flex`. What can't serve a case has a row that says why. Where the logits don't fit into
-`--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled by the square of the
-lengths' ratio; the row says so. A backward's time is forward and backward together, less forward, of the same round.
+T×T logits; JAX's own `pallas_mosaic` and `pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; `fa3`,
+FlashAttention-3; PyTorch's `torch_flash` and `torch_flex`. What can't serve a case has a row that says why. Where the
+logits don't fit into `--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled
+by the square of the lengths' ratio; the row says so. A backward's time is forward and backward together, less forward,
+of the same round.
 
 Calls of less than `--program-ms` come several to a program, as they do in a training step, where the host doesn't wait
 between layers: the row's `calls_per_program`, the same for all backends. PyTorch's are started one by one all the same.
@@ -32,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import measure_errors, quantities
-from experiments.benchmarks.attention.cases import HOPPER, TRITON, Case, known_cases
+from experiments.benchmarks.attention.cases import FA3, HOPPER, TRITON, Case, known_cases
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
@@ -50,6 +52,7 @@ class Suite:
 
 SUITES = {
     "hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn"),
+    "fa3": Suite(tuple(FA3), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
     "triton": Suite(
         tuple(TRITON), ("triton_split", "triton_fused", "pallas_triton", "tokamax_triton", "cudnn"), "pallas_triton"
     ),
@@ -62,9 +65,9 @@ class AttentionArguments:
 
     cases: tuple[str, ...] | None = None
     """Names from CASES; the suite's, or `window_1024`, if not given."""
-    suite: Literal["hopper", "triton"] | None = None
-    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `triton`, both forms of
-    the Triton kernels and other Triton kernels."""
+    suite: Literal["hopper", "fa3", "triton"] | None = None
+    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `fa3`, FlashAttention-3
+    and cuDNN on Hopper GPUs; `triton`, both forms of the Triton kernels and other Triton kernels."""
     backends: tuple[str, ...] | None = None
     """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None

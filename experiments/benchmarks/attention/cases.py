@@ -83,6 +83,31 @@ HOPPER = {
 }
 """The shapes that are compared with other systems: batch × heads/key-value heads × length × head dim."""
 
+FA3 = {
+    "1x16x32768x128": HOPPER["1x16x32768x128"],
+    "1x16x32768x128_full": HOPPER["1x16x32768x128_full"],
+    "1x32/8x32768x128": HOPPER["1x32/8x32768x128"],
+    "1x12x32768x64": HOPPER["1x12x32768x64"],
+    "4x24x4096x64": HOPPER["4x24x4096x64"],
+    "1x16/2x32768x256": HOPPER["1x16/2x32768x256"],
+    "4x48x4096x128": Case(4, 4096, 48, 48, 128, CAUSAL),
+    "4x48x8192x128": Case(4, 8192, 48, 48, 128, CAUSAL),
+    "1x2x32768x128": HOPPER["1x2x32768x128"],
+    "16x16x1024x128": Case(16, 1024, 16, 16, 128, CAUSAL),
+    "32x12x512x64": Case(32, 512, 12, 12, 64, CAUSAL),
+    "1x16x32768x128_window_4096": HOPPER["1x16x32768x128_window_4096"],
+    "1x64/8x16384x64_sinks": Case(1, 16_384, 64, 8, 64, CAUSAL, has_sinks=True),
+    "1x64/8x16384x64_window_128_sinks": Case(1, 16_384, 64, 8, 64, LocalMask(127, 0), has_sinks=True),
+    "1x16x32768x128_documents": HOPPER["1x16x32768x128_documents"],
+    "1x16x32768x128_short_documents": Case(1, 32_768, 16, 16, 128, CAUSAL, document_length=1000, document_spread=1.0),
+    "1x32/8x32768x128_documents": Case(1, 32_768, 32, 8, 128, CAUSAL, document_length=4096, document_spread=0.5),
+    "1x32/8x32768x128_short_documents": Case(1, 32_768, 32, 8, 128, CAUSAL, document_length=1000, document_spread=1.0),
+    "1x8x4096/20000x128_full": Case(1, 4096, 8, 8, 128, FullMask(), kv_length=20_000),
+    "1x8x16384x192/128": Case(1, 16_384, 8, 8, 192, CAUSAL, value_dim=128),
+}
+"""The shapes that are compared with FlashAttention-3: pretraining's, gpt-oss's layers with sinks, packed documents,
+keys that are more than the queries, and multi-head latent attention's two head dims."""
+
 TRITON = {
     **{f"1x2x32768x{dim}": Case(1, 32_768, 2, 2, dim, CAUSAL) for dim in (32, 64, 128)},
     **{f"4x24x4096x{dim}": Case(4, 4096, 24, 24, dim, CAUSAL) for dim in (32, 64, 128)},
@@ -101,6 +126,7 @@ CASES = {
     "gpt2_documents": Case(1, 32_768, 12, 12, 64, CAUSAL, document_length=4096, document_spread=0.5),
     "4x16/2x4096x256": Case(4, 4096, 16, 2, 256, CAUSAL),
     **HOPPER,
+    **FA3,
     **TRITON,
 }
 
