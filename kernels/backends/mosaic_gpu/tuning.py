@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from kernels.backends.mosaic_gpu import tuned
+from kernels.backends.mosaic_gpu.makespan import forward_makespan
 from kernels.call import AttentionCall
 from kernels.masks import Mask
 
 _T = TypeVar("_T")
+# Tiles that were tuned for unlike calls may be slower by themselves, by up to 6 % (search of 2026-11-21, NVIDIA H200).
+_OTHERS_COST = 1.05
 CallFamily = Literal["full", "causal", "window", "packed", "other"]
 
 
@@ -224,13 +227,33 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
     return dataclasses.replace(
         tuning,
         backward=backward,
-        forward_tiles=tuning.forward_tiles or _likest(FORWARD, call),
+        forward_tiles=tuning.forward_tiles or _forward_tiles(call),
         backward_tiles=tuning.backward_tiles or _likest(FUSED if backward == "fused" else SPLIT, call),
     )
 
 
+def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
+    """The likest call's tiles, or others of its head dim where these keep the multiprocessors busier."""
+    nearest = _likest_key(FORWARD, call)
+    others = [tiles for key, tiles in FORWARD.items() if key.head_dim == nearest.head_dim and key.family != "packed"]
+    costs = {tiles: _OTHERS_COST * _cost(tiles, call) for tiles in others} | {
+        FORWARD[nearest]: _cost(FORWARD[nearest], call)
+    }
+    return min(costs, key=lambda tiles: costs[tiles])
+
+
+def _cost(tiles: MosaicForwardTuning, call: AttentionCall) -> float:
+    """What the forward takes, in no unit, but for how fast the tiles are by themselves; 0 where it isn't known."""
+    return forward_makespan(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call) or 0
+
+
 def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
-    """The entry of the next head dim, if possible of the same family, and then of the nearest length."""
+    """The entry of the likest call."""
+    return table[_likest_key(table, call)]
+
+
+def _likest_key(table: Mapping[TunedCall, _T], call: AttentionCall) -> TunedCall:
+    """The next head dim, if possible of the same family, and then of the nearest length."""
     widest = max(call.head_dim, call.value_dim)
     # Positions take as much shared memory as segment ids do.
     family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
@@ -238,4 +261,4 @@ def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
     def unlikeness(key: TunedCall):
         return key.head_dim, key.family != family, key.family != "causal", abs(math.log(key.length / call.q_len))
 
-    return table[min((key for key in table if key.head_dim >= widest), key=unlikeness)]
+    return min((key for key in table if key.head_dim >= widest), key=unlikeness)
