@@ -329,6 +329,24 @@ def random_tuning(rng, head_dim: int) -> MosaicGpuTuning:
     return MosaicGpuTuning("fused" if fused else "split", forward, backward)
 
 
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("backward", ["fused", "split"])
+def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backward):
+    inputs, call = call_of(CausalMask())
+    tuning = resolve(MosaicGpuTuning(backward), call)
+
+    def lower() -> str:
+        def run(inputs):
+            output, lse = mosaic_gpu.forward(inputs, call, tuning)
+            return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+
+        return jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lower()
+    assert text.count("mosaic_gpu_v2") == (2 if backward == "fused" else 3)
+    assert lower() == text
+
+
 def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list[int], str | None]:
     """What Mosaic GPU requests for each kernel, up to the first that it refuses, and its refusal."""
     requested, tree_size = [], core._smem_tree_size

@@ -111,6 +111,7 @@ def launch_pass(
     producer: Callable[[BackwardContext], None],
     consumers: Sequence[Callable[[BackwardContext], None]],
     *,
+    name: str,
     transposed: bool,
     shift: int | None = None,
 ) -> list[Any]:
@@ -136,7 +137,16 @@ def launch_pass(
 
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
     return launch(
-        make_context, producer, consumers, operands, out_type, scratch, scheduler, tuning=tuning, machine=machine
+        make_context,
+        producer,
+        consumers,
+        operands,
+        out_type,
+        scratch,
+        scheduler,
+        name=name,
+        tuning=tuning,
+        machine=machine,
     )
 
 
@@ -181,7 +191,10 @@ def query_pass(
 ) -> Float[Array, "B T N H"]:
     """dQ alone, scaled, in the query's dtype. `arrays.rows` are each query block's key/value tiles, in fixed order."""
     scratch = query_scratch(call, tuning, machine)
-    return launch_pass(arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=False)[0]
+    (d_query,) = launch_pass(
+        arrays, call, tuning, machine, scratch, _load, [_differentiate], name="attention_dq", transposed=False
+    )
+    return d_query
 
 
 def _load(context: QueryContext) -> None:

@@ -152,7 +152,16 @@ def run_forward(
         jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
     )
     output, lse = launch(
-        make_context, _load, [_attend], operands, outputs, (smem, barriers), scheduler, tuning=how, machine=machine
+        make_context,
+        _load,
+        [_attend],
+        operands,
+        outputs,
+        (smem, barriers),
+        scheduler,
+        name="attention_forward",
+        tuning=how,
+        machine=machine,
     )
     return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
 

@@ -142,7 +142,16 @@ def key_value_pass(
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
     shift = _SHIFT if same_start else None
     d_key, d_value = launch_pass(
-        arrays, call, tuning, machine, scratch, _load, [_differentiate], transposed=True, shift=shift
+        arrays,
+        call,
+        tuning,
+        machine,
+        scratch,
+        _load,
+        [_differentiate],
+        name="attention_backward" if fused else "attention_dkv",
+        transposed=True,
+        shift=shift,
     )
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
 

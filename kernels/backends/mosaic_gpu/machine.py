@@ -1,6 +1,6 @@
 """What runs a kernel: a Hopper GPU or Pallas's interpreter, which do some things differently. And how it is launched.
 
-The interpreter knows no threads within a warpgroup and no atomic operations. Its matmuls take no operand from
+The interpreter knows no threads within a warpgroup, no atomic operations and no MLIR. Its matmuls take no operand from
 registers, and its accumulators can't be stored to.
 """
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from kernels.backends.mosaic_gpu.memory import matrix
 from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
@@ -31,6 +32,21 @@ def add_product(accumulator, a, b, memory, warpgroup) -> None:
         memory.at[warpgroup][...] = a
         a = memory.at[warpgroup]
     plgpu.wgmma(accumulator, a, b)
+
+
+def name_dumps(name: str) -> None:
+    """Names the files that Mosaic GPU dumps of a kernel, from within the kernel.
+
+    The name is a part of what is compiled. JAX counts the kernels that the process has lowered in it (seen in 0.11.2),
+    so that no cache would know a kernel again: neither XLA's, when another program of the process has the same kernel,
+    nor the persistent one, when another process has lowered other kernels before.
+    """
+
+    @plgpu.inline_mgpu()
+    def set_name(context) -> None:
+        context.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+
+    set_name()
 
 
 class Output(NamedTuple):
@@ -91,6 +107,7 @@ class Hopper:
         """Shared memory for operands that products take from registers, or None where they need none."""
         return None
 
+    name_dumps = staticmethod(name_dumps)
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
     column_indices = staticmethod(column_indices)
@@ -108,6 +125,10 @@ class Interpreter(Hopper):
 
     def operand_memory(self, *shape: int, dtype) -> Any:
         return matrix(*shape, dtype=dtype)
+
+    @staticmethod
+    def name_dumps(name: str) -> None:
+        pass
 
     @staticmethod
     def partial_sums(p, limit: float) -> tuple[jax.Array, jax.Array]:
@@ -139,12 +160,14 @@ def launch(
     scratch: tuple[Any, Any],
     scheduler: TileScheduler,
     *,
+    name: str,
     tuning: MosaicForwardTuning | MosaicBackwardTuning,
     machine: Hopper,
 ) -> Any:
     """Runs one role in each warpgroup of each program, and returns the outputs.
 
     Args:
+      name: of the kernel's dumps, before the first operand's shape.
       scratch: arrays and barriers in shared memory, a named tuple of each; the roles get references to them.
       make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
       producer: the last warpgroup's role. It gives most of its registers to the others.
@@ -154,6 +177,7 @@ def launch(
 
     def kernel(*refs):
         *gmem, smem, barriers = refs
+        machine.name_dumps("_".join((name, *map(str, operands[0].shape))))
         context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
 
         @pl.when(context.warpgroup == num_consumers)

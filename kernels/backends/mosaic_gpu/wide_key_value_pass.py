@@ -89,7 +89,9 @@ def wide_key_value_pass(
     """dK and dV, and None for dQ. The arguments are `key_value_pass`'s."""
     scratch = wide_key_value_scratch(call, tuning, machine)
     consumers = [_compute_dv, _compute_dk]
-    d_key, d_value = launch_pass(arrays, call, tuning, machine, scratch, _load, consumers, transposed=True)
+    d_key, d_value = launch_pass(
+        arrays, call, tuning, machine, scratch, _load, consumers, name="attention_dkv", transposed=True
+    )
     return d_key, d_value, None
 
 
