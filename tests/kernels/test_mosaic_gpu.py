@@ -347,6 +347,21 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
     assert lower() == text
 
 
+@NEEDS_JAX_0_11
+def test_layers_that_are_alike_are_lowered_once():
+    inputs, call = call_of(CausalMask())
+    tuning = resolve(None, call)
+
+    def layers(inputs):
+        for _ in range(3):
+            output, _ = mosaic_gpu.forward(inputs, call, tuning)
+            inputs = inputs._replace(query=output)
+        return inputs.query
+
+    text = jax.jit(layers).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
+
+
 def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list[int], str | None]:
     """What Mosaic GPU requests for each kernel, up to the first that it refuses, and its refusal."""
     requested, tree_size = [], core._smem_tree_size

@@ -7,6 +7,9 @@ capture arrays.
 
 from __future__ import annotations
 
+import functools
+
+import jax
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.support import unsupported_reason
@@ -16,6 +19,11 @@ from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
+# Of calls that are alike, such as those of a model's layers, a process traces one, and a program lowers one.
+_jit_half = functools.partial(jax.jit, static_argnames=("call", "tuning"))
+
+
+@_jit_half
 def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -25,6 +33,7 @@ def forward(
     return run_forward(inputs, call, tuning)
 
 
+@_jit_half
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     from kernels.backends.mosaic_gpu.gradients import run_backward
