@@ -202,7 +202,7 @@ def test_documents_are_an_input_of_what_is_timed():
     problem = make_problem(PACKED)
     contender = compile_contender(problem, "blockwise", "forward")
     other = dataclasses.replace(problem, segment_ids=jnp.zeros_like(problem.segment_ids))
-    program = contenders.lower(problem, "blockwise", "forward").compile()
+    program = contenders.lower(problem, "blockwise", "forward").lowered.compile()
     one_document = compile_contender(other, "blockwise", "forward").start()
     np.testing.assert_allclose(program(other.arrays, other.segment_ids), one_document, rtol=1e-5, atol=1e-5)
     assert np.abs(contender.start() - one_document).max() > 0.1

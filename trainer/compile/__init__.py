@@ -1,6 +1,7 @@
 """Compiles functions ahead of their first use, and tells what that costs and whether it fits.
 
 stages.py           compiles one function in timed stages; sets up the persistent cache
+kernels.py          compiles a program's Mosaic GPU kernels side by side, ahead of it
 recompilation.py    compiles a function again when its arguments change, and finds out which changed
 programs.py         compiles the programs of a run: init_state, train_step, eval_step
 history.py          collects what a run compiled, for the record

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from trainer.compile.kernels import PROGRAM_NAME, compile_kernels
 from trainer.errors import UserMistake
 from trainer.terminal.units import format_seconds
 
@@ -64,7 +65,7 @@ class CompileReport:
     lower_s: float
     """jaxpr to StableHLO."""
     compile_s: float
-    """StableHLO to a device's program, or the time to read that from the cache."""
+    """StableHLO to a device's program, its kernels included, or the time to read that from the cache."""
     cache_hit: bool
     """Whether the program came from the persistent cache."""
     memory: MemoryReport | None
@@ -149,6 +150,8 @@ class Lowering:
     """Python to jaxpr."""
     lower_s: float
     """jaxpr to StableHLO."""
+    device: jax.Device | None
+    """One that the program is for; None if no argument tells."""
 
 
 def lower_in_stages(jitted: Any, *args: Any, **kwargs: Any) -> Lowering:
@@ -157,12 +160,23 @@ def lower_in_stages(jitted: Any, *args: Any, **kwargs: Any) -> Lowering:
     traced = jitted.trace(*args, **kwargs)
     was_traced = time.perf_counter()
     lowered = traced.lower()
-    return Lowering(lowered, was_traced - begun, time.perf_counter() - was_traced)
+    lower_s = time.perf_counter() - was_traced
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs)))
+    sharding = next((sharding for sharding in shardings if sharding is not None), None)
+    return Lowering(lowered, was_traced - begun, lower_s, None if sharding is None else _own_device(sharding))
+
+
+def _own_device(sharding: jax.sharding.Sharding) -> jax.Device:
+    """A device of this process, or the first one where none is attached."""
+    devices: set[Any] = sharding.device_set
+    return min(devices, key=lambda device: (device.process_index != jax.process_index(), device.id))
 
 
 def compile_lowering(lowering: Lowering, *, name: str) -> tuple[jax.stages.Compiled, CompileReport]:
     """The last stage of `compile_in_stages`."""
     begun = time.perf_counter()
+    if lowering.device is not None and lowering.device.platform == "gpu":
+        compile_kernels(lowering.lowered, lowering.device)
     with _count_cache_hits() as cache_hits:
         compiled = lowering.lowered.compile()
     compile_s = time.perf_counter() - begun
@@ -218,13 +232,17 @@ def _count_cache_hits() -> Iterator[list[str]]:
 def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
     """Calls a function for everything that is compiled inside, by any thread. Cache hits count.
 
+    Kernels that are compiled ahead of their program are a part of it, and aren't told.
+
     Args:
       on_compiled: called in the compiling thread with the name of the jitted function and XLA's seconds.
     """
 
     def listen(event: str, duration_secs: float, **metadata: Any) -> None:
         if event == _BACKEND_COMPILE_EVENT:
-            on_compiled(str(metadata["fun_name"]).removeprefix("jit(").removesuffix(")"), duration_secs)
+            name = str(metadata["fun_name"]).removeprefix("jit(").removesuffix(")")
+            if name != PROGRAM_NAME:
+                on_compiled(name, duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -18,6 +18,7 @@ from experiments.benchmarks.attention.timing import AttentionContender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
 from kernels.tuning import MosaicGpuTuning, TritonTuning, Tuning
+from trainer.compile.stages import Lowering, compile_lowering, lower_in_stages
 
 FORMS: dict[str, Tuning] = {
     "mosaic_gpu_fused": MosaicGpuTuning("fused"),
@@ -52,7 +53,7 @@ def compile_contender(
     while True:
         shorter = problem if length == problem.length else make_problem(problem.case, length)
         begin = time.perf_counter()
-        program = lower(shorter, backend, direction).compile()
+        program, _ = compile_lowering(lower(shorter, backend, direction), name=direction)
         compile_s = time.perf_counter() - begin
         memory = program.memory_analysis()
         assert memory is not None, "every platform of JAX's own tells"
@@ -97,12 +98,12 @@ def compile_calls(
     return dataclasses.replace(contender, start=start, calls_per_program=num_calls)
 
 
-def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> jax.stages.Lowered:
+def lower(problem: Problem, backend: str | Tuning, direction: Direction) -> Lowering:
     """Traces and lowers a backend of JAX for a problem.
 
     Segment ids are an input: a constant's tiles would be planned while compiling.
     """
-    return jax.jit(_function(problem, backend, direction)).lower(problem.arrays, problem.segment_ids)
+    return lower_in_stages(jax.jit(_function(problem, backend, direction)), problem.arrays, problem.segment_ids)
 
 
 def _function(problem: Problem, backend: str | Tuning, direction: Direction) -> Callable[[Arrays, Any], Any]:

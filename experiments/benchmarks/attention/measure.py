@@ -6,7 +6,6 @@ import datetime
 import math
 import platform
 import statistics
-import time
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -16,6 +15,7 @@ import jax
 from experiments.benchmarks.attention.cases import Case, Direction, describe, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender, lower
 from experiments.benchmarks.attention.timing import AttentionContender, how_many_last, speed_ratio, time_in_rounds
+from trainer.compile.stages import compile_lowering
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
 # More than these don't tell more, and take memory and time to compile.
@@ -105,15 +105,12 @@ def measure_compilation(name: str, case: Case, backends: Sequence[str], lengths:
         for length in lengths:
             row = {"case": name, **describe(case), "length": length, **where(), "backend": backend}
             problem = make_problem(case, length)
-            begin = time.perf_counter()
             try:
-                lowered = lower(problem, backend, "forward_backward")
-                lower_s = time.perf_counter() - begin
-                lowered.compile()
+                _, report = compile_lowering(lower(problem, backend, "forward_backward"), name="forward_backward")
             except Exception as refusal:  # as above
                 rows.append({**row, "refused": reason(refusal)})
                 break
-            rows.append({**row, "lower_s": lower_s, "compile_s": time.perf_counter() - begin - lower_s})
+            rows.append({**row, "lower_s": report.trace_s + report.lower_s, "compile_s": report.compile_s})
     return rows
 
 
