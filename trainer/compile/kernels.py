@@ -42,7 +42,7 @@ def find_kernels(lowered: jax.stages.Lowered) -> list[dict[str, Any]]:
         if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _CALL_TARGET:
             config = operation.attributes["mhlo.backend_config"]
             attributes = {entry.name: _python_value(entry.attr) for entry in config}
-            if not attributes["uses_xla_collective_metadata"]:
+            if not attributes.get("uses_xla_collective_metadata"):
                 kernels[attributes["kernel_hash"]] = attributes
         return ir.WalkResult.ADVANCE
 
