@@ -20,6 +20,7 @@ from kernels import (
     NumpyMask,
     PrefixMask,
     Target,
+    dot_product_attention,
     select_backend,
 )
 from kernels.backends import mosaic_gpu
@@ -360,6 +361,23 @@ def test_layers_that_are_alike_are_lowered_once():
 
     text = jax.jit(layers).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == 1
+
+
+@NEEDS_JAX_0_11
+def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
+    distance = [40]
+    inputs, call = call_of(MaskFn(lambda q, kv: (kv <= q) & (q - kv < distance[0])))
+    inputs = inputs._replace(value=jnp.asarray(rng.standard_normal(inputs.value.shape), inputs.value.dtype))
+    tuning = resolve(MosaicGpuTuning(interpret=True), call)
+    outputs = []
+    for distance[0] in (40, 300):
+        output, _ = mosaic_gpu.forward(inputs, call, tuning)
+        expected = dot_product_attention(
+            *inputs[:3], CausalMask() & LocalMask(distance[0] - 1, 0), implementation="reference"
+        )
+        np.testing.assert_allclose(np.asarray(output, np.float32), np.asarray(expected, np.float32), atol=2e-2)
+        outputs.append(np.asarray(output, np.float32))
+    assert abs(outputs[0] - outputs[1]).max() > 0.1
 
 
 def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list[int], str | None]:

@@ -8,6 +8,8 @@ capture arrays.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -19,11 +21,27 @@ from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
-# Of calls that are alike, such as those of a model's layers, a process traces one, and a program lowers one.
-_jit_half = functools.partial(jax.jit, static_argnames=("call", "tuning"))
+def _once_for_alike_calls(half: Callable[..., Any]) -> Callable[..., Any]:
+    """Of calls that are alike, such as those of a model's layers, a process traces one, and a program lowers one."""
+
+    def with_mask_state(inputs, call, tuning, *cotangent, mask_state):
+        return half(inputs, call, tuning, *cotangent)
+
+    with_mask_state.__name__ = half.__name__
+    jitted = jax.jit(with_mask_state, static_argnames=("call", "tuning", "mask_state"))
+
+    @functools.wraps(half)
+    def run(inputs, call, tuning, *cotangent):
+        # A mask's function may read what changes between calls. Then equal masks aren't alike.
+        state = call.mask.state()
+        if state is None:
+            return half(inputs, call, tuning, *cotangent)
+        return jitted(inputs, call, tuning, *cotangent, mask_state=state)
+
+    return run
 
 
-@_jit_half
+@_once_for_alike_calls
 def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -33,7 +51,7 @@ def forward(
     return run_forward(inputs, call, tuning)
 
 
-@_jit_half
+@_once_for_alike_calls
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     from kernels.backends.mosaic_gpu.gradients import run_backward
