@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation: two plots of measured results, and the block maps of masks.
+"""Draws the pictures of the documentation: plots of measured results, and the block maps of masks.
 
     python -m experiments.benchmarks.plots
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, case_title, latest_rows, read_rows
+from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, RESULTS, case_title, latest_rows, read_rows
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
 from trainer.process.broken_pipe import reader_may_leave
@@ -54,6 +54,9 @@ _MASKS = {
     "prefix_1024": "CausalMask() | PrefixMask(1024)",
     "two_masks": "heads in turn causal, LocalMask(4095, 0)",
 }
+
+SPEED_PLOTS = {"attention_speed.svg": RESULTS["hopper"].name, "attention_speed_fa3.svg": RESULTS["fa3"].name}
+"""The rows that each plot of speeds shows."""
 
 MASK_PICTURES = {
     "masks.png": (
@@ -180,8 +183,8 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
 def main(arguments: PlotArguments) -> None:
     """Draws every picture and prints where it lies."""
     arguments.output.mkdir(parents=True, exist_ok=True)
-    speeds = attention_speeds(read_rows(arguments.results / "attention_hopper_h200.jsonl"))
-    draw_attention_speeds(speeds, arguments.output / "attention_speed.svg")
+    for name, rows in SPEED_PLOTS.items():
+        draw_attention_speeds(attention_speeds(read_rows(arguments.results / rows)), arguments.output / name)
     seconds = trace_seconds(read_rows(arguments.results / "compile_time_v5p.jsonl"))
     draw_trace_seconds(seconds, arguments.output / "trace_time.svg")
     for name, masks in MASK_PICTURES.items():

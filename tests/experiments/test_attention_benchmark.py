@@ -24,6 +24,7 @@ from experiments.benchmarks.attention.__main__ import (
 )
 from experiments.benchmarks.attention.cases import CASES, Case, describe, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
+from experiments.benchmarks.attention.speed_table import Markers
 from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_pairs
@@ -276,10 +277,11 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     assert re.search(r"^cudnn.*: .*runs on gpu, not on cpu$", printed, re.MULTILINE)
 
 
-def test_the_page_has_the_table_of_the_rows_that_are_kept():
-    table = speed_table.make_table(speed_table.read_rows(speed_table.SpeedTableArguments().results), "mosaic_gpu")
-    page = PAGE.read_text(encoding="utf-8")
-    assert speed_table.replace_block(page, table) == page, f"make it again: {speed_table.BEGIN}"
+@pytest.mark.parametrize("suite", speed_table.RESULTS)
+def test_the_page_has_the_table_of_the_rows_that_are_kept(suite):
+    table = speed_table.make_table(speed_table.read_rows(speed_table.RESULTS[suite]), "mosaic_gpu")
+    page, markers = PAGE.read_text(encoding="utf-8"), Markers.of(suite)
+    assert speed_table.replace_block(page, table, markers) == page, f"make it again: {markers.begin}"
 
 
 def test_the_table_says_what_was_measured(tmp_path):
@@ -305,8 +307,9 @@ def test_the_table_says_what_was_measured(tmp_path):
     ]
     path, page = tmp_path / "rows.jsonl", tmp_path / "benchmarks.md"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    page.write_text(f"before\n{speed_table.BEGIN}\nold\n{speed_table.END}\nafter\n")
-    speed_table.main(speed_table.SpeedTableArguments(results=path, page=page))
+    begin, end = Markers.of("fa3")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+    speed_table.main(speed_table.SpeedTableArguments("fa3", results=path, page=page))
     before, _, where, _, headings, _, first, second, third, _, after = page.read_text().splitlines()
     assert (before, after) == ("before", "after")
     assert where == (
@@ -321,10 +324,11 @@ def test_the_table_says_what_was_measured(tmp_path):
 
 
 def test_the_table_needs_its_markers_and_rows():
-    once = f"{speed_table.BEGIN}\n{speed_table.END}"
-    for page in ("", speed_table.BEGIN, f"{speed_table.END}\n{speed_table.BEGIN}", once + once):
+    begin, end = markers = Markers.of("hopper")
+    other = "\n".join(Markers.of("fa3"))
+    for page in ("", begin, f"{end}\n{begin}", f"{begin}\n{end}" * 2, other):
         with pytest.raises(ValueError, match=re.escape("put them around the table's place")):
-            speed_table.replace_block(page, "table")
+            speed_table.replace_block(page, "table", markers)
     refused = {"case": "a", "direction": "forward", "backend": "blockwise", "refused": "can't"}
     with pytest.raises(ValueError, match="no row of backend='blockwise'"):
         speed_table.make_table([refused], "blockwise")

@@ -29,8 +29,8 @@ def drawn_digest(name: str) -> str:
 
 def test_the_kept_plots_show_the_rows_that_are_kept():
     again = "make them again: python -m experiments.benchmarks.plots"
-    speeds = plots.attention_speeds(read_rows(KEPT.results / "attention_hopper_h200.jsonl"))
-    assert drawn_digest("attention_speed.svg") == plots.digest(speeds), again
+    for name, rows in plots.SPEED_PLOTS.items():
+        assert drawn_digest(name) == plots.digest(plots.attention_speeds(read_rows(KEPT.results / rows))), again
     seconds = plots.trace_seconds(read_rows(KEPT.results / "compile_time_v5p.jsonl"))
     assert drawn_digest("trace_time.svg") == plots.digest(seconds), again
 

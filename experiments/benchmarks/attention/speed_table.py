@@ -1,8 +1,9 @@
-"""Writes the table of attention speeds in docs/benchmarks.md from the rows that were measured.
+"""Writes a table of attention speeds in docs/benchmarks.md from the rows that were measured.
 
-    python -m experiments.benchmarks.attention.speed_table
+    python -m experiments.benchmarks.attention.speed_table --suite hopper
+    python -m experiments.benchmarks.attention.speed_table --suite fa3
 
-What stands between the page's two markers is replaced; a test holds the page to what this command writes.
+What stands between the suite's two markers in the page is replaced; a test holds the page to what this command writes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from kernels import Mask, parse_mask
 from trainer.process.broken_pipe import reader_may_leave
 
-BEGIN = "<!-- begin attention speeds: python -m experiments.benchmarks.attention.speed_table -->"
-END = "<!-- end attention speeds -->"
 REPOSITORY = Path(__file__).parents[3]
+RESULTS = {
+    suite: REPOSITORY / "experiments/benchmarks/results" / name
+    for suite, name in (("hopper", "attention_hopper_h200.jsonl"), ("fa3", "attention_fa3_h100.jsonl"))
+}
+"""Suite → the rows that its table and its picture are made from."""
 HEADINGS = ("batch × heads × length × head dim", *("forward", "× cuDNN", "× next"), *("backward", "× cuDNN", "× next"))
 VERSIONS = {
     "jax": "JAX",
@@ -41,12 +45,28 @@ NEXT = {
 """The systems besides cuDNN; a table has the fastest of them in each row."""
 
 
+class Markers(NamedTuple):
+    """The lines of a page that a suite's table stands between."""
+
+    begin: str
+    end: str
+
+    @staticmethod
+    def of(suite: str) -> Markers:
+        """A suite's."""
+        command = f"python -m experiments.benchmarks.attention.speed_table --suite {suite}"
+        return Markers(f"<!-- begin attention speeds: {command} -->", f"<!-- end attention speeds: {suite} -->")
+
+
 @dataclass(frozen=True)
 class SpeedTableArguments:
-    """Writes the table of attention speeds in docs/benchmarks.md."""
+    """Writes a table of attention speeds in docs/benchmarks.md."""
 
-    results: Path = REPOSITORY / "experiments/benchmarks/results/attention_hopper_h200.jsonl"
-    """JSON lines of `python -m experiments.benchmarks.attention`. Of a measurement made twice, the later one counts."""
+    suite: Literal["hopper", "fa3"] = "hopper"
+    """Whose table."""
+    results: Path | None = None
+    """JSON lines of `python -m experiments.benchmarks.attention`, of which the later one counts where a measurement was
+    made twice; the suite's kept ones, if not given."""
     page: Path = REPOSITORY / "docs/benchmarks.md"
     """The page that has the two markers."""
     backend: str = "mosaic_gpu"
@@ -74,17 +94,19 @@ def make_table(rows: Iterable[dict[str, Any]], backend: str) -> str:
     return "\n".join(lines)
 
 
-def replace_block(markdown: str, table: str) -> str:
-    """A page with another table between its markers.
+def replace_block(markdown: str, table: str, markers: Markers) -> str:
+    """A page with another table between two markers.
 
     Raises:
       ValueError: not exactly one marker of each kind, the end behind the beginning.
     """
-    before, begin, rest = markdown.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end or BEGIN in rest or END in after:
-        raise ValueError(f"expected one {BEGIN!r} and one {END!r} behind it; put them around the table's place")
-    return f"{before}{begin}\n{table}\n{end}{after}"
+    before, _, rest = markdown.partition(markers.begin)
+    _, end, after = rest.partition(markers.end)
+    if not end or markers.begin in rest or markers.end in after:
+        raise ValueError(
+            f"expected one {markers.begin!r} and one {markers.end!r} behind it; put them around the table's place"
+        )
+    return f"{before}{markers.begin}\n{table}\n{markers.end}{after}"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -152,8 +174,9 @@ def mask_title(mask: Mask) -> str:
 
 def main(arguments: SpeedTableArguments) -> None:
     """Rewrites the block."""
-    table = make_table(read_rows(arguments.results), arguments.backend)
-    arguments.page.write_text(replace_block(arguments.page.read_text(encoding="utf-8"), table), encoding="utf-8")
+    table = make_table(read_rows(arguments.results or RESULTS[arguments.suite]), arguments.backend)
+    page = replace_block(arguments.page.read_text(encoding="utf-8"), table, Markers.of(arguments.suite))
+    arguments.page.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
