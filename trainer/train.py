@@ -51,6 +51,7 @@ from trainer.run.watchdog import Watchdog
 from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
+from trainer.step.expert_plan import plan_experts
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
@@ -125,6 +126,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
     attention = plan_attention(config, mesh.devices.flat[0])
+    experts = plan_experts(config, Target.of(mesh.devices.flat[0]))
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
@@ -134,7 +136,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
-    return Setup(config, corpus, functions, attention, batches, validation_batches, samples, flops, peak)
+    return Setup(config, corpus, functions, attention, experts, batches, validation_batches, samples, flops, peak)
 
 
 class TrainingLoop:

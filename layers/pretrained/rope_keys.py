@@ -76,9 +76,11 @@ def read_rope(
     if inner is not None and layer_type is not None:
         inner = inner.inner(layer_type)
     base = keys.number(base_key, default_base)
-    if scaled and (old := keys.inner("rope_scaling")) is not None:
-        # As transformers merges the two, where a file has both.
-        inner = Keys({**(inner.values if inner is not None else {}), **old.values}, old.place)
+    old = keys.inner("rope_scaling")
+    if scaled and old is not None and old.values:
+        # Where a file has both, transformers 5 has the old keys in the others' place, or beside a layer type's others.
+        beside = inner.values if inner is not None and layer_type is not None else {}
+        inner = Keys({**beside, **old.values}, old.place)
     if inner is None:
         inner = Keys({}, keys.place)
     fraction = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))

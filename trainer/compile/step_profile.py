@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from kernels import Target
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_refusal, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
@@ -18,6 +19,7 @@ from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.process.resident_memory import peak_resident_bytes
 from trainer.step.attention_plan import AttentionPlan, plan_attention
+from trainer.step.expert_plan import ExpertPlan, plan_experts
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
@@ -56,6 +58,8 @@ class StepProfile:
     num_parameters: int
     tokens_per_step: int
     attention: tuple[AttentionPlan, ...]
+    experts: ExpertPlan | None
+    """None: no mixture of experts."""
     compiled: CompileReport
     """What compiling cost. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
@@ -115,6 +119,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         num_parameters=functions.num_parameters,
         tokens_per_step=config.batch_size * config.sequence_length,
         attention=attention,
+        experts=plan_experts(config, Target.of(device)),
         compiled=compiled,
         size=size,
         collectives=collectives,

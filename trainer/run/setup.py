@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 
-from kernels import Target
 from trainer.config import TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention
-from trainer.step.expert_plan import describe_experts, plan_experts
+from trainer.step.expert_plan import ExpertPlan
 from trainer.step.flops import DevicePeak, FlopCounter
 from trainer.step.functions import Batch, StepFunctions
 from trainer.step.global_batch import make_global_batch
@@ -29,6 +28,8 @@ class Setup:
     corpus: Corpus
     functions: StepFunctions
     attention: tuple[AttentionPlan, ...]
+    experts: ExpertPlan | None
+    """None: no mixture of experts."""
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
@@ -60,6 +61,7 @@ class Setup:
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
             "attention": [plan.to_json() for plan in self.attention],
+            "experts": None if self.experts is None else self.experts.to_json(),
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
 
@@ -70,7 +72,6 @@ class Setup:
         gradient_bytes = bytes_per_device(self.functions.abstract_gradient)
         host_bytes = bytes_per_device(self.functions.abstract_state, on_host=True)
         data = self.corpus.summary()
-        experts = plan_experts(config, Target.of(devices[0]))
         return {
             "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
             f"{self.peak.flops_per_s / 1e12:,.2f} TFLOP/s each ({self.peak.source})",
@@ -78,7 +79,7 @@ class Setup:
             "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",
             "attention": describe_attention(self.attention),
-            **({} if experts is None else {"experts": describe_experts(config, experts)}),
+            **({} if self.experts is None else {"experts": self.experts.describe()}),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"

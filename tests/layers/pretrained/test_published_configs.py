@@ -192,3 +192,21 @@ def test_olmo_3_has_yarn_in_full_layers_alone(tmp_path):
     layers = [config.layer(index) for index in range(4)]
     assert [layer.rope_scaling.kind for layer in layers] == ["none"] * 3 + ["yarn"]
     assert {layer.rope_base for layer in layers} == {5e5}
+
+
+def test_old_rope_keys_take_the_new_ones_place_as_in_transformers_5(tmp_path):
+    # 5.24's convert_rope_params_to_dict: `rope_scaling or rope_parameters`; the base of the latter is lost with it.
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": LLAMA3_SCALING}
+    llama = {"model_type": "llama", "max_position_embeddings": 131_072} | sizes(4096, 11008, 32, 32, 32, 32000)
+    config = read(tmp_path, llama | both)
+    assert (config.rope_base, config.rope_scaling.kind) == (1e4, "llama3")
+    config = read(tmp_path, llama | both | {"rope_scaling": {}})
+    assert (config.rope_base, config.rope_scaling.kind) == (1e6, "none")
+    # OLMo 3's and Gemma 3's own: the old keys are added to those of full layers.
+    nested = {kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("full_attention", "sliding_attention")}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    values = {"model_type": "olmo3", "rope_parameters": nested, "rope_scaling": yarn, "sliding_window": 4096}
+    config = read(tmp_path, values | sizes(4096, 11008, 32, 32, 32, 100278))
+    layers = [config.layer(index) for index in range(4)]
+    assert [layer.rope_scaling.kind for layer in layers] == ["none"] * 3 + ["yarn"]
+    assert {layer.rope_base for layer in layers} == {1e6}

@@ -31,6 +31,7 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
         num_parameters=1,
         tokens_per_step=1,
         attention=(),
+        experts=None,
         compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
         size=None,
         collectives=(),

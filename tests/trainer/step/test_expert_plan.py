@@ -1,4 +1,4 @@
-"""What the opening panel says of a mixture's experts."""
+"""What the opening panel, the record and the compile report say of a mixture's experts."""
 
 import dataclasses
 
@@ -7,8 +7,12 @@ import pytest
 
 from kernels import Target
 from layers import GPTConfig, MoEConfig
+from trainer.compile.command.report import describe_target, profile_to_json
+from trainer.compile.fit import StateMemory
+from trainer.compile.stages import CompileReport
+from trainer.compile.step_profile import HostMemory, StepProfile
 from trainer.config import MeshConfig, TrainConfig
-from trainer.step.expert_plan import describe_experts, plan_experts
+from trainer.step.expert_plan import plan_experts
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 
@@ -25,15 +29,44 @@ def test_without_a_mixture_there_is_nothing_to_say():
 def test_a_hopper_gpu_multiplies_by_the_kernel_and_others_say_why_not():
     moe = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
     config, by_xla = config_of(moe), "xla for 8 experts of a layer, 2 to a token"
-    assert describe_experts(config, plan_experts(config, H200)) == [by_xla.replace("xla", "mosaic_gpu")]
-
-    def described(config, target=H200):
-        return describe_experts(config, plan_experts(config, target))
+    assert plan_experts(config, H200).describe() == [by_xla.replace("xla", "mosaic_gpu")]
 
     a100 = dataclasses.replace(H200, device_kind="NVIDIA A100", compute_capability=8.0)
     reason = "  mosaic_gpu passed over: it is for Hopper GPUs (compute capability 9.0), not for NVIDIA A100"
-    assert described(config, a100) == [by_xla, reason]
+    assert plan_experts(config, a100).describe() == [by_xla, reason]
     # A rank of `tensor` has a part of the experts' features.
     reason = "  mosaic_gpu passed over: it takes features in multiples of 64, not 32"
-    assert described(config_of(moe, tensor=4)) == [by_xla, reason]
-    assert described(config, Target("tpu", "TPU v5p")) == [by_xla]
+    assert plan_experts(config_of(moe, tensor=4), H200).describe() == [by_xla, reason]
+    tpu = plan_experts(config, Target("tpu", "TPU v5p"))
+    assert tpu.describe() == [by_xla]
+    assert tpu.to_json() == {
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "grouped_matmul": "xla",
+        "passed_over": {},
+    }
+
+
+def test_the_compile_report_has_the_experts():
+    plan = plan_experts(config_of(MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)), H200)
+    profile = StepProfile(
+        platform="gpu",
+        device_kind="NVIDIA H200",
+        num_devices=1,
+        mesh={"data": 1},
+        num_parameters=1,
+        tokens_per_step=1,
+        attention=(),
+        experts=plan,
+        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
+        size=None,
+        collectives=(),
+        state=StateMemory(1, 1, 1),
+        fit=None,
+        host=HostMemory(1, 1, 1),
+    )
+    assert describe_target(config_of(None), None, profile)["experts"] == plan.describe()
+    assert profile_to_json(profile)["experts"] == plan.to_json()
+    without = dataclasses.replace(profile, experts=None)
+    assert "experts" not in describe_target(config_of(None), None, without)
+    assert profile_to_json(without)["experts"] is None

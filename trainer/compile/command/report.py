@@ -36,6 +36,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         "model": f"{format_count(profile.num_parameters)} parameters, {config.model.num_layers} layers of width "
         f"{config.model.width}, {config.model.compute_dtype} compute, remat {config.model.remat}",
         "attention": describe_attention(profile.attention),
+        **({} if profile.experts is None else {"experts": profile.experts.describe()}),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
@@ -186,6 +187,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "num_parameters": profile.num_parameters,
         "tokens_per_step": profile.tokens_per_step,
         "attention": [plan.to_json() for plan in profile.attention],
+        "experts": None if profile.experts is None else profile.experts.to_json(),
         "compile": {
             "trace_s": profile.compiled.trace_s,
             "lower_s": profile.compiled.lower_s,
