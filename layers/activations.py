@@ -46,9 +46,14 @@ def activate(
     Returns:
       In the features' own type.
 
+    Raises:
+      ValueError: a gate that is missing, or one for gelu.
+
     Source: GELU, Hendrycks and Gimpel, arXiv:1606.08415, where (1 + tanh(z)) / 2 is sigmoid(2z); the gates, Shazeer,
     arXiv:2002.05202; clamped, gpt-oss, arXiv:2508.10925, and its reference code, https://github.com/openai/gpt-oss.
     """
+    if (gate is None) != (kind == "gelu"):
+        raise ValueError(f"kind={kind!r} takes {'no gate' if kind == 'gelu' else 'a gate'}, got {gate!r}")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     hidden = features.astype(dtype)
     hidden = _gelu(hidden) if gate is None else _GATES[kind](gate.astype(dtype), hidden)

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
 from kernels.context import manual_axes
+from kernels.varying import vary, varying_axes
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
@@ -178,14 +179,18 @@ class MoE(nnx.Module):
     def _logits(self, tokens: Float[Array, "N W"]) -> Float[Array, "N E"]:
         """The router's, by products as exact as those of float32.
 
-        A GPU would round operands to TF32, and close logits would change places.
+        A GPU would round operands to TF32, and close logits would change places. Its tensor cores multiply parts of 16
+        bits instead.
         """
         kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
         has_bfloat16 = (self._target.compute_capability or 0) >= _HAS_BFLOAT16
-        if tokens.dtype == jnp.bfloat16 and self.router_dtype == jnp.float32 and has_bfloat16:
-            logits = multiply_by_parts(tokens, kernel)
-        else:
+        if self.router_dtype != jnp.float32 or not has_bfloat16:
             logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=lax.Precision.HIGHEST)
+        elif tokens.dtype == jnp.bfloat16:
+            logits = multiply_by_parts(*vary((tokens, kernel), varying_axes((tokens, kernel))))
+        else:  # by six products of both operands' parts
+            preset = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+            logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=preset)
         return logits if bias is None else logits + bias[...].astype(self.router_dtype)
 
     @property

@@ -1,8 +1,8 @@
 """Products of bfloat16 and float32 as exact as those of float32, on tensor cores that take bfloat16.
 
-A float32 is the sum of three bfloat16, its parts: the first has its highest eight bits, the second the next eight, and
-so on. So three products of bfloat16, added up in float32, are one with float32. Where both operands are float32, nine
-would be.
+A float32 between 10⁻³⁰ and 3·10³⁸ is the sum of three bfloat16, its parts: the first has its highest eight bits, the
+second the next eight, and so on. Of smaller ones the last parts may be lost, and larger ones give NaN. So three
+products of bfloat16, added up in float32, are one with float32. Where both operands are float32, nine would be.
 
 Shapes: N rows, K summed features, F features.
 """

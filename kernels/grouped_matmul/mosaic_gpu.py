@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import name_dumps
+from kernels.backends.mosaic_gpu.machine import fix_dump_name
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
 from kernels.grouped_matmul.row_groups import RowGroups
@@ -254,7 +254,7 @@ def _launch(
     def body(*refs):
         *gmem, smem, ring = refs
         if not choice.interpret:
-            name_dumps("_".join(("grouped_matmul", *map(str, result.shape))))
+            fix_dump_name("_".join(("grouped_matmul", *map(str, result.shape))))
         kernel = make_kernel(gmem)
         warpgroup = jax.lax.axis_index("warpgroup")
         visit_tiles = functools.partial(_visit_tiles, kernel, num_programs)

@@ -93,7 +93,7 @@ def grouped_matmul(
     0. A row that pads a group may be left out, and then so do its product and its gradients.
 
     Args:
-      rows: sorted by group; those that pad a group have any values, and gradients of 0.
+      rows: sorted by group; those that pad a group have any finite values, and gradients of 0.
       matrices: of the rows' dtype, one array or several.
       groups: as by `group_rows`, at the choice's alignment.
       choice: what multiplies.

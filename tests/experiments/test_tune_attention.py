@@ -228,19 +228,19 @@ def test_every_call_has_tiles(head_dim):
 
 def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
     rows = {
-        TunedCall(64, "causal", 4096): 1,
-        TunedCall(64, "causal", 32768): 2,
-        TunedCall(64, "window", 32768): 3,
-        TunedCall(128, "packed", 32768): 4,
-        TunedCall(128, "causal", 4096): 5,
+        TunedCall(64, "causal", 4096): MosaicForwardTuning(num_l2_heads=1),
+        TunedCall(64, "causal", 32768): MosaicForwardTuning(num_l2_heads=2),
+        TunedCall(64, "window", 32768): MosaicForwardTuning(num_l2_heads=3),
+        TunedCall(128, "packed", 32768): MosaicForwardTuning(num_l2_heads=4),
+        TunedCall(128, "causal", 4096): MosaicForwardTuning(num_l2_heads=5),
     }
     monkeypatch.setattr(tunings, "FORWARD", rows)
-    assert resolve(None, call_of(length=8192)).forward_tiles == 1
-    assert resolve(None, call_of(length=16384)).forward_tiles == 2
-    assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles == 3
-    assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles == 1
-    assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles == 4
-    assert resolve(None, call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))).forward_tiles == 5
+    assert resolve(None, call_of(length=8192)).forward_tiles.num_l2_heads == 1
+    assert resolve(None, call_of(length=16384)).forward_tiles.num_l2_heads == 2
+    assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles.num_l2_heads == 3
+    assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles.num_l2_heads == 1
+    assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles.num_l2_heads == 4
+    assert resolve(None, call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))).forward_tiles.num_l2_heads == 5
 
 
 def test_a_backwards_tiles_are_those_of_its_form(monkeypatch):

@@ -105,6 +105,24 @@ def test_of_the_kernel_in_the_interpreter(rng, num_rows, features, num_groups, n
     )
 
 
+@NEEDS_JAX_0_11
+def test_half_a_tile_that_only_pads_is_skipped(rng):
+    """Of 10, 130 and 65 rows in tiles of 128 the second halves of the first and the second group's last one pad."""
+    choice = choose_grouped_matmul("bfloat16", (64, 64), Target.of(), "mosaic_gpu", interpret=True)
+    groups = group_rows(jnp.repeat(jnp.arange(3), jnp.array([10, 130, 65])), 3, choice.alignment)
+    is_padding = np.asarray(groups.sources) == 205
+    rows = rng.standard_normal((len(is_padding), 64))
+    rows[is_padding] = np.inf
+    matrices = jnp.asarray(rng.standard_normal((3, 64, 64)), jnp.bfloat16)
+    (products,) = grouped_matmul(jnp.asarray(rows, jnp.bfloat16), [matrices], groups, choice)
+    products = np.asarray(products, np.float32)
+    assert np.isfinite(products[~is_padding]).all()
+    halves = products.reshape(-1, 64, 64)
+    only_padding = is_padding.reshape(-1, 64).all(1)
+    assert only_padding.tolist()[:8] == [False, True, False, False, False, True, False, False]
+    assert not halves[only_padding].any()
+
+
 @pytest.mark.gpu
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -1,14 +1,12 @@
 """The forward's tiles by how evenly they load the multiprocessors."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import CausalMask, FullMask, LocalMask, Target
-from kernels.backends.mosaic_gpu.makespan import forward_makespan
-from kernels.backends.mosaic_gpu.tuning import FORWARD, resolve
+from kernels import CausalMask, FullMask, LocalMask, MaskFn, MultiHeadMask, Target
+from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
+from kernels.backends.mosaic_gpu.tuning import FORWARD, MosaicGpuTuning, TunedCall, resolve
 from kernels.call import AttentionCall
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
@@ -42,7 +40,8 @@ def visited_pairs(mask, q_len, kv_len, block_q, block_kv):
 
 @pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(200, 0), CausalMask(-70)], ids=repr)
 def test_the_busiest_multiprocessor_by_a_clock(mask, rng):
-    num_multiprocessors, num_heads = int(rng.integers(2, 9)), int(rng.integers(1, 4))
+    num_multiprocessors = int(rng.integers(2, 9))
+    batch, num_kv_heads, group_size = (int(rng.integers(1, 4)) for _ in range(3))
     q_len, kv_len = (int(rng.integers(100, 1000)) for _ in range(2))
     block_q, block_kv, num_l2_heads = (
         int(rng.choice([64, 128, 192])),
@@ -50,29 +49,46 @@ def test_the_busiest_multiprocessor_by_a_clock(mask, rng):
         int(rng.integers(1, 5)),
     )
     target = Target("gpu", "NVIDIA H200", 9.0, num_multiprocessors)
-    call = make_call(1, q_len, kv_len, num_heads, num_heads, 64, mask, target)
-    # As jobs in the order of their start: of some heads at a time all blocks, the last queries first.
+    num_heads = num_kv_heads * group_size
+    call = make_call(batch, q_len, kv_len, num_heads, num_kv_heads, 64, mask, target)
+    # As jobs in the order of their start: of some key/value heads' queries at a time all blocks, the last ones first.
     work = visited_pairs(mask, q_len, kv_len, block_q, block_kv) + 200 * block_q
+    heads = np.arange(batch * num_heads)
     jobs = [
         int(work[row])
-        for first in range(0, num_heads, num_l2_heads)
+        for first in range(0, len(heads), num_l2_heads * group_size)
         for row in reversed(range(len(work)))
-        for _ in range(first, min(first + num_l2_heads, num_heads))
+        for _ in heads[first : first + num_l2_heads * group_size]
     ]
     free_at = np.zeros(num_multiprocessors, int)
     for job in jobs:
         free_at[free_at.argmin()] += job
-    actual = forward_makespan(block_q, block_kv, num_l2_heads, call)
-    if len(jobs) > 16 * num_multiprocessors:
-        assert math.isclose(actual, sum(jobs) / num_multiprocessors)
-    else:
-        assert actual == free_at.max()
+    expected = None if len(jobs) > 16 * num_multiprocessors else free_at.max()
+    assert makespan_of_few_blocks(block_q, block_kv, num_l2_heads, call) == expected
 
 
-def test_what_a_block_visits_is_unknown_with_documents():
-    assert forward_makespan(64, 64, 4, make_call(1, 512, 512, 4, 4, 64, FullMask(), has_segment_ids=True)) is None
-    on_cpu = Target("cpu", "cpu", None, None)
-    assert forward_makespan(64, 64, 4, make_call(1, 512, 512, 4, 4, 64, FullMask(), on_cpu)) is None
+SEVERAL = MultiHeadMask([CausalMask(), FullMask()])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("packed", {"has_segment_ids": True}),
+        ("packed", {"has_query_positions": True}),
+        ("causal", {"target": Target("gpu", "NVIDIA H200", 9.0, None)}),
+        ("causal", {"mask": MaskFn(lambda q, kv: q % 7 >= kv % 7)}),
+        ("causal", {"mask": ~LocalMask(100, 0)}),
+        ("causal", {"mask": SEVERAL, "num_heads": 2, "num_kv_heads": 2}),
+    ],
+    ids=repr,
+)
+def test_the_likest_calls_tiles_where_the_makespan_is_unknown(head_dim, family, changes):
+    call = make_call(1, 32768, 32768, 2, 2, head_dim, CausalMask())._replace(**changes)
+    expected = FORWARD[TunedCall(head_dim, family, 32768)]
+    assert makespan_of_few_blocks(expected.block_q, expected.block_kv, 4, call) is None
+    assert resolve(None, call).forward_tiles == expected
+    assert resolve(MosaicGpuTuning(backward="split"), call).forward_tiles == expected
 
 
 def test_few_blocks_take_the_tiles_that_fill_the_multiprocessors():
@@ -84,13 +100,17 @@ def test_few_blocks_take_the_tiles_that_fill_the_multiprocessors():
     }
     for call in few.values():
         assert resolve(None, call).forward_tiles.block_q == 128
+    # With more blocks less is idle, and so it is with those of a window, which are alike.
     many = make_call(1, 32768, 32768, 16, 16, 128, CausalMask())
-    assert resolve(None, many).forward_tiles.block_q == 192
+    window = make_call(8, 4096, 4096, 16, 16, 128, LocalMask(1023, 0))
+    few_of_a_window = make_call(1, 16384, 16384, 8, 8, 128, LocalMask(1023, 0))
+    for call in (many, window, few_of_a_window):
+        assert resolve(None, call).forward_tiles.block_q == 192
 
 
-@pytest.mark.parametrize("key", [key for key in FORWARD if key.family != "packed"], ids=repr)
+@pytest.mark.parametrize("key", FORWARD, ids=repr)
 def test_calls_of_many_blocks_take_the_tiles_tuned_for_them(key):
-    mask = {"causal": CausalMask(), "full": FullMask(), "window": LocalMask(4095, 0)}[key.family]
-    num_heads = 96 if key.length == 4096 else 16
-    call = make_call(1, key.length, key.length, num_heads, num_heads, key.head_dim, mask)
+    mask = {"full": FullMask(), "window": LocalMask(4095, 0)}.get(key.family, CausalMask())
+    num_heads, packed = 96 if key.length == 4096 else 16, key.family == "packed"
+    call = make_call(1, key.length, key.length, num_heads, num_heads, key.head_dim, mask, has_segment_ids=packed)
     assert resolve(None, call).forward_tiles == FORWARD[key]

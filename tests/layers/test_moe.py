@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from kernels import Target
 from kernels.grouped_matmul import group_rows
 from layers import MoEConfig
 from layers.experts import _copy_tokens
@@ -199,3 +201,26 @@ def test_a_tokens_gradient_is_summed_over_its_copies_in_float32(rng):
     _, vjp = jax.vjp(lambda tokens: _copy_tokens(tokens, groups, 9), jnp.ones((1, 1), jnp.bfloat16))
     gradients = jnp.asarray([1, *[2.0**-9] * 8], jnp.bfloat16)[groups.sources][:, None]
     assert vjp(gradients)[0].item() == 1 + 2.0**-6
+
+
+def test_a_gradient_within_a_shard_map_that_checks_what_varies(rng, monkeypatch):
+    # As on a GPU, whose router multiplies by parts: its gradient is summed over the ranks.
+    monkeypatch.setattr(MoE, "_target", Target("gpu", "NVIDIA A100", 8.0, 108))
+    config = MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=4)
+    moe = MoE(WIDTH, config, compute_dtype="bfloat16", rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(moe)
+    inputs = jnp.asarray(rng.standard_normal((2, 5, WIDTH)), jnp.bfloat16)
+
+    def loss(params, inputs):
+        outputs, sums = nnx.merge(graphdef, params)(inputs)
+        return outputs.astype(jnp.float32).sum() + sums.z_loss()
+
+    def summed(params, inputs):
+        return jax.lax.psum(loss(params, inputs), "data")
+
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    sharded = jax.shard_map(summed, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    gradient, expected = (jax.jit(jax.grad(f))(params, inputs) for f in (sharded, loss))
+    for actual, alone in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        # The experts' gradients are sums of bfloat16, in another order.
+        np.testing.assert_allclose(actual, alone, rtol=2**-6, atol=2**-7)

@@ -97,6 +97,14 @@ def test_rows_are_weighted_before_they_are_rounded(rng, float64, kind):
     np.testing.assert_array_equal(narrow, exact.astype(jnp.bfloat16))
 
 
+def test_an_activation_takes_a_gate_just_where_its_kind_has_one():
+    x = jnp.ones((2, 4))
+    with pytest.raises(ValueError, match="kind='swiglu' takes a gate, got None"):
+        activate("swiglu", x)
+    with pytest.raises(ValueError, match="kind='gelu' takes no gate"):
+        activate("gelu", x, x)
+
+
 @pytest.mark.parametrize(("activation", "num_inputs"), [(gelu, 1), (swiglu, 2)])
 def test_the_backward_pass_keeps_the_inputs_alone(activation, num_inputs):
     inputs = [jnp.ones((4, 8), jnp.bfloat16)] * num_inputs

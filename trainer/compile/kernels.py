@@ -8,6 +8,7 @@ programs of one kernel each were compiled before, in threads of their own.
 from __future__ import annotations
 
 import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +30,7 @@ def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
     """
     kernels = find_kernels(lowered)
     if len(kernels) > 1:
-        with ThreadPoolExecutor(len(kernels)) as executor:
+        with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as executor:
             for _ in executor.map(functools.partial(_compile, device), kernels):
                 pass
 

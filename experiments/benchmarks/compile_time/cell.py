@@ -194,7 +194,7 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
 
 
 def _forget_masks() -> None:
-    """Empties every cache of masks and plans, ours and upstream's."""
+    """Empties every cache of masks, plans and traces, ours and upstream's."""
     from kernels.plan import host
 
     caches: list[Callable] = [host._make_block_plan]
@@ -204,6 +204,10 @@ def _forget_masks() -> None:
         from kernels.backends.splash import tile_grid
 
         caches += [tile_grid._visited_steps, splash_attention_mask_info._process_mask]
+    if "kernels.backends.mosaic_gpu" in sys.modules:
+        from kernels.backends import mosaic_gpu
+
+        caches += [mosaic_gpu.forward, mosaic_gpu.backward]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
 

@@ -21,14 +21,14 @@ from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
 
-def _once_for_alike_calls(half: Callable[..., Any]) -> Callable[..., Any]:
-    """Of calls that are alike, such as those of a model's layers, a process traces one, and a program lowers one."""
+def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
+    """Jits a half with its call and tuning static, so that equal calls, as of a model's layers, share a lowering."""
 
-    def with_mask_state(inputs, call, tuning, *cotangent, mask_state):
+    def run_half(inputs, call, tuning, *cotangent, mask_state):
         return half(inputs, call, tuning, *cotangent)
 
-    with_mask_state.__name__ = half.__name__
-    jitted = jax.jit(with_mask_state, static_argnames=("call", "tuning", "mask_state"))
+    run_half.__name__ = half.__name__
+    jitted = jax.jit(run_half, static_argnames=("call", "tuning", "mask_state"))
 
     @functools.wraps(half)
     def run(inputs, call, tuning, *cotangent):
@@ -38,10 +38,11 @@ def _once_for_alike_calls(half: Callable[..., Any]) -> Callable[..., Any]:
             return half(inputs, call, tuning, *cotangent)
         return jitted(inputs, call, tuning, *cotangent, mask_state=state)
 
+    run.cache_clear = jitted.clear_cache  # type: ignore[attr-defined]  # as `functools.lru_cache` has it
     return run
 
 
-@_once_for_alike_calls
+@_jit_by_call
 def forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
@@ -51,7 +52,7 @@ def forward(
     return run_forward(inputs, call, tuning)
 
 
-@_once_for_alike_calls
+@_jit_by_call
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent) -> Gradients:
     """The gradients of query, key and value. See `kernels.attention.core`."""
     from kernels.backends.mosaic_gpu.gradients import run_backward

@@ -34,8 +34,8 @@ def add_product(accumulator, a, b, memory, warpgroup) -> None:
     plgpu.wgmma(accumulator, a, b)
 
 
-def name_dumps(name: str) -> None:
-    """Names the files that Mosaic GPU dumps of a kernel, from within the kernel.
+def fix_dump_name(name: str) -> None:
+    """Keeps JAX's count of kernels out of a kernel's bytes, from within the kernel: names the files of its dumps.
 
     The name is a part of what is compiled. JAX counts the kernels that the process has lowered in it (seen in 0.11.2),
     so that no cache would know a kernel again: neither XLA's, when another program of the process has the same kernel,
@@ -107,7 +107,7 @@ class Hopper:
         """Shared memory for operands that products take from registers, or None where they need none."""
         return None
 
-    name_dumps = staticmethod(name_dumps)
+    fix_dump_name = staticmethod(fix_dump_name)
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
     column_indices = staticmethod(column_indices)
@@ -127,7 +127,7 @@ class Interpreter(Hopper):
         return matrix(*shape, dtype=dtype)
 
     @staticmethod
-    def name_dumps(name: str) -> None:
+    def fix_dump_name(name: str) -> None:
         pass
 
     @staticmethod
@@ -177,7 +177,7 @@ def launch(
 
     def kernel(*refs):
         *gmem, smem, barriers = refs
-        machine.name_dumps("_".join((name, *map(str, operands[0].shape))))
+        machine.fix_dump_name("_".join((name, *map(str, operands[0].shape))))
         context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
 
         @pl.when(context.warpgroup == num_consumers)

@@ -1,7 +1,7 @@
-"""How much a call's busiest multiprocessor computes, by the forward's tiles.
+"""How much the busiest multiprocessor computes of a call of few blocks, by the forward's tiles.
 
-A call of few blocks may leave multiprocessors idle at its end, and a length's last block may stick out far. Smaller
-blocks then take less time, though they are slower by themselves.
+Few blocks may leave multiprocessors idle at the end, and a length's last block may stick out far. Smaller blocks then
+take less time, though they are slower by themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 from kernels.call import AttentionCall
 from kernels.plan import make_block_plan
 
-# Where multiprocessors have more blocks than that, all are busy to the end.
-_MANY_BLOCKS = 16
-# A block's beginning and end take about as long as so many keys (H100, JAX 0.11.2, 2026-11-25).
+# Of each multiprocessor. With more, all are busy to the end.
+_MOST_BLOCKS = 16
+# A block's beginning and end take about as long as so many keys.
 _BLOCK_KEYS = 200
 
 
 @functools.lru_cache(maxsize=256)
-def forward_makespan(block_q: int, block_kv: int, num_l2_heads: int, call: AttentionCall) -> float | None:
+def makespan_of_few_blocks(block_q: int, block_kv: int, num_l2_heads: int, call: AttentionCall) -> int | None:
     """The pairs of queries and keys in the tiles that the busiest multiprocessor visits.
 
     Args:
@@ -31,23 +31,23 @@ def forward_makespan(block_q: int, block_kv: int, num_l2_heads: int, call: Atten
       call: the call.
 
     Returns:
-      The number of pairs, with some for the beginning and the end of each block. None where it isn't known what a block
-      visits, or how many multiprocessors there are.
+      The number of pairs, with some for the beginning and the end of each block. None where blocks are many, and where
+      it isn't known what a block visits or how many multiprocessors there are.
     """
     num_multiprocessors = call.target.num_multiprocessors
     is_known = not (call.has_segment_ids or call.has_positions) and call.mask.num_heads is None
     if num_multiprocessors is None or not is_known or not call.mask.has_row_intervals:
         return None
+    num_heads = call.batch * call.num_heads
+    if num_heads * -(-call.q_len // block_q) > _MOST_BLOCKS * num_multiprocessors:
+        return None
     bounds = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv).rows.bounds[0]
     pairs = ((bounds[:, 3] - bounds[:, 0]) * block_kv + _BLOCK_KEYS) * block_q
-    num_heads = call.batch * call.num_heads
-    if num_heads * pairs.size > _MANY_BLOCKS * num_multiprocessors:
-        return float(num_heads * pairs.sum() / num_multiprocessors)
     at_once = num_l2_heads * call.group_size
     groups = [min(at_once, num_heads - first) for first in range(0, num_heads, at_once)]
     # As `TileScheduler` orders them: the last queries first.
     order = np.concatenate([np.repeat(pairs[::-1], size) for size in groups])
-    return float(_list_schedule(order.tolist(), num_multiprocessors))
+    return _list_schedule(order.tolist(), num_multiprocessors)
 
 
 def _list_schedule(durations: Sequence[int], num_machines: int) -> int:

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from kernels.backends.mosaic_gpu import tuned
-from kernels.backends.mosaic_gpu.makespan import forward_makespan
+from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
 from kernels.call import AttentionCall
 from kernels.masks import Mask
 
 _T = TypeVar("_T")
-# Tiles that were tuned for unlike calls may be slower by themselves, by up to 6 % (search of 2026-11-21, NVIDIA H200).
-_OTHERS_COST = 1.05
+# What others' tiles must promise: they are slower by themselves (docs/hopper_kernels.md).
+_OTHERS_COST = 1.1
 CallFamily = Literal["full", "causal", "window", "packed", "other"]
 
 
@@ -233,18 +233,19 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
 
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
-    """The likest call's tiles, or others of its head dim where these keep the multiprocessors busier."""
-    nearest = _likest_key(FORWARD, call)
-    others = [tiles for key, tiles in FORWARD.items() if key.head_dim == nearest.head_dim and key.family != "packed"]
-    costs = {tiles: _OTHERS_COST * _cost(tiles, call) for tiles in others} | {
-        FORWARD[nearest]: _cost(FORWARD[nearest], call)
-    }
-    return min(costs, key=lambda tiles: costs[tiles])
-
-
-def _cost(tiles: MosaicForwardTuning, call: AttentionCall) -> float:
-    """What the forward takes, in no unit, but for how fast the tiles are by themselves; 0 where it isn't known."""
-    return forward_makespan(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call) or 0
+    """The likest call's tiles; where blocks are few, maybe others, which keep the multiprocessors busier."""
+    key = _likest_key(FORWARD, call)
+    best = FORWARD[key]
+    least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
+    # Windows have blocks of equal, little work, of which there are seldom few.
+    if least is None or key.family == "window":
+        return best
+    for other_key, tiles in FORWARD.items():
+        if other_key.head_dim == key.head_dim and other_key.family in ("causal", "full"):
+            pairs = makespan_of_few_blocks(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call)
+            if pairs is not None and _OTHERS_COST * pairs < least:
+                best, least = tiles, _OTHERS_COST * pairs
+    return best
 
 
 def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:

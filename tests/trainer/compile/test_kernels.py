@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import CausalMask, dot_product_attention
+from kernels import CausalMask, LocalMask, Target, dot_product_attention
+from kernels.backends import mosaic_gpu
+from kernels.call import make_call
 from tests.gpu_compiler import needs_gpu_compiler
-from trainer.compile.kernels import PROGRAM_NAME, find_kernels
+from trainer.compile.kernels import PROGRAM_NAME, compile_kernels, find_kernels
 from trainer.compile.stages import compile_lowering, count_compilations, lower_in_stages, watch_compilations
 from trainer.compile.topology import parse_topology
 
@@ -50,6 +52,38 @@ def test_kernels_are_compiled_as_a_part_of_their_program(monkeypatch):
     with count_compilations() as counts:
         compile_lowering(lower_attention(num_layers=1), name="gradient")
     assert counts == {"loss": 1}
+
+
+@NEEDS_JAX_0_11
+def test_each_distinct_kernel_is_compiled_once(monkeypatch):
+    """Also where no compiler for GPUs is installed: lowering needs none."""
+    target = Target("gpu", "NVIDIA H200", 9.0, 132)
+    array = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
+    names = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale")
+    nothing = dict.fromkeys((*names, "logits_soft_cap", "sinks"))
+    inputs, call = make_call(array, array, array, CausalMask(), **nothing, return_lse=False)
+    call = call._replace(target=target)
+
+    def layers(inputs):
+        for mask in (CausalMask(), LocalMask(99, 0), CausalMask()):
+            changed = call._replace(mask=mask)
+            output, _ = mosaic_gpu.forward(inputs, changed, mosaic_gpu.resolve(None, changed))
+            inputs = inputs._replace(query=output)
+        return inputs.query
+
+    lowered = jax.jit(layers).trace(inputs).lower(lowering_platforms=("cuda",))
+    compiled = []
+    monkeypatch.setattr("trainer.compile.kernels._compile", lambda device, kernel: compiled.append(kernel))
+    compile_kernels(lowered, jax.devices()[0])
+    assert len(compiled) == 2
+    assert all(isinstance(kernel["kernel_hash"], bytes) for kernel in compiled)
+
+    def fail(device, kernel):
+        raise RuntimeError("no ptxas")
+
+    monkeypatch.setattr("trainer.compile.kernels._compile", fail)
+    with pytest.raises(RuntimeError, match="no ptxas"):
+        compile_kernels(lowered, jax.devices()[0])
 
 
 def test_other_programs_have_none():
