@@ -53,7 +53,8 @@ def activate(
     arXiv:2002.05202; clamped, gpt-oss, arXiv:2508.10925, and its reference code, https://github.com/openai/gpt-oss.
     """
     if (gate is None) != (kind == "gelu"):
-        raise ValueError(f"kind={kind!r} takes {'no gate' if kind == 'gelu' else 'a gate'}, got {gate!r}")
+        expected, got = ("a gate", "none") if gate is None else ("no gate", "one")
+        raise ValueError(f"kind={kind!r} takes {expected}, got {got}")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     hidden = features.astype(dtype)
     hidden = _gelu(hidden) if gate is None else _GATES[kind](gate.astype(dtype), hidden)

@@ -70,7 +70,7 @@ class Experts(nnx.Module):
             for each, product in zip(into, products, strict=True)
         )
         # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
-        hidden = activate(self.kind, features, *(gate or [None]), _sort_weights(weights, groups))
+        hidden = activate(self.kind, features, gate[0] if gate else None, _sort_weights(weights, groups))
         (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups, choice)
         mixed = _sum_copies(outputs, groups, chosen.shape[1], weights.dtype)
         if features_over is not None:

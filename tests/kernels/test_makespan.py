@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import CausalMask, FullMask, LocalMask, MaskFn, MultiHeadMask, Target
+from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, MultiHeadMask, Target
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
 from kernels.backends.mosaic_gpu.tuning import FORWARD, MosaicGpuTuning, TunedCall, resolve
 from kernels.call import AttentionCall
@@ -38,7 +38,7 @@ def visited_pairs(mask, q_len, kv_len, block_q, block_kv):
     return tiles.sum(1) * block_q * block_kv
 
 
-@pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(200, 0), CausalMask(-70)], ids=repr)
+@pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(200, 0), CausalMask(-70), ChunkedCausalMask(150)])
 def test_the_busiest_multiprocessor_by_a_clock(mask, rng):
     num_multiprocessors = int(rng.integers(2, 9))
     batch, num_kv_heads, group_size = (int(rng.integers(1, 4)) for _ in range(3))

@@ -99,9 +99,9 @@ def test_rows_are_weighted_before_they_are_rounded(rng, float64, kind):
 
 def test_an_activation_takes_a_gate_just_where_its_kind_has_one():
     x = jnp.ones((2, 4))
-    with pytest.raises(ValueError, match="kind='swiglu' takes a gate, got None"):
+    with pytest.raises(ValueError, match="kind='swiglu' takes a gate, got none"):
         activate("swiglu", x)
-    with pytest.raises(ValueError, match="kind='gelu' takes no gate"):
+    with pytest.raises(ValueError, match="kind='gelu' takes no gate, got one"):
         activate("gelu", x, x)
 
 

@@ -41,8 +41,8 @@ def makespan_of_few_blocks(block_q: int, block_kv: int, num_l2_heads: int, call:
     num_heads = call.batch * call.num_heads
     if num_heads * -(-call.q_len // block_q) > _MOST_BLOCKS * num_multiprocessors:
         return None
-    bounds = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv).rows.bounds[0]
-    pairs = ((bounds[:, 3] - bounds[:, 0]) * block_kv + _BLOCK_KEYS) * block_q
+    rows = make_block_plan(call.mask, call.q_len, call.kv_len, block_q, block_kv).rows
+    pairs = (rows.read(0, np.arange(rows.num_rows)).num_tiles * block_kv + _BLOCK_KEYS) * block_q
     at_once = num_l2_heads * call.group_size
     groups = [min(at_once, num_heads - first) for first in range(0, num_heads, at_once)]
     # As `TileScheduler` orders them: the last queries first.

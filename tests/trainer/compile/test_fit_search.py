@@ -5,10 +5,8 @@ import dataclasses
 import pytest
 
 from layers import GPTConfig
-from trainer.compile.fit import DeviceMemory, Fit, StateMemory
+from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.fit_search import Remedy, search_remedy, single_remedies
-from trainer.compile.stages import CompileReport
-from trainer.compile.step_profile import HostMemory, StepProfile
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.errors import TrainingFailed
 
@@ -19,25 +17,6 @@ def make_config(**changes) -> TrainConfig:
     settings = {"sequence_length": 1024, "batch_size": 4, "loss": LossConfig(chunk_size=4096)} | changes
     return TrainConfig(
         name="x", model=dataclasses.replace(MODEL, remat=settings.pop("remat", "none")), num_steps=1000, **settings
-    )
-
-
-def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
-    return StepProfile(
-        platform="tpu",
-        device_kind="TPU v5 lite",
-        num_devices=num_devices,
-        mesh={"data": 1, "fsdp": 1, "tensor": 1, "context": 1},
-        num_parameters=1,
-        tokens_per_step=1,
-        attention=(),
-        experts=None,
-        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
-        size=None,
-        collectives=(),
-        state=StateMemory(1, 1, 1),
-        fit=Fit(needed, DeviceMemory(100, "a test's")),
-        host=HostMemory(1, 1, 1),
     )
 
 

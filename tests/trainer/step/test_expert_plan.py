@@ -7,10 +7,8 @@ import pytest
 
 from kernels import Target
 from layers import GPTConfig, MoEConfig
+from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json
-from trainer.compile.fit import StateMemory
-from trainer.compile.stages import CompileReport
-from trainer.compile.step_profile import HostMemory, StepProfile
 from trainer.config import MeshConfig, TrainConfig
 from trainer.step.expert_plan import plan_experts
 
@@ -49,22 +47,7 @@ def test_a_hopper_gpu_multiplies_by_the_kernel_and_others_say_why_not():
 
 def test_the_compile_report_has_the_experts():
     plan = plan_experts(config_of(MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)), H200)
-    profile = StepProfile(
-        platform="gpu",
-        device_kind="NVIDIA H200",
-        num_devices=1,
-        mesh={"data": 1},
-        num_parameters=1,
-        tokens_per_step=1,
-        attention=(),
-        experts=plan,
-        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
-        size=None,
-        collectives=(),
-        state=StateMemory(1, 1, 1),
-        fit=None,
-        host=HostMemory(1, 1, 1),
-    )
+    profile = dataclasses.replace(make_profile(needed=10), experts=plan)
     assert describe_target(config_of(None), None, profile)["experts"] == plan.describe()
     assert profile_to_json(profile)["experts"] == plan.to_json()
     without = dataclasses.replace(profile, experts=None)

@@ -1,0 +1,25 @@
+"""Profiles of steps that nothing compiled."""
+
+from trainer.compile.fit import DeviceMemory, Fit, StateMemory
+from trainer.compile.stages import CompileReport
+from trainer.compile.step_profile import HostMemory, StepProfile
+
+
+def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
+    """A step that needs so many of the 100 bytes that each device has."""
+    return StepProfile(
+        platform="tpu",
+        device_kind="TPU v5 lite",
+        num_devices=num_devices,
+        mesh={"data": 1, "fsdp": 1, "tensor": 1, "context": 1},
+        num_parameters=1,
+        tokens_per_step=1,
+        attention=(),
+        experts=None,
+        compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
+        size=None,
+        collectives=(),
+        state=StateMemory(1, 1, 1),
+        fit=Fit(needed, DeviceMemory(100, "a test's")),
+        host=HostMemory(1, 1, 1),
+    )
