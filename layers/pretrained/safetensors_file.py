@@ -13,7 +13,6 @@ import math
 import os
 import stat
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -32,8 +31,7 @@ DTYPES: Mapping[str, np.dtype] = {
 
 _HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _MAX_DIMS = 8
-_CHUNK_BYTES = 1 << 22  # of a file that a thread reads to cut them in memory
-_NUM_THREADS = 8
+_CHUNK_BYTES = 1 << 22  # of a file that are read to be cut in memory
 _RUN_BYTES = 1 << 16  # contiguous bytes of a row that are worth a read of their own
 
 Index = tuple[slice, ...]
@@ -76,19 +74,8 @@ class FileTensor:
           ValueError: the file has become shorter since it was opened.
         """
         out = np.empty([part.stop - part.start for part in index], self.dtype)
-        if out.ndim == 0 or out.nbytes < 2 * _CHUNK_BYTES:
-            if out.size:
-                self._fill(out, self.offset, self.shape, index)
-            return out
-        bounds = np.linspace(0, len(out), min(len(out), _NUM_THREADS) + 1, dtype=int).tolist()
-
-        def fill(start: int, stop: int) -> None:
-            rows = slice(index[0].start + start, index[0].start + stop)
-            self._fill(out[start:stop], self.offset, self.shape, (rows, *index[1:]))
-
-        # One thread copies from the page cache at a fraction of what several do, and waits for a disk between reads.
-        with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            list(threads.map(fill, bounds[:-1], bounds[1:]))
+        if out.size:
+            self._fill(out, self.offset, self.shape, index)
         return out
 
     def _fill(self, out: np.ndarray, offset: int, shape: tuple[int, ...], index: Index) -> None:

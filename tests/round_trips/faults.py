@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from layers.pretrained import load, save
+from layers.pretrained import save, shards
 from layers.pretrained.steps import TensorRow
 from tests.round_trips.cases import Case
 
@@ -25,10 +25,9 @@ def _swap_shards(devices_of: Callable) -> Callable:
     return swapped
 
 
-def _drop_a_bit(read_blocks: Callable) -> Callable:
-    def dropped(*arguments: Any) -> np.ndarray:
-        blocks = read_blocks(*arguments)
-        return (blocks.view(np.uint32) & 0xFFFFFFFE).view(blocks.dtype)
+def _drop_a_bit(read_piece: Callable) -> Callable:
+    def dropped(*arguments: Any) -> list[np.ndarray]:
+        return [(part.view(np.uint32) & 0xFFFFFFFE).view(part.dtype) for part in read_piece(*arguments)]
 
     return dropped
 
@@ -42,8 +41,8 @@ def _swap_parts(into_file: Callable) -> Callable:
 
 
 _CHANGES = {
-    "shards on each other's devices": (load, "_devices_of", _swap_shards),
-    "a bit less": (load._ShardReader, "_read_blocks", _drop_a_bit),
+    "shards on each other's devices": (shards, "_devices_of", _swap_shards),
+    "a bit less": (shards.ShardReader, "_read_piece", _drop_a_bit),
     "layers in the wrong order": (save, "_take", _swap_layers),
     "gate and up the wrong way round": (TensorRow, "into_file", _swap_parts),
 }

@@ -2,26 +2,72 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from layers.pretrained import config_from_huggingface, load, read_params
+from layers.pretrained import config_from_huggingface, read_params, shards
 from layers.pretrained.table import parameter_shapes
 from tests.layers.pretrained.golden import unpack
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 3000])
 @pytest.mark.parametrize(("case", "dtype"), [("gemma2", "bfloat16"), ("qwen3_moe", "float32")])
-def test_a_stack_that_grows_on_its_device_has_the_same_bits(case, dtype, tmp_path, monkeypatch):
+def test_a_shard_that_grows_on_its_device_has_the_same_bits(case, dtype, piece_bytes, tmp_path, monkeypatch):
     unpack(case, tmp_path)
     config = config_from_huggingface(tmp_path)
     expected = read_params(tmp_path, config, dtype=dtype)
-    monkeypatch.setattr(load, "_SMALL_BYTES", 0)
-    monkeypatch.setattr(load, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(shards, "_PIECE_BYTES", piece_bytes)
     params = read_params(tmp_path, config, dtype=dtype)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+
+
+def test_the_host_holds_a_bounded_number_of_pieces(tmp_path, monkeypatch):
+    unpack("llama", tmp_path)
+    config = config_from_huggingface(tmp_path)
+    monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
+    monkeypatch.setattr(shards, "_PIECE_BYTES", 1)
+    read_piece, lock, num_read, placed, most = shards.ShardReader._read_piece, threading.Lock(), 0, 0, 0
+
+    def counted(reader, job):
+        nonlocal num_read, most
+        parts = read_piece(reader, job)
+        with lock:
+            num_read += 1
+            most = max(most, num_read - placed)
+        return parts
+
+    def progress(num_bytes, total):
+        nonlocal placed
+        with lock:
+            placed += 1
+        assert 0 < num_bytes <= total
+
+    monkeypatch.setattr(shards.ShardReader, "_read_piece", counted)
+    read_params(tmp_path, config, progress=progress)
+    assert num_read == placed > 5 * most, "each piece is told of, and most are read after others have been placed"
+    assert most <= 2 * shards._NUM_READERS
+
+
+def test_a_piece_that_cannot_be_read_ends_the_loading(tmp_path, monkeypatch):
+    unpack("llama", tmp_path)
+    config = config_from_huggingface(tmp_path)
+    read_piece, calls = shards.ShardReader._read_piece, iter(range(1000))
+
+    def failing(reader, job):
+        if next(calls) == 3:
+            raise ValueError("model.safetensors ends at byte 7")
+        return read_piece(reader, job)
+
+    monkeypatch.setattr(shards.ShardReader, "_read_piece", failing)
+    with pytest.raises(ValueError, match="ends at byte 7"):
+        read_params(tmp_path, config)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
 
 
 def test_shardings_of_another_model_are_refused(tmp_path):
