@@ -25,7 +25,7 @@ from kernels import (
 )
 from kernels.backends import mosaic_gpu
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
-from kernels.backends.mosaic_gpu.key_value_pass import offset_columns
+from kernels.backends.mosaic_gpu.key_value_pass import _shift, offset_columns
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
 from kernels.backends.mosaic_gpu.tuning import resolve
@@ -346,6 +346,32 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
     text = lower()
     assert text.count("mosaic_gpu_v2") == (2 if backward == "fused" else 3)
     assert lower() == text
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize(("length", "is_padded"), [(200, False), (204, True)])
+@pytest.mark.parametrize("backward", ["fused", "split"])
+def test_matrices_of_whole_eights_of_rows_are_not_copied(length, is_padded, backward):
+    inputs, call = call_of(FullMask(), length=length)
+    tuning = resolve(MosaicGpuTuning(backward), call)
+
+    def run(inputs):
+        output, lse = mosaic_gpu.forward(inputs, call, tuning)
+        return mosaic_gpu.backward(inputs, call, tuning, Cotangent.of(output, lse, output))
+
+    text = jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    of_matrices = [line for line in text.splitlines() if "stablehlo.pad" in line and "x2x64xbf16" in line]
+    assert bool(of_matrices) == is_padded
+
+
+@pytest.mark.parametrize(
+    ("length", "head_dim", "num_l2_heads", "shift"),
+    [(32_768, 128, 2, 2), (32_768, 128, 1, 2), (4096, 128, 2, 4), (32_768, 64, 2, 4), (262_144, 256, 2, 1)],
+)
+def test_blocks_that_run_at_once_share_tiles_in_the_l2_cache(length, head_dim, num_l2_heads, shift):
+    _, call = call_of(FullMask(), head_dim=head_dim)
+    tuning = MosaicBackwardTuning(block_q=64, num_l2_heads=num_l2_heads)
+    assert _shift(call._replace(q_len=length), tuning) == shift
 
 
 @NEEDS_JAX_0_11

@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[str, type | None]] = {
 class TableArguments:
     """Writes the kernels' table of tunings."""
 
-    results: Path = REPOSITORY / "experiments/benchmarks/results/tuning_h200.jsonl"
+    results: Path = REPOSITORY / "experiments/benchmarks/results/tuning_hopper.jsonl"
     """JSON lines of `python -m experiments.benchmarks.tune_attention`. Of a search made twice, the later one counts."""
     table: Path = Path(kernels.backends.mosaic_gpu.__file__).parent / "tuned.py"
 

@@ -30,7 +30,10 @@ LSE, DELTA = 0, 1
 
 
 class BackwardArrays(NamedTuple):
-    """What the passes read and write, padded to whole tiles and whole head dims; within a kernel, references to it."""
+    """What the passes read and write, padded to whole head dims, and rows of numbers to whole tiles.
+
+    Within a kernel, references to it.
+    """
 
     query: Any
     key: Any

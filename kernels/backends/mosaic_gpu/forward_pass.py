@@ -37,7 +37,7 @@ from kernels.plan import Rows
 
 
 class ForwardGmem(NamedTuple):
-    """Global memory: operands, padded to whole tiles, and results. None for what isn't given."""
+    """Global memory: operands, padded as the machine needs it, and results. None for what isn't given."""
 
     query: Any
     key: Any
@@ -125,10 +125,9 @@ def run_forward(
     """Output and lse of a call whose mask all heads share, under a tuning with nothing left open."""
     how, machine = tuning.forward_tiles, machine_of(tuning)
     assert how is not None
-    # A block's last warpgroups may have no rows. (Pallas's interpreter reads nothing past an array's end.)
-    block_q = how.block_q if tuning.interpret else WGMMA_ROWS
+    multiples = machine.length_multiple(how.block_q), machine.length_multiple(how.block_kv)
     head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
-    query, key, value = pad_matrices(inputs, block_q, how.block_kv, *head_dims)
+    query, key, value = pad_matrices(inputs, *multiples, *head_dims)
     sinks = None if inputs.sinks is None else inputs.sinks.astype(jnp.float32)
     tokens = TokenArrays.of(inputs, how.block_q, how.block_kv)
     rows = rows_of_warpgroups(inputs, call, how)
@@ -149,7 +148,8 @@ def run_forward(
     operands = query, key, value, rows, sinks, tokens, num_claimed
     outputs = (
         jax.ShapeDtypeStruct((batch, q_len, num_heads, value.shape[-1]), call.dtype),
-        jax.ShapeDtypeStruct((batch, num_heads, q_len), jnp.float32),
+        # Whole blocks: unlike a matrix's, the copy of a row's numbers may write past the row's end.
+        jax.ShapeDtypeStruct((batch, num_heads, num_blocks * how.block_q), jnp.float32),
     )
     output, lse = launch(
         make_context,
@@ -398,8 +398,6 @@ def _store(context: ForwardContext, rows: _QueryRows, output, lse) -> None:
     o_smem[...] = output
     lse_smem[...] = lse
     plgpu.commit_smem()
-    # Nothing keeps a copy from writing past the end of a dimension that isn't the array's last.
-    q_len, q_rows = gmem.query.shape[1], pl.ds(rows.first, WGMMA_ROWS)
-    exists = None if q_len % context.tuning.block_q == 0 else rows.first < q_len
-    plgpu.copy_smem_to_gmem(o_smem, gmem.output.at[batch, q_rows, head], exists)
-    plgpu.copy_smem_to_gmem(lse_smem, gmem.lse.at[batch, head, q_rows], exists)
+    q_rows = pl.ds(rows.first, WGMMA_ROWS)
+    plgpu.copy_smem_to_gmem(o_smem, gmem.output.at[batch, q_rows, head])
+    plgpu.copy_smem_to_gmem(lse_smem, gmem.lse.at[batch, head, q_rows])

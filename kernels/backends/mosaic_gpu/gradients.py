@@ -25,27 +25,28 @@ def run_backward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent
 ) -> Gradients:
     """The gradients of query, key and value. See `run_forward`."""
-    how = tuning.backward_tiles
+    how, machine = tuning.backward_tiles, machine_of(tuning)
     assert how is not None
     lse, delta = cotangent.by_head()
 
     def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
         head_dim, value_dim = padded_head_dims(call, how)
-        query, key, value = pad_matrices(inputs, block_q, block_kv, head_dim, value_dim)
+        q_multiple, kv_multiple = machine.length_multiple(block_q), machine.length_multiple(block_kv)
+        query, key, value = pad_matrices(inputs, q_multiple, kv_multiple, head_dim, value_dim)
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
         in_log2 = jnp.where(lse != -jnp.inf, lse * LOG2_E, _HUGE_LSE)
         arrays = BackwardArrays(
             query,
             key,
             value,
-            pad_matrix(cotangent.d_output, block_q, value_dim),
+            pad_matrix(cotangent.d_output, q_multiple, value_dim),
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(delta, row_padding),
             offsets=None,
             rows=make_rows(inputs, call, block_q, block_kv, transposed=transposed),
             tokens=TokenArrays.of(inputs, block_q, block_kv),
         )
-        return kernel(arrays, call, how, machine_of(tuning))
+        return kernel(arrays, call, how, machine)
 
     key_values = (
         wide_key_value_pass

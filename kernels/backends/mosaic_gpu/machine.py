@@ -24,6 +24,8 @@ from kernels.target import Target
 
 # Few, so that programs have several blocks each.
 _INTERPRETED_MULTIPROCESSORS = 2
+# Rows of the tiles in which matrices are copied (`memory.matrix`).
+_COPIED_ROWS = 8
 
 
 def add_product(accumulator, a, b, memory, warpgroup) -> None:
@@ -107,6 +109,13 @@ class Hopper:
         """Shared memory for operands that products take from registers, or None where they need none."""
         return None
 
+    def length_multiple(self, block: int) -> int:
+        """What the length of a matrix that is copied in blocks must be a multiple of.
+
+        Past a matrix's end the copy engine reads zeros and writes nothing, so that the last block needs no padding.
+        """
+        return _COPIED_ROWS
+
     fix_dump_name = staticmethod(fix_dump_name)
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
@@ -125,6 +134,9 @@ class Interpreter(Hopper):
 
     def operand_memory(self, *shape: int, dtype) -> Any:
         return matrix(*shape, dtype=dtype)
+
+    def length_multiple(self, block: int) -> int:
+        return block
 
     @staticmethod
     def fix_dump_name(name: str) -> None:

@@ -22,17 +22,17 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def pad_matrices(
-    inputs: AttentionInputs, block_q: int, block_kv: int, head_dim: int, value_dim: int
+    inputs: AttentionInputs, q_multiple: int, kv_multiple: int, head_dim: int, value_dim: int
 ) -> tuple[Array, Array, Array]:
-    """Query, key and value, padded to whole blocks and to these head dims."""
-    query, key = pad_matrix(inputs.query, block_q, head_dim), pad_matrix(inputs.key, block_kv, head_dim)
-    return query, key, pad_matrix(inputs.value, block_kv, value_dim)
+    """Query, key and value, padded to multiples of these lengths and to these head dims."""
+    query, key = pad_matrix(inputs.query, q_multiple, head_dim), pad_matrix(inputs.key, kv_multiple, head_dim)
+    return query, key, pad_matrix(inputs.value, kv_multiple, value_dim)
 
 
-def pad_matrix(x: Float[Array, "B L N H"], block: int, width: int) -> Float[Array, "B L2 N H2"]:
-    """Fills the last block of the length, and the head dim up to `width`, with zeros."""
+def pad_matrix(x: Float[Array, "B L N H"], multiple: int, width: int) -> Float[Array, "B L2 N H2"]:
+    """Appends zeros to the length, up to a multiple, and to the head dim, up to `width`."""
     length, head_dim = x.shape[1], x.shape[3]
-    padding = [(0, 0), (0, -length % block), (0, 0), (0, width - head_dim)]
+    padding = [(0, 0), (0, -length % multiple), (0, 0), (0, width - head_dim)]
     return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
