@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-@functools.partial(jax.jit, static_argnames=("above", "num_rounds"))
+# Inlined: where JAX takes a plan out of a caller's loop, a call within it may keep arguments that it doesn't use. In a
+# `jax.shard_map` they end XLA's partitioner with a segmentation fault (seen in JAX 0.11.2).
+@functools.partial(jax.jit, static_argnames=("above", "num_rounds"), inline=True)
 def search(
     values: Int[Array, "V B C"],
     thresholds: Int[Array, "V B R"],

@@ -16,10 +16,12 @@ from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, 
 from kernels.call import AttentionCall
 from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, kernel_call, plan_context
 from kernels.context.costs import exchange_cost, links_of
+from kernels.context.exchange import EXCHANGES
 from kernels.context.exchanges.halo import unused_id
 from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "context_on_eight_devices.py"
+LAYERS_SCRIPT = Path(__file__).parent / "layers_on_four_devices.py"
 NUM_CASES = 28
 UNBOUNDED = ("causal", "prefix", "function")
 CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(4095, 0)
@@ -223,6 +225,14 @@ def test_dealt_tokens_without_places_are_refused():
     x = jnp.ones((1, 64, 4, 8))
     with pytest.raises(ValueError, match="deal='by_cost' needs the places of the tokens"):
         attend_over_mesh(x, x, x, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"))
+
+
+def test_layers_are_differentiated_in_a_scan_over_heads_and_tokens():
+    done = subprocess.run([sys.executable, LAYERS_SCRIPT], env=environment_of_cpus(4), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    differences = {case["exchange"]: case["difference"] for case in map(json.loads, done.stdout.splitlines())}
+    assert differences.keys() == set(EXCHANGES)
+    assert max(differences.values()) < 1e-12
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic_gpu needs JAX 0.11")
