@@ -27,6 +27,15 @@ class Piece:
     box: Bounds
     shards: tuple[Bounds, ...]
 
+    def positions(self) -> Iterator[tuple[int, ...]]:
+        """Where its blocks are in the stacked dims."""
+        for block in range(self.first, self.first + self.num_blocks):
+            position: list[int] = []
+            for start, stop in reversed(self.stacked):
+                block, offset = divmod(block, stop - start)
+                position.append(start + offset)
+            yield tuple(reversed(position))
+
     def part_of(self, shard: Bounds) -> Bounds:
         """What a shard takes of each block, counted from the start of the box."""
         rest = shard[len(self.stacked) :]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,19 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from layers.pretrained.pieces import Bounds, Piece, find_pieces
 from layers.pretrained.safetensors_file import Tensor
-from layers.pretrained.table import Source, positions
+from layers.pretrained.table import Source
 
 Progress = Callable[[int, int], None]
 
-# What is read at a time. Of such pieces twice `_NUM_READERS` are on the host, and `_NUM_ON_THEIR_WAY` more.
+# Read at a time; read ahead of what goes to the devices; and how many arrays are on their way there.
 _PIECE_BYTES = 1 << 24
-# Threads: one copies from the page cache at a fraction of what several do, and waits for a disk between reads.
-_NUM_READERS = 8
+_BYTES_AHEAD = 1 << 28
 _NUM_ON_THEIR_WAY = 8
-_NUM_COMPILERS = 4
 # A shard of fewer bytes is made on the host, which spares compiling.
 _SMALL_BYTES = 1 << 24
+# One thread copies from the page cache at a fraction of what several do, and waits for a disk between reads.
+_NUM_READERS = 8
+_NUM_COMPILERS = 4
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,20 @@ class _Job:
     piece: Piece
     at_once: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the piece, in the tensors."""
+        return self.parameter.stored_dtype.itemsize * self.piece.num_blocks * math.prod(_sizes(self.piece.box))
+
     def growth(self, shard: Bounds, device: jax.Device) -> _Growth:
-        order = self.parameter.order
-        in_file = np.take([self.piece.num_blocks, *_sizes(self.piece.part_of(shard))], np.argsort(order))
+        """How the piece gets into one of its shards."""
+        in_file = _in_file(_sizes(self.piece.part_of(shard)), self.parameter.source.row.order)
         return _Growth(
             _sizes(shard),
             len(self.piece.stacked),
-            tuple(in_file.tolist()),
+            (self.piece.num_blocks, *in_file),
             self.parameter.stored_dtype,
-            order,
+            self.parameter.order,
             self.parameter.target(device),
         )
 
@@ -138,9 +143,9 @@ class ShardReader:
                 stack.callback(executor.shutdown, cancel_futures=True)
             programs = self._compile_ahead(compilers, jobs)
             for job, parts in self._read_ahead(readers, jobs):
+                num_read += job.num_bytes
                 shards = arrays.setdefault(job.parameter, {})
                 for shard, part in zip(job.piece.shards, parts, strict=True):
-                    num_read += part.size * job.parameter.stored_dtype.itemsize
                     for device in job.parameter.shards[shard]:
                         placed = jax.device_put(part, job.parameter.target(device))
                         on_their_way.append(placed)
@@ -168,28 +173,28 @@ class ShardReader:
         self, executor: ThreadPoolExecutor, jobs: Sequence[_Job]
     ) -> Iterator[tuple[_Job, list[np.ndarray]]]:
         waiting: deque[tuple[_Job, Future[list[np.ndarray]]]] = deque()
+        num_bytes = 0
         for job in jobs:
-            waiting.append((job, executor.submit(self._read_piece, job)))
-            if len(waiting) == 2 * _NUM_READERS:
+            while waiting and num_bytes + job.num_bytes > _BYTES_AHEAD:
                 first, parts = waiting.popleft()
+                num_bytes -= first.num_bytes
                 yield first, parts.result()
+            waiting.append((job, executor.submit(self._read_piece, job)))
+            num_bytes += job.num_bytes
         for first, parts in waiting:
             yield first, parts.result()
 
     def _read_piece(self, job: _Job) -> list[np.ndarray]:
         """For each shard what it takes of a piece: the blocks with their dims in the file's order, or a small shard."""
-        source, piece, parameter = job.parameter.source, job.piece, job.parameter
-        names = map(source.tensor_name, positions(_index(piece.stacked)))
-        wanted = itertools.islice(names, piece.first, piece.first + piece.num_blocks)
-        box = _index(piece.box)
-        blocks = [source.row.read(self.tensors[name], source.which, source.shapes, box) for name in wanted]
+        source, piece, box = job.parameter.source, job.piece, _index(job.piece.box)
+        names = map(source.tensor_name, piece.positions())
+        blocks = [source.row.read(self.tensors[name], source.which, source.shapes, box) for name in names]
         parts = []
         for shard in piece.shards:
-            bounds = piece.part_of(shard)
-            cut = tuple(slice(*bounds[dim]) for dim in np.argsort(source.row.order))
+            cut = _in_file(_index(piece.part_of(shard)), source.row.order)
             part = np.stack([block[cut] for block in blocks]) if len(blocks) > 1 else _cut(blocks[0], cut)[None]
             if job.at_once:
-                part = part.transpose(parameter.order).reshape(_sizes(shard)).astype(self.dtype, copy=False)
+                part = part.transpose(job.parameter.order).reshape(_sizes(shard)).astype(self.dtype, copy=False)
             parts.append(part)
         return parts
 
@@ -235,6 +240,11 @@ def _compile(growth: _Growth, dtype: jnp.dtype) -> _Programs:
 def _cut(block: np.ndarray, cut: tuple[slice, ...]) -> np.ndarray:
     part = block[cut]
     return part if part.size == block.size else np.ascontiguousarray(part)
+
+
+def _in_file(of_dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:
+    """What belongs to a parameter's dims, in the order of the file's."""
+    return tuple(of_dims[order.index(place)] for place in range(len(order)))
 
 
 def _index(bounds: Bounds) -> tuple[slice, ...]:

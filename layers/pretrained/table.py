@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,9 +209,3 @@ def _printable(name: str) -> str:
 
 def _numberless(name: str) -> str:
     return re.sub(r"\d+", "#", name)
-
-
-def positions(index: tuple[slice, ...]) -> Iterator[tuple[int, ...]]:
-    """The positions that an index of stacked dims selects."""
-    for offsets in np.ndindex(*(part.stop - part.start for part in index)):
-        yield tuple(part.start + offset for part, offset in zip(index, offsets, strict=True))

@@ -25,10 +25,7 @@ def _assemble(shards, pieces, array, num_stacked):
     written = {shard: np.zeros_like(part) for shard, part in made.items()}
     num_reads = np.zeros_like(array)
     for piece in pieces:
-        stacked = tuple(slice(*bounds) for bounds in piece.stacked)
-        positions = list(np.ndindex(*(part.stop - part.start for part in stacked)))
-        for block in range(piece.first, piece.first + piece.num_blocks):
-            place = tuple(part.start + offset for part, offset in zip(stacked, positions[block], strict=True))
+        for block, place in enumerate(piece.positions(), piece.first):
             box = tuple(slice(*bounds) for bounds in piece.box)
             num_reads[(*place, *box)] += 1
             for shard in piece.shards:
