@@ -80,7 +80,7 @@ class _Growth(NamedTuple):
     sizes: tuple[int, ...]
     num_stacked: int
     part: tuple[int, ...]
-    stored_dtype: np.dtype
+    part_dtype: np.dtype
     order: tuple[int, ...]
     target: Sharding
 
@@ -103,14 +103,14 @@ class _Job:
         """Of the piece, in the tensors."""
         return self.parameter.stored_dtype.itemsize * self.piece.num_blocks * math.prod(_sizes(self.piece.box))
 
-    def growth(self, shard: Bounds, device: jax.Device) -> _Growth:
-        """How the piece gets into one of its shards."""
+    def growth(self, shard: Bounds, device: jax.Device, dtype: jnp.dtype) -> _Growth:
+        """How the piece gets into one of its shards, which is of a dtype."""
         in_file = _in_file(_sizes(self.piece.part_of(shard)), self.parameter.source.row.order)
         return _Growth(
             _sizes(shard),
             len(self.piece.stacked),
             (self.piece.num_blocks, *in_file),
-            self.parameter.stored_dtype,
+            _narrower(self.parameter.stored_dtype, dtype),
             self.parameter.order,
             self.parameter.target(device),
         )
@@ -150,7 +150,7 @@ class ShardReader:
                         placed = jax.device_put(part, job.parameter.target(device))
                         on_their_way.append(placed)
                         if not job.at_once:
-                            make, write = programs[job.growth(shard, device)].result()
+                            make, write = programs[job.growth(shard, device, self.dtype)].result()
                             grown = shards[shard, device] if (shard, device) in shards else make()
                             placed = write(grown, placed, np.array(job.piece.starts_in(shard), np.int32))
                         shards[shard, device] = placed
@@ -165,7 +165,7 @@ class ShardReader:
         for job in jobs:
             for shard in () if job.at_once else job.piece.shards:
                 for device in job.parameter.shards[shard]:
-                    if (growth := job.growth(shard, device)) not in programs:
+                    if (growth := job.growth(shard, device, self.dtype)) not in programs:
                         programs[growth] = executor.submit(_compile, growth, self.dtype)
         return programs
 
@@ -195,7 +195,8 @@ class ShardReader:
             part = np.stack([block[cut] for block in blocks]) if len(blocks) > 1 else _cut(blocks[0], cut)[None]
             if job.at_once:
                 part = part.transpose(job.parameter.order).reshape(_sizes(shard)).astype(self.dtype, copy=False)
-            parts.append(part)
+            # What is wider than the array is rounded here: fewer bytes travel, and devices may not know float64.
+            parts.append(part.astype(_narrower(part.dtype, self.dtype), copy=False))
         return parts
 
 
@@ -231,10 +232,14 @@ def _compile(growth: _Growth, dtype: jnp.dtype) -> _Programs:
         return jax.lax.dynamic_update_slice(stack, blocks, tuple(starts)).reshape(growth.sizes)
 
     shard = jax.ShapeDtypeStruct(growth.sizes, dtype, sharding=growth.target)
-    blocks = jax.ShapeDtypeStruct(growth.part, growth.stored_dtype, sharding=growth.target)
+    blocks = jax.ShapeDtypeStruct(growth.part, growth.part_dtype, sharding=growth.target)
     starts = jax.ShapeDtypeStruct((len(growth.part),), np.int32)
     make = jax.jit(functools.partial(jnp.zeros, growth.sizes, dtype), out_shardings=growth.target)
     return _Programs(make.lower().compile(), jax.jit(write, donate_argnums=0).lower(shard, blocks, starts).compile())
+
+
+def _narrower(stored: np.dtype, wanted: np.dtype) -> np.dtype:
+    return wanted if stored.itemsize > wanted.itemsize else stored
 
 
 def _cut(block: np.ndarray, cut: tuple[slice, ...]) -> np.ndarray:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 from layers.pretrained import config_from_huggingface, read_params, shards
+from layers.pretrained.safetensors_file import SafetensorsFile
 from layers.pretrained.table import parameter_shapes
 from tests.layers.pretrained.golden import unpack
+from tests.layers.pretrained.samples import entry, file_bytes
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 3000])
@@ -25,6 +28,28 @@ def test_a_shard_that_grows_on_its_device_has_the_same_bits(case, dtype, piece_b
     params = read_params(tmp_path, config, dtype=dtype)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("stored", "held"), [(np.float64, "float32"), (np.float64, "bfloat16"), (np.float32, "float16")]
+)
+def test_what_is_stored_wider_is_rounded_once(stored, held, tmp_path, monkeypatch, rng):
+    unpack("llama", tmp_path)
+    config = config_from_huggingface(tmp_path)
+    with SafetensorsFile(next(tmp_path.glob("*.safetensors"))) as file:
+        arrays = {name: rng.standard_normal(tensor.shape).astype(stored) for name, tensor in file.tensors.items()}
+    header, data = {}, b""
+    for name, array in arrays.items():
+        dtype = {8: "F64", 4: "F32"}[array.itemsize]
+        header[name] = entry(len(data), len(data) + array.nbytes, dtype=dtype, shape=array.shape)
+        data += array.tobytes()
+    next(tmp_path.glob("*.safetensors")).write_bytes(file_bytes(header, data))
+    expected = read_params(tmp_path, config, dtype=held)
+    monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
+    params = read_params(tmp_path, config, dtype=held)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    embedding = arrays["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(params["embedding"]["embedding"], embedding.astype(jnp.dtype(held)))
 
 
 def test_the_host_holds_few_bytes_that_are_not_on_their_way(tmp_path, monkeypatch):
