@@ -33,7 +33,7 @@ def test_a_shard_that_grows_on_its_device_has_the_same_bits(case, dtype, piece_b
 @pytest.mark.parametrize(
     ("stored", "held"), [(np.float64, "float32"), (np.float64, "bfloat16"), (np.float32, "float16")]
 )
-def test_what_is_stored_wider_is_rounded_once(stored, held, tmp_path, monkeypatch, rng):
+def test_what_is_stored_wider_is_rounded_before_it_travels(stored, held, tmp_path, monkeypatch, rng):
     unpack("llama", tmp_path)
     config = config_from_huggingface(tmp_path)
     with SafetensorsFile(next(tmp_path.glob("*.safetensors"))) as file:
@@ -46,7 +46,16 @@ def test_what_is_stored_wider_is_rounded_once(stored, held, tmp_path, monkeypatc
     next(tmp_path.glob("*.safetensors")).write_bytes(file_bytes(header, data))
     expected = read_params(tmp_path, config, dtype=held)
     monkeypatch.setattr(shards, "_SMALL_BYTES", 0)
+    read_piece, travelling = shards.ShardReader._read_piece, set()
+
+    def recorded(reader, job):
+        parts = read_piece(reader, job)
+        travelling.update(part.dtype.name for part in parts)
+        return parts
+
+    monkeypatch.setattr(shards.ShardReader, "_read_piece", recorded)
     params = read_params(tmp_path, config, dtype=held)
+    assert travelling == {held}
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     embedding = arrays["model.embed_tokens.weight"]
     np.testing.assert_array_equal(params["embedding"]["embedding"], embedding.astype(jnp.dtype(held)))
