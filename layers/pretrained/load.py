@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from layers.config import GPTConfig
@@ -18,6 +19,7 @@ from layers.pretrained.folder import CONFIG_NAME, open_tensors, read_config
 from layers.pretrained.safetensors_file import Tensor
 from layers.pretrained.shards import Parameter, Progress, ShardReader
 from layers.pretrained.table import (
+    Source,
     check_tensors,
     find_sources,
     flat,
@@ -95,7 +97,7 @@ def read_params(
         sources = find_sources(family, config, shapes)
         check_tensors(family, tensor_shapes(sources, shapes), tensors, os.fspath(directory))
         parameters = [
-            Parameter(source, shapes[path], placement[path], tensors[source.tensor_name(())].dtype)
+            Parameter(source, shapes[path], placement[path], _stored_dtype(source, shapes[path], tensors))
             for path, source in sources.items()
         ]
         arrays = ShardReader(tensors, dtype, progress).read(parameters)
@@ -137,6 +139,13 @@ def load_gpt(directory: str | os.PathLike[str], *, mesh: Mesh | None = None, **c
     graphdef, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
+
+
+def _stored_dtype(source: Source, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> np.dtype:
+    names = map(source.tensor_name, np.ndindex(*shape[: source.row.num_stacked]))
+    dtypes = {tensors[name].dtype for name in names}
+    # Of the narrower ones, two don't hold each other's values, and float32 holds all.
+    return dtypes.pop() if len(dtypes) == 1 else max(*dtypes, np.dtype(np.float32), key=lambda dtype: dtype.itemsize)
 
 
 def _placement(shapes: Mapping[str, tuple[int, ...]], shardings: Any) -> dict[str, Sharding]:

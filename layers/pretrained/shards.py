@@ -22,9 +22,11 @@ from layers.pretrained.table import Source
 
 Progress = Callable[[int, int], None]
 
-# Read at a time; read ahead of what goes to the devices; and how many arrays are on their way there.
+# What a thread reads at a time.
 _PIECE_BYTES = 1 << 24
+# What has been read, or is being read, and isn't on its way to the devices yet.
 _BYTES_AHEAD = 1 << 28
+# Arrays on their way at a time, each a piece or less.
 _NUM_ON_THEIR_WAY = 8
 # A shard of fewer bytes is made on the host, which spares compiling.
 _SMALL_BYTES = 1 << 24
@@ -41,7 +43,7 @@ class Parameter:
       source: which tensors hold it.
       shape: its whole shape.
       sharding: where it goes.
-      stored_dtype: of the tensors.
+      stored_dtype: of the tensors; of different ones the dtype that holds all their values.
     """
 
     source: Source
@@ -63,31 +65,52 @@ class Parameter:
         """Of a shard, in the tensors."""
         return self.stored_dtype.itemsize * math.prod(_sizes(shard))
 
-    def target(self, device: jax.Device) -> SingleDeviceSharding:
-        """One device's part of the sharding."""
-        return SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
-
     def joined(self, shards: Mapping[tuple[Bounds, jax.Device], jax.Array]) -> jax.Array:
-        """The parameter, of its shards on each device."""
-        on_device = {device: shard for (_, device), shard in shards.items()}
+        """The parameter, of its shards on each device. Those that belong into other memory go there now."""
+        kind = self.sharding.memory_kind
+        on_device = {
+            device: shard if kind is None else jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
+            for (_, device), shard in shards.items()
+        }
         arrays = [on_device[device] for device in self.sharding.addressable_devices_indices_map(self.shape)]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
 
 
-class _Growth(NamedTuple):
-    """What a program that writes a piece into a shard depends on."""
+class _Empty(NamedTuple):
+    """A program that makes an empty shard."""
 
     sizes: tuple[int, ...]
+    dtype: np.dtype
+    device: jax.Device
+
+    def lower(self) -> jax.stages.Lowered:
+        zeros = functools.partial(jnp.zeros, self.sizes, self.dtype)
+        return jax.jit(zeros, out_shardings=SingleDeviceSharding(self.device)).lower()
+
+
+class _Growth(NamedTuple):
+    """A program that writes a piece into a shard: blocks in the file's order, of `part`'s sizes."""
+
+    shard: _Empty
     num_stacked: int
     part: tuple[int, ...]
     part_dtype: np.dtype
     order: tuple[int, ...]
-    target: Sharding
 
+    def lower(self) -> jax.stages.Lowered:
+        sizes, dtype, device = self.shard
 
-class _Programs(NamedTuple):
-    make: jax.stages.Compiled
-    write: jax.stages.Compiled
+        def write(shard: jax.Array, blocks: jax.Array, starts: jax.Array) -> jax.Array:
+            # Transposed here: NumPy would take longer for that than for reading.
+            blocks = blocks.transpose(self.order).astype(dtype)
+            stack = shard.reshape(-1, *sizes[self.num_stacked :])
+            return jax.lax.dynamic_update_slice(stack, blocks, tuple(starts)).reshape(sizes)
+
+        on_device = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+        starts = jax.ShapeDtypeStruct((len(self.part),), np.int32)
+        return jax.jit(write, donate_argnums=0).lower(
+            on_device(sizes, dtype), on_device(self.part, self.part_dtype), starts
+        )
 
 
 @dataclass(frozen=True)
@@ -103,17 +126,23 @@ class _Job:
         """Of the piece, in the tensors."""
         return self.parameter.stored_dtype.itemsize * self.piece.num_blocks * math.prod(_sizes(self.piece.box))
 
-    def growth(self, shard: Bounds, device: jax.Device, dtype: jnp.dtype) -> _Growth:
+    def growth(self, shard: Bounds, device: jax.Device, dtype: np.dtype) -> _Growth:
         """How the piece gets into one of its shards, which is of a dtype."""
         in_file = _in_file(_sizes(self.piece.part_of(shard)), self.parameter.source.row.order)
         return _Growth(
-            _sizes(shard),
+            _Empty(_sizes(shard), dtype, device),
             len(self.piece.stacked),
             (self.piece.num_blocks, *in_file),
-            _narrower(self.parameter.stored_dtype, dtype),
+            self.part_dtype(dtype),
             self.parameter.order,
-            self.parameter.target(device),
         )
+
+    def part_dtype(self, dtype: np.dtype) -> np.dtype:
+        """What travels to the devices. What is wider than the array is rounded on the host: devices may not know
+        float64.
+        """
+        stored = self.parameter.stored_dtype
+        return dtype if stored.itemsize > dtype.itemsize else stored
 
 
 class ShardReader:
@@ -138,7 +167,8 @@ class ShardReader:
         arrays: dict[Parameter, dict[tuple[Bounds, jax.Device], jax.Array]] = {}
         on_their_way: deque[jax.Array] = deque()
         with contextlib.ExitStack() as stack:
-            readers, compilers = ThreadPoolExecutor(_NUM_READERS), ThreadPoolExecutor(_NUM_COMPILERS)
+            readers = ThreadPoolExecutor(_NUM_READERS, "read_params")
+            compilers = ThreadPoolExecutor(_NUM_COMPILERS, "read_params")
             for executor in (readers, compilers):
                 stack.callback(executor.shutdown, cancel_futures=True)
             programs = self._compile_ahead(compilers, jobs)
@@ -147,12 +177,15 @@ class ShardReader:
                 shards = arrays.setdefault(job.parameter, {})
                 for shard, part in zip(job.piece.shards, parts, strict=True):
                     for device in job.parameter.shards[shard]:
-                        placed = jax.device_put(part, job.parameter.target(device))
+                        placed = jax.device_put(part, device)
                         on_their_way.append(placed)
                         if not job.at_once:
-                            make, write = programs[job.growth(shard, device, self.dtype)].result()
-                            grown = shards[shard, device] if (shard, device) in shards else make()
-                            placed = write(grown, placed, np.array(job.piece.starts_in(shard), np.int32))
+                            growth = job.growth(shard, device, self.dtype)
+                            grown = shards.get((shard, device))
+                            if grown is None:
+                                grown = programs[growth.shard].result()()
+                            starts = np.array(job.piece.starts_in(shard), np.int32)
+                            placed = programs[growth].result()(grown, placed, starts)
                         shards[shard, device] = placed
                 while len(on_their_way) > _NUM_ON_THEIR_WAY:
                     jax.block_until_ready(on_their_way.popleft())
@@ -160,13 +193,18 @@ class ShardReader:
                     self.progress(num_read, num_bytes)
         return [parameter.joined(arrays[parameter]) for parameter in parameters]
 
-    def _compile_ahead(self, executor: ThreadPoolExecutor, jobs: Sequence[_Job]) -> dict[_Growth, Future[_Programs]]:
-        programs: dict[_Growth, Future[_Programs]] = {}
+    def _compile_ahead(
+        self, executor: ThreadPoolExecutor, jobs: Sequence[_Job]
+    ) -> dict[_Empty | _Growth, Future[jax.stages.Compiled]]:
+        programs: dict[_Empty | _Growth, Future[jax.stages.Compiled]] = {}
         for job in jobs:
             for shard in () if job.at_once else job.piece.shards:
                 for device in job.parameter.shards[shard]:
-                    if (growth := job.growth(shard, device, self.dtype)) not in programs:
-                        programs[growth] = executor.submit(_compile, growth, self.dtype)
+                    growth = job.growth(shard, device, self.dtype)
+                    for program in (growth.shard, growth):
+                        if program not in programs:
+                            # JAX's settings, such as 64-bit types, may be this thread's own.
+                            programs[program] = executor.submit(_compile, program, jax.config.jax_enable_x64)
         return programs
 
     def _read_ahead(
@@ -189,14 +227,15 @@ class ShardReader:
         source, piece, box = job.parameter.source, job.piece, _index(job.piece.box)
         names = map(source.tensor_name, piece.positions())
         blocks = [source.row.read(self.tensors[name], source.which, source.shapes, box) for name in names]
+        dtype = self.dtype if job.at_once else job.part_dtype(self.dtype)
         parts = []
         for shard in piece.shards:
             cut = _in_file(_index(piece.part_of(shard)), source.row.order)
-            part = np.stack([block[cut] for block in blocks]) if len(blocks) > 1 else _cut(blocks[0], cut)[None]
+            of_blocks = [block[cut].astype(dtype, copy=False) for block in blocks]
+            part = np.stack(of_blocks) if len(blocks) > 1 else _owned(of_blocks[0])[None]
             if job.at_once:
-                part = part.transpose(job.parameter.order).reshape(_sizes(shard)).astype(self.dtype, copy=False)
-            # What is wider than the array is rounded here: fewer bytes travel, and devices may not know float64.
-            parts.append(part.astype(_narrower(part.dtype, self.dtype), copy=False))
+                part = part.transpose(job.parameter.order).reshape(_sizes(shard))
+            parts.append(part)
         return parts
 
 
@@ -224,27 +263,15 @@ def _devices_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Bounds, list
     return devices
 
 
-def _compile(growth: _Growth, dtype: jnp.dtype) -> _Programs:
-    def write(shard: jax.Array, blocks: jax.Array, starts: jax.Array) -> jax.Array:
-        # Transposed here: NumPy would take longer for that than for reading.
-        blocks = blocks.transpose(growth.order).astype(dtype)
-        stack = shard.reshape(-1, *growth.sizes[growth.num_stacked :])
-        return jax.lax.dynamic_update_slice(stack, blocks, tuple(starts)).reshape(growth.sizes)
-
-    shard = jax.ShapeDtypeStruct(growth.sizes, dtype, sharding=growth.target)
-    blocks = jax.ShapeDtypeStruct(growth.part, growth.part_dtype, sharding=growth.target)
-    starts = jax.ShapeDtypeStruct((len(growth.part),), np.int32)
-    make = jax.jit(functools.partial(jnp.zeros, growth.sizes, dtype), out_shardings=growth.target)
-    return _Programs(make.lower().compile(), jax.jit(write, donate_argnums=0).lower(shard, blocks, starts).compile())
+@functools.lru_cache(maxsize=1024)
+def _compile(program: _Empty | _Growth, enable_x64: bool) -> jax.stages.Compiled:
+    with jax.enable_x64(enable_x64):
+        return program.lower().compile()
 
 
-def _narrower(stored: np.dtype, wanted: np.dtype) -> np.dtype:
-    return wanted if stored.itemsize > wanted.itemsize else stored
-
-
-def _cut(block: np.ndarray, cut: tuple[slice, ...]) -> np.ndarray:
-    part = block[cut]
-    return part if part.size == block.size else np.ascontiguousarray(part)
+def _owned(part: np.ndarray) -> np.ndarray:
+    """The array, or a copy where it is a view of a larger one, which it would keep in memory."""
+    return part if part.base is None or part.base.nbytes <= part.nbytes else part.copy()
 
 
 def _in_file(of_dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:

@@ -44,9 +44,9 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 # Indices of what the producer tells the consumers of a step.
 _TILE, _IS_PARTIAL, _HEAD = range(3)
 # Where all blocks would start with the same query tile, each starts so many tiles after the one before it: the most
-# with which the tiles of blocks that run at the same time fit into half of the L2 cache.
+# with which what blocks that run at the same time read and add to fits into half of the L2 cache, or else the least.
 _SHIFTS = (4, 2, 1)
-_L2_BYTES = 25_000_000
+_HALF_OF_L2_BYTES = 25_000_000
 
 
 KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse steps tokens ds dq operand weights")
@@ -196,12 +196,12 @@ def _shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
     """By how many query tiles the start of a block is behind that of the block before it; see `_SHIFTS`."""
     # Queries and d_output have 16 bits, and dQ, which is added to, has 32.
     bytes_of_tile = tuning.block_q * (6 * call.head_dim + 2 * call.value_dim)
-    num_tiles, num_blocks = pl.cdiv(call.q_len, tuning.block_q), call.target.num_multiprocessors or 1
+    num_tiles, num_running = pl.cdiv(call.q_len, tuning.block_q), call.target.num_multiprocessors or 1
     num_heads = min(tuning.num_l2_heads, call.batch * call.num_kv_heads)
 
     def fits(shift: int) -> bool:
-        tiles_of_head = min(num_tiles, pl.cdiv(num_blocks, num_heads) * shift)
-        return num_heads * tiles_of_head * bytes_of_tile <= _L2_BYTES
+        tiles_of_head = min(num_tiles, pl.cdiv(num_running, num_heads) * shift)
+        return num_heads * tiles_of_head * bytes_of_tile <= _HALF_OF_L2_BYTES
 
     return next((shift for shift in _SHIFTS if fits(shift)), _SHIFTS[-1])
 

@@ -26,7 +26,7 @@ class SearchSpace:
     stages: tuple[Settings, ...]  # settings that matter together
 
 
-# Tiles are powers of two: others don't divide most lengths, and keys and values would have to be copied to pad them.
+# Tiles are powers of two, which divide most lengths: of others the last one would be partly empty.
 SEARCH_SPACES: dict[Searched, SearchSpace] = {
     "forward": SearchSpace(
         MosaicForwardTuning(),

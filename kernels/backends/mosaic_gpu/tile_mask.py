@@ -74,7 +74,7 @@ class TileMask(NamedTuple):
     context: Any  # of the pass
     streamed: Side  # of the columns: "key_value", or "query" for transposed tiles
     row_first: Any  # index of the warpgroup's first query, or first key
-    block_kv: int  # the length of keys is padded to a multiple of it
+    block_kv: int  # keys past the last one, up to a multiple of it, are zeros
     row_tokens: dict[str, jax.Array]  # the rows' own tokens, by name; the first one's position where they count up
 
     @staticmethod
