@@ -196,6 +196,8 @@ class ShardReader:
     def _compile_ahead(
         self, executor: ThreadPoolExecutor, jobs: Sequence[_Job]
     ) -> dict[_Empty | _Growth, Future[jax.stages.Compiled]]:
+        # JAX's settings, such as 64-bit types, may be this thread's own.
+        has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         programs: dict[_Empty | _Growth, Future[jax.stages.Compiled]] = {}
         for job in jobs:
             for shard in () if job.at_once else job.piece.shards:
@@ -203,8 +205,7 @@ class ShardReader:
                     growth = job.growth(shard, device, self.dtype)
                     for program in (growth.shard, growth):
                         if program not in programs:
-                            # JAX's settings, such as 64-bit types, may be this thread's own.
-                            programs[program] = executor.submit(_compile, program, jax.config.jax_enable_x64)
+                            programs[program] = executor.submit(_compile, program, has_x64)
         return programs
 
     def _read_ahead(
