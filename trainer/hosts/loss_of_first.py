@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,9 @@ from trainer.hosts.peers import Peers
 
 _OVER = b"over"
 _ANSWERS_WITHIN_S = 5.0
+# A process that was killed may answer until the system has taken it apart.
+_ANSWERS_FOR_S = 10.0
+_ASKED_EVERY_S = 0.5
 
 
 @contextlib.contextmanager
@@ -50,7 +54,7 @@ def recording_loss_of_first(record: Path, peers: Peers) -> Iterator[None]:
 
 
 def end_record(record: Path, first_address: str, name: str) -> None:
-    """Ends a record that says `running`, unless process 0 answers.
+    """Ends a record that says `running`, unless process 0 answers, and goes on answering.
 
     Args:
       record: the run's.
@@ -59,8 +63,14 @@ def end_record(record: Path, first_address: str, name: str) -> None:
     """
     if not record.exists():  # process 0 died before it could write one
         return
+    deadline = time.monotonic() + _ANSWERS_FOR_S
     fields = json.loads(record.read_text(encoding="utf-8"))
-    if fields["status"] != "running" or _answers(first_address):
+    while fields["status"] == "running" and _answers(first_address):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(_ASKED_EVERY_S)
+        fields = json.loads(record.read_text(encoding="utf-8"))
+    if fields["status"] != "running":
         return
     fields |= {
         "status": "failed",

@@ -5,9 +5,11 @@ import json
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
+from trainer.hosts import loss_of_first
 from trainer.hosts.loss_of_first import end_record, recording_loss_of_first
 from trainer.hosts.peers import Peers
 
@@ -42,7 +44,17 @@ def test_a_record_is_ended_if_process_0_does_not_answer(record, listener):
     assert fields["step"] == 7
 
 
-def test_a_record_stays_as_it_is_while_process_0_answers(record, listener):
+def test_a_process_that_is_being_taken_apart_may_answer_for_a_while(record, listener, monkeypatch):
+    monkeypatch.setattr(loss_of_first, "_ASKED_EVERY_S", 0.05)
+    address, closing = address_of(listener), threading.Timer(0.3, listener.close)
+    closing.start()
+    end_record(record, address, "process 0")
+    closing.join()
+    assert json.loads(record.read_text())["status"] == "failed"
+
+
+def test_a_record_stays_as_it_is_while_process_0_answers(record, listener, monkeypatch):
+    monkeypatch.setattr(loss_of_first, "_ANSWERS_FOR_S", 0.2)
     before = record.read_bytes()
     end_record(record, address_of(listener), "process 0")
     assert record.read_bytes() == before
