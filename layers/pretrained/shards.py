@@ -243,15 +243,10 @@ class ShardReader:
 def _jobs(parameter: Parameter) -> Iterator[_Job]:
     order = parameter.source.row.order
     outer = order.index(0) if order else None
-    small: list[Bounds] = []
-    large: list[Bounds] = []
-    for shard in parameter.shards:
-        (small if parameter.num_bytes(shard) <= _SMALL_BYTES else large).append(shard)
-    for shards, at_once, piece_bytes in (
-        (small, True, sum(map(parameter.num_bytes, small))),
-        (large, False, _PIECE_BYTES),
-    ):
-        num_stacked, itemsize = parameter.source.row.num_stacked, parameter.stored_dtype.itemsize
+    num_stacked, itemsize = parameter.source.row.num_stacked, parameter.stored_dtype.itemsize
+    for at_once in (True, False):
+        shards = [shard for shard in parameter.shards if (parameter.num_bytes(shard) <= _SMALL_BYTES) == at_once]
+        piece_bytes = sum(map(parameter.num_bytes, shards)) if at_once else _PIECE_BYTES
         for piece in find_pieces(shards, num_stacked, outer, itemsize, piece_bytes):
             yield _Job(parameter, piece, at_once)
 

@@ -64,12 +64,10 @@ def end_record(record: Path, first_address: str, name: str) -> None:
     if not record.exists():  # process 0 died before it could write one
         return
     deadline = time.monotonic() + _ANSWERS_FOR_S
-    fields = json.loads(record.read_text(encoding="utf-8"))
-    while fields["status"] == "running" and _answers(first_address):
+    while (fields := json.loads(record.read_text(encoding="utf-8")))["status"] == "running" and _answers(first_address):
         if time.monotonic() > deadline:
             return
         time.sleep(_ASKED_EVERY_S)
-        fields = json.loads(record.read_text(encoding="utf-8"))
     if fields["status"] != "running":
         return
     fields |= {

@@ -145,10 +145,10 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     wait_until(pair, lambda: {"devices", "running"} <= words_of_record(workdir), "the next attempt")
     pair[0].kill()
     begun = time.monotonic()
-    pair[1].communicate(timeout=100)
-    assert pair[1].returncode == -signal.SIGABRT
+    _, errors = pair[1].communicate(timeout=100)
+    assert pair[1].returncode == -signal.SIGABRT, errors
     while "running" in words_of_record(workdir):
-        assert time.monotonic() - begun < LOST_WITHIN_S
+        assert time.monotonic() - begun < LOST_WITHIN_S, errors
         time.sleep(0.1)
     record, _, _ = read_run(workdir)
     assert record["status"] == "failed"
