@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from kernels import (
     MosaicGpuTuning,
     PrefixMask,
     SplashTuning,
+    Target,
     TritonTiles,
     TritonTuning,
     dot_product_attention,
@@ -322,14 +325,28 @@ def test_mosaic_gpu_hides_no_nan(case, backward, dtype, rng):
     [case for case in CASES + LONG if case.name not in MOSAIC_GPU_REFUSES],
     ids=lambda case: f"{case.name}-{case.q_len}",
 )
-def test_mosaic_gpu_in_persistent_programs(case, rng):
-    tuning = MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True))
+@pytest.mark.parametrize("backward", ["fused", "split"])
+def test_mosaic_gpu_in_persistent_programs(case, backward, rng):
+    # Two warpgroups can't share 64 queries' dQ of narrow heads.
+    block_q = 128 if case.head_dim <= 64 else 64
+    backward_tiles = MosaicBackwardTuning(block_q=block_q, num_l2_heads=3, persistent=True)
+    tuning = MosaicGpuTuning(backward, MosaicForwardTuning(persistent=True), backward_tiles)
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
 # Far more blocks than a GPU has multiprocessors.
 MANY_BLOCKS = Case(
     "many_blocks", CAUSAL, q_len=1100, kv_len=1100, num_heads=32, num_kv_heads=8, head_dim=64, segments="packed"
+)
+
+
+# Two out of three keys are seen by no query.
+MANY_EMPTY_BLOCKS = dataclasses.replace(
+    MANY_BLOCKS, name="many_empty_blocks", q_len=700, kv_len=2100, head_dim=128, segments=None
+)
+
+FEW_EMPTY_BLOCKS = dataclasses.replace(
+    MANY_EMPTY_BLOCKS, name="few_empty_blocks", q_len=70, kv_len=330, num_heads=4, num_kv_heads=2, head_dim=32
 )
 
 
@@ -340,6 +357,26 @@ def test_mosaic_gpu_in_persistent_programs_of_many_blocks(num_warpgroups, rng):
         forward_tiles=MosaicForwardTuning(num_warpgroups, 64, num_stages=3, persistent=True, num_l2_heads=3)
     )
     run_case(MANY_BLOCKS, rng, through_implementation(MANY_BLOCKS, tuning), dtype=jnp.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [MANY_BLOCKS, MANY_EMPTY_BLOCKS], ids=lambda case: case.name)
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize(
+    ("backward", "num_warpgroups", "block_q"),
+    [("fused", 1, 64), ("fused", 2, 64), ("fused", 2, 128), ("split", 3, 64), ("split", 2, 128)],
+)
+def test_mosaic_gpu_backward_in_persistent_programs_of_many_blocks(
+    backward, num_warpgroups, block_q, group_size, case, rng
+):
+    case = dataclasses.replace(case, num_heads=64, num_kv_heads=64 // group_size)
+    num_blocks = case.batch * case.num_kv_heads * -(-case.kv_len // (64 * num_warpgroups))
+    assert num_blocks > 2 * Target.of().num_multiprocessors
+    # Two warpgroups can't share 64 queries' dQ of narrow heads, and 128 queries of wide ones don't fit.
+    case = dataclasses.replace(case, head_dim=64 if block_q == 128 else 128)
+    tiles = MosaicBackwardTuning(num_warpgroups, block_q, num_l2_heads=3, persistent=True)
+    attend = through_implementation(case, MosaicGpuTuning(backward, backward_tiles=tiles))
+    run_case(case, rng, attend, dtype=jnp.bfloat16)
 
 
 @pytest.mark.gpu
@@ -398,6 +435,40 @@ def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
         backward_tiles=MosaicBackwardTuning(one_gradient_per_warpgroup=True, num_l2_heads=1),
     )
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)
+
+
+def persistent_and_interpreted(num_warpgroups: int) -> MosaicGpuTuning:
+    return dataclasses.replace(
+        INTERPRETED, backward_tiles=MosaicBackwardTuning(num_warpgroups, num_l2_heads=1, persistent=True)
+    )
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.parametrize(
+    ("name", "num_warpgroups"),
+    [("everything", 2), ("packed", 1), ("per_head_within_groups", 2), ("value_dim", 1), ("few_empty_blocks", 2)],
+)
+def test_mosaic_gpu_interpreted_in_persistent_programs(name, num_warpgroups, rng):
+    case = FEW_EMPTY_BLOCKS if name == FEW_EMPTY_BLOCKS.name else named(name)[0]
+    run_case(case, rng, through_implementation(case, persistent_and_interpreted(num_warpgroups)), dtype=jnp.bfloat16)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+def test_a_persistent_programs_producer_may_be_late(rng, monkeypatch):
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
+
+    wait, num_late = Barrier.wait, itertools.count()
+
+    def wait_late(barrier, thread, *args, **keywords):
+        if thread.warpgroup_id == 1:
+            next(num_late)
+            time.sleep(0.02)
+        return wait(barrier, thread, *args, **keywords)
+
+    monkeypatch.setattr(Barrier, "wait", wait_late)
+    attend = through_implementation(FEW_EMPTY_BLOCKS, persistent_and_interpreted(1))
+    run_case(FEW_EMPTY_BLOCKS, rng, attend, dtype=jnp.bfloat16)
+    assert next(num_late) > 10
 
 
 INTERPRETED_TRITON = TritonTuning(

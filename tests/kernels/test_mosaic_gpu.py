@@ -24,11 +24,13 @@ from kernels import (
     select_backend,
 )
 from kernels.backends import mosaic_gpu
+from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
-from kernels.backends.mosaic_gpu.key_value_pass import _shift, offset_columns
+from kernels.backends.mosaic_gpu.key_value_pass import _shift
+from kernels.backends.mosaic_gpu.offset_columns import offset_columns
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
-from kernels.backends.mosaic_gpu.tuning import resolve
+from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from kernels.masks import TileKind
 from kernels.plan import Rows, make_rows
@@ -261,6 +263,10 @@ def test_says_that_it_needs_a_newer_jax():
         ),
         (lambda: MosaicBackwardTuning(num_stages=1, one_gradient_per_warpgroup=True), "of at least 2, not 2 and 1"),
         (
+            lambda: MosaicBackwardTuning(one_gradient_per_warpgroup=True, persistent=True),
+            "one_gradient_per_warpgroup excludes persistent programs",
+        ),
+        (
             lambda: MosaicGpuTuning("fused", backward_tiles=ONE_GRADIENT),
             "can't take backward_tiles with one_grad",
         ),
@@ -320,10 +326,11 @@ def random_tuning(rng, head_dim: int) -> MosaicGpuTuning:
 
     fused, wide = head_dim <= 128 and one_of(False, True), head_dim > 128 or one_of(False, True)
     num_warpgroups, block_q = one_of((1, 64), (2, 128)) if fused else (one_of(1, 2, 3), one_of(64, 128))
+    tiles_dq = {"block_kv_dq": one_of(64, 128), "num_stages_dq": one_of(1, 2, 3)}
     backward = (
-        MosaicBackwardTuning(2, block_q, one_of(2, 3), True, one_of(64, 128), one_of(1, 2, 3))
+        MosaicBackwardTuning(2, block_q, one_of(2, 3), one_gradient_per_warpgroup=True, **tiles_dq)
         if wide and not fused
-        else MosaicBackwardTuning(num_warpgroups, block_q, one_of(1, 2, 3), False, one_of(64, 128), one_of(1, 2, 3))
+        else MosaicBackwardTuning(num_warpgroups, block_q, one_of(1, 2, 3), persistent=one_of(False, True), **tiles_dq)
     )
     persistent = head_dim <= 128 and one_of(False, True)
     forward = MosaicForwardTuning(one_of(1, 2, 3), one_of(64, 128, 192, 256), one_of(1, 2, 3), True, persistent)
@@ -514,3 +521,13 @@ def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
     call = call._replace(target=H200)
     for one, other in zip(run_all(call), run_all(call._replace(position_run=run)), strict=True):
         np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+def test_heads_that_share_keys_have_no_persistent_backward(monkeypatch):
+    tiles = MosaicBackwardTuning(persistent=True)
+    monkeypatch.setattr(tunings, "FUSED", {TunedCall(64, "causal", 4096): tiles})
+    array, shared = (jnp.ones((2, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    for keys, persistent in ((array, True), (shared, False)):
+        _, call = make_call(array, keys, keys, CausalMask())
+        resolved = resolve(MosaicGpuTuning("fused"), call._replace(target=H200))
+        assert resolved.backward_tiles == dataclasses.replace(tiles, persistent=persistent)

@@ -6,10 +6,11 @@ import functools
 
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims, query_pass
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.machine import machine_of
 from kernels.backends.mosaic_gpu.memory import pad_matrices, pad_matrix
+from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning

@@ -5,12 +5,12 @@ The fused form computes dQ, too: the consumers exchange dS through shared memory
 product to a float32 dQ in global memory, in no fixed order. It takes five matmuls a tile. The split form leaves dQ to
 `query_pass`: it takes seven matmuls a tile, and gives the same bits in every run.
 
-The tensor cores also subtract delta from dP, and lse from S. Queries are a tile's columns here, so each thread would
-have to load both numbers for every column that it holds, and the bandwidth of shared memory bounds the pass
-(docs/hopper_kernels.md). Instead, queries have 16 more columns, which hold delta and lse, and keys have constants in
-these columns; the accumulators start from their product. A 16-bit number holds 8 or 11 bits of a float32. So an offset
-is a sum of four such numbers, each times a weight of its own, which gives float16 the range. The weights are the keys'
-constants.
+A persistent program computes one block after another. Its producer copies the next block's first query tile as soon as
+the consumers have read the last one, and the next keys and values as soon as no product reads the last ones. Meanwhile
+the last block's dK and dV leave through the memory of dS; in the split form, through that of the keys and values, and
+the next ones wait for them.
+
+The tensor cores also subtract delta from dP, and lse from S: see `kernels.backends.mosaic_gpu.offset_columns`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, zeroed_ref
+from kernels.backends.mosaic_gpu.offset_columns import (
+    DELTA_OFFSET,
+    LSE_OFFSET,
+    NUM_COLUMNS,
+    lse_is_offset,
+    offset_columns,
+    offset_weights,
+)
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
+from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 
-# The indices of delta and lse as offsets, columns of one product of 16-bit numbers, and the weight of each column.
-_DELTA, _LSE = 0, 1
-_NUM_COLUMNS = 16
-_OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
-# With other scales, lse over the scale may be out of float16's range, or too small for it. Then lse is subtracted after
-# the scale.
-_LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 # Indices of what the producer tells the consumers of a step.
 _TILE, _IS_PARTIAL, _HEAD = range(3)
 # Where all blocks would start with the same query tile, each starts so many tiles after the one before it: the most
@@ -53,15 +55,16 @@ KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse steps tokens ds 
 
 
 class KeyValueBarriers(NamedTuple):
-    """Barriers: k and v are full once; q and do share the stages that q's `empty` frees."""
+    """Barriers: k and v are full once a block; q and do share the stages that q's `empty` frees."""
 
     k: Any
     v: Any
     q: Pipeline
     do: Pipeline
-    done: Any
+    done: Any  # no consumer reads them any more
     ds_full: Any  # all consumers have written a step's dS
     ds_read: Any  # all consumers have read it; None with three buffers
+    claims: BlockClaims | None  # of a persistent program
 
 
 KeyValueContext = BackwardContext[KeyValueSmem, KeyValueBarriers]
@@ -94,27 +97,28 @@ def key_value_scratch(
     """Shared memory and barriers: k and v of the block, rings of stages for q, do and what belongs to them."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
-    block_q, block_kv, lse_is_offset = tuning.block_q, tuning.block_kv, _lse_is_offset(call)
-    dq_columns = head_dim // num_consumers if tuning.divides_dq_by_columns else head_dim
+    block_q, block_kv, has_lse_offset = tuning.block_q, tuning.block_kv, lse_is_offset(call)
     # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
     # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
     num_ds_buffers = 2 if _is_tall(tuning) else 3
+    dq_columns = head_dim // num_consumers if tuning.divides_dq_by_columns else head_dim
     smem = KeyValueSmem(
         k=matrix(block_kv, head_dim, dtype=call.dtype),
         v=matrix(block_kv, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
-        offsets=matrix(num_stages, block_q, _NUM_COLUMNS, dtype=call.dtype),
-        lse=None if lse_is_offset else plgpu.SMEM((num_stages, block_q), jnp.float32),
+        offsets=matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
+        lse=None if has_lse_offset else plgpu.SMEM((num_stages, block_q), jnp.float32),
         steps=plgpu.SMEM((num_stages, 3), jnp.int32),
         tokens=token_memory(call, num_stages, block_q),
-        ds=matrix(num_ds_buffers, block_kv, block_q, dtype=call.dtype) if fused else None,
+        # By 64 queries, so that what a product reads, and what a consumer stores, is in one piece.
+        ds=matrix(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS, dtype=call.dtype) if fused else None,
         dq=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=jnp.float32) if fused else None,
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
-        weights=machine.operand_memory(num_consumers, WGMMA_ROWS, _NUM_COLUMNS, dtype=call.dtype),
+        weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
     )
-    num_copies = 3 + (not lse_is_offset) + num_token_arrays(call)
+    num_copies = 3 + (not has_lse_offset) + num_token_arrays(call)
     return smem, KeyValueBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
@@ -123,6 +127,7 @@ def key_value_scratch(
         done=plgpu.Barrier(num_arrivals=num_consumers),
         ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
         ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
+        claims=machine.block_claims(num_consumers) if tuning.persistent else None,
     )
 
 
@@ -130,11 +135,11 @@ def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
     """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
-    lse_is_offset = _lse_is_offset(call)
-    offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if lse_is_offset else [])]
+    has_lse_offset = lse_is_offset(call)
+    offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if has_lse_offset else [])]
     d_query = zeroed_ref(arrays.query.shape, jnp.float32, arrays.query) if fused else None
     arrays = arrays._replace(
-        lse=None if lse_is_offset else arrays.lse,
+        lse=None if has_lse_offset else arrays.lse,
         delta=None,
         offsets=offset_columns(*offsets, dtype=call.dtype),
         d_query=d_query,
@@ -151,45 +156,13 @@ def key_value_pass(
         scratch,
         _load,
         [_differentiate],
+        functools.partial(_finish, tuning),
         name="attention_backward" if fused else "attention_dkv",
         transposed=True,
+        persistent=tuning.persistent,
         shift=shift,
     )
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
-
-
-def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N T 16"]:
-    """The float32 offsets of each query, in columns for the tensor cores.
-
-    They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
-    """
-    info = jnp.finfo(dtype)
-    # Below float32's largest number by as much as rounding up the first part may add.
-    largest = min(float(info.max) * _OFFSET_WEIGHTS[0], 1e38)
-    column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, _NUM_COLUMNS), offsets[0].ndim)
-    index, digit = column // len(_OFFSET_WEIGHTS), column % len(_OFFSET_WEIGHTS)
-    # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
-    # longer to compile.
-    rest = jnp.float32(0)
-    for i, offset in enumerate(offsets):
-        rest = jnp.where(index == i, offset[..., None], rest)
-    rest = jnp.clip(rest, -largest, largest)
-    columns = jnp.zeros_like(rest)
-    for i, weight in enumerate(_OFFSET_WEIGHTS):
-        # XLA removes a conversion to 16 bits and back, but not this.
-        part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
-        columns = jnp.where(digit == i, part, columns)
-        rest = rest - part * weight
-    return columns.astype(dtype)
-
-
-def _offset_weights(index: int, dtype) -> jax.Array:
-    """The keys' columns `[64, 16]` for the offset of an index, laid out as an accumulator."""
-    column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, _NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
-    weights = jnp.float32(0)
-    for i, weight in enumerate(_OFFSET_WEIGHTS):
-        weights = weights + jnp.where(column == len(_OFFSET_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))
-    return weights.astype(dtype)
 
 
 def _shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
@@ -206,25 +179,31 @@ def _shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
     return next((shift for shift in _SHIFTS if fits(shift)), _SHIFTS[-1])
 
 
-def _lse_is_offset(call: AttentionCall) -> bool:
-    """Whether the tensor cores subtract lse. A soft cap comes between the product and lse."""
-    return call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
-
-
 def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     """Whether tiles have more queries than a WGMMA tile has rows.
 
-    Then dV's product is issued before dP is awaited, operands' addresses are kept across steps, and dV is written after
-    the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
+    Then dV's product is issued before dP is awaited; and in programs of one block, operands' addresses are kept across
+    steps, and dV is written after the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
     """
     return tuning.block_q > WGMMA_ROWS
 
 
 def _load(context: KeyValueContext) -> None:
-    """Producer: copies the block's keys and values, then query tiles into the ring."""
+    """Producer: copies the block's keys and values, and query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
-    context.load_keys_and_values(block.number * tuning.block_kv)
+
+    def load_keys_and_values():
+        context.load_keys_and_values(barriers.k, barriers.v)
+
+    def wait_for_last_block():
+        pl.when(context.last_num_steps > 0)(lambda: plgpu.barrier_wait(barriers.done))
+
+    if tuning.persistent:
+        # Each block begins with the ring's first stage, so that no register holds the stage of a block's first step.
+        barriers.q.producer_tail(context.last_num_steps)
+    else:
+        load_keys_and_values()
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
@@ -245,7 +224,30 @@ def _load(context: KeyValueContext) -> None:
         gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, full)
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
 
+        if tuning.persistent:
+
+            @pl.when(step == 0)
+            def load_next_keys_and_values():
+                # The last block's are read for longer than its query tiles.
+                wait_for_last_block()
+                load_keys_and_values()
+
+    if tuning.persistent:
+
+        @pl.when(num_steps == 0)
+        def skip_block():
+            wait_for_last_block()
+            # A waiting thread must see each completion of a barrier. This one has seen the last block's `done`, and so
+            # the consumers may complete it once more.
+            plgpu.barrier_arrive(barriers.k)
+            plgpu.barrier_wait(barriers.done)
+
+
+def _finish(tuning: MosaicBackwardTuning, barriers: KeyValueBarriers, num_steps) -> None:
+    """Producer: waits until the consumers have read the last stages, and in a persistent program the last keys."""
     barriers.q.producer_tail(num_steps)
+    if tuning.persistent:
+        pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(barriers.done))
 
 
 def _differentiate(context: KeyValueContext) -> None:
@@ -253,17 +255,36 @@ def _differentiate(context: KeyValueContext) -> None:
     call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
     place = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
-    first = block.number * tuning.block_kv + warpgroup * WGMMA_ROWS
+    first = context.first + warpgroup * WGMMA_ROWS
     mask = TileMask.load(context, "query", block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv)
-    weights = [_offset_weights(index, call.dtype) for index in ((_DELTA,) if smem.lse is not None else (_DELTA, _LSE))]
-    plgpu.barrier_wait(barriers.k)
-    plgpu.barrier_wait(barriers.v)
+    indices = (DELTA_OFFSET,) if smem.lse is not None else (DELTA_OFFSET, LSE_OFFSET)
+    weights = [offset_weights(index, call.dtype) for index in indices]
 
-    pl.run_scoped(
-        lambda dk_acc, dv_acc: _accumulate(context, _Keys(first, place, mask, weights, dk_acc, dv_acc)),
-        accumulator(gmem.key.shape[-1]),
-        accumulator(gmem.value.shape[-1]),
-    )
+    def visit_tiles():
+        plgpu.barrier_wait(barriers.k)
+        plgpu.barrier_wait(barriers.v)
+        if tuning.persistent:
+            # The copy engine has read what the last block left in the memory of dS.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.run_scoped(
+            lambda dk_acc, dv_acc: _accumulate(context, _Keys(first, place, mask, weights, dk_acc, dv_acc)),
+            accumulator(gmem.key.shape[-1]),
+            accumulator(gmem.value.shape[-1]),
+        )
+
+    if not tuning.persistent:
+        visit_tiles()
+        return
+    # A persistent program's producer copies no keys for a block without tiles.
+    pl.when(context.num_steps > 0)(visit_tiles)
+
+    @pl.when(context.num_steps == 0)
+    def write_zeros():
+        plgpu.barrier_wait(barriers.k)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        zeros = (jnp.zeros((WGMMA_ROWS, ref.shape[-1]), jnp.float32) for ref in (gmem.d_key, gmem.d_value))
+        dk, dv = (plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
+        _store_in_persistent_program(context, first, dk, dv)
 
 
 def _accumulate(context: KeyValueContext, keys: _Keys) -> None:
@@ -273,25 +294,51 @@ def _accumulate(context: KeyValueContext, keys: _Keys) -> None:
     # One loop for all kinds of tiles and all heads: with one for each, registers spill.
     last = jax.lax.fori_loop(0, num_steps, functools.partial(_next_tile, context, keys), (jnp.int32(0), jnp.int32(0)))
 
+    def load_dk():
+        return plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0) * context.call.scale
+
+    def load_dv():
+        return plgpu.wgmma_accumulator_load(keys.dv_acc, wait_n=0)
+
     def store_dv():
-        dv = plgpu.wgmma_accumulator_load(keys.dv_acc, wait_n=0)
-        context.store_gradient(dv, smem.v.at[keys.place], gmem.d_value, keys.first)
+        context.store_gradient(load_dv(), smem.v.at[keys.place], gmem.d_value, keys.first)
 
     # No other consumer reads this one's values.
-    if not _is_tall(tuning):
+    if not _is_tall(tuning) and not tuning.persistent:
         store_dv()
     if smem.ds is not None:
         pl.when(num_steps > 0)(functools.partial(_last_dq, context, last))
         if barriers.ds_read is not None:
             # A waiting thread must see each completion of a barrier.
             pl.when(num_steps > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
+    if tuning.persistent:
+        _store_in_persistent_program(context, keys.first, load_dk(), load_dv())
+        return
     if _is_tall(tuning):
         store_dv()
-    dk = plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0)
+    dk = load_dk()
     # Other consumers' dQ reads this one's keys.
     context.wait_for_consumers()
-    context.store_gradient(dk * context.call.scale, smem.k.at[keys.place], gmem.d_key, keys.first)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    context.store_gradient(dk, smem.k.at[keys.place], gmem.d_key, keys.first)
+
+
+def _store_in_persistent_program(context: KeyValueContext, first, dk, dv) -> None:
+    """Writes dK and dV of a consumer's keys, and lets the next block's keys and values arrive as soon as it can."""
+    smem, gmem, place = context.smem, context.gmem, pl.ds(context.warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+    if smem.ds is None:
+        context.store_gradient(dv, smem.v.at[place], gmem.d_value, first)
+        context.store_gradient(dk, smem.k.at[place], gmem.d_key, first)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        context.wait_for_consumers()
+        return
+    # The gradients leave through the consumer's part of the memory of dS, 64 columns at a time.
+    context.wait_for_consumers()
+    memory = [smem.ds.at[i, j, place] for i in range(smem.ds.shape[0]) for j in range(smem.ds.shape[1])]
+    columns = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], 64)]
+    for i, (gradient, ref, column) in enumerate(columns):
+        if i >= len(memory):
+            plgpu.wait_smem_to_gmem(len(memory) - 1, wait_read_only=True)
+        context.store_gradient(gradient[:, column : column + 64], memory[i % len(memory)], ref, first, column)
 
 
 def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
@@ -300,7 +347,8 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     slot = barriers.q.slot(step)
     # The barrier makes the compiler compute the addresses of keys and values in each step. Kept across steps, they take
     # one register per 16 columns.
-    place = warpgroup if _is_tall(tuning) else jax.lax.optimization_barrier(warpgroup)
+    keeps_addresses = _is_tall(tuning) and not tuning.persistent
+    place = warpgroup if keeps_addresses else jax.lax.optimization_barrier(warpgroup)
     k, v = (operand.at[pl.ds(place * WGMMA_ROWS, WGMMA_ROWS)] for operand in (smem.k, smem.v))
     barriers.q.consumer_wait(slot)
     number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
@@ -325,7 +373,9 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_full))
     if barriers.ds_read is not None:
         pl.when(step > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
-    smem.ds.at[jax.lax.rem(step, smem.ds.shape[0]), keys.place][...] = ds
+    ds_memory = smem.ds.at[jax.lax.rem(step, smem.ds.shape[0])]
+    for i in range(smem.ds.shape[1]):
+        ds_memory.at[i, keys.place][...] = ds[:, i * WGMMA_ROWS : (i + 1) * WGMMA_ROWS]
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.ds_full)
 
@@ -352,9 +402,9 @@ def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
         add_product(acc, keys.offset_weights[index], offsets, smem.weights, context.warpgroup)
 
     if smem.lse is None:
-        subtract(_LSE, s_acc)
+        subtract(LSE_OFFSET, s_acc)
     plgpu.wgmma(s_acc, k, tile.q.transpose((1, 0)))
-    subtract(_DELTA, dp_acc)
+    subtract(DELTA_OFFSET, dp_acc)
     barriers.do.consumer_wait(tile.slot)
     plgpu.wgmma(dp_acc, v, tile.do.transpose((1, 0)))
     # Of these products, only the last may still be on its way.
@@ -380,10 +430,9 @@ def _dq_place(context: KeyValueContext) -> tuple[Any, Any]:
 def _start_dq(context: KeyValueContext, dq_acc, step) -> None:
     """Issues dQ = dSᵀ K of a step."""
     smem = context.smem
-    rows, columns = _dq_place(context)
-    num_buffers = smem.ds.shape[0]
-    ds = smem.ds.at[jax.lax.rem(step + num_buffers, num_buffers)]
-    ds = ds if context.tuning.divides_dq_by_columns else ds.at[:, rows]
+    _, columns = _dq_place(context)
+    num_buffers, queries = smem.ds.shape[0], 0 if context.tuning.divides_dq_by_columns else context.warpgroup
+    ds = smem.ds.at[jax.lax.rem(step + num_buffers, num_buffers), queries]
     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
 

@@ -40,7 +40,7 @@ SEARCH_SPACES: dict[Searched, SearchSpace] = {
         MosaicBackwardTuning(),
         (
             {"num_warpgroups": (2, 3), "block_q": (64, 128), "num_stages": (1, 2, 3)},
-            {"num_l2_heads": (1, 2, 4, 12, 24, 48)},
+            {"num_l2_heads": (1, 2, 4, 8, 12, 24, 48), "persistent": (False, True)},
         ),
     ),
     "split": SearchSpace(
@@ -53,7 +53,7 @@ SEARCH_SPACES: dict[Searched, SearchSpace] = {
                 "one_gradient_per_warpgroup": (False, True),
             },
             {"block_kv_dq": (64, 128), "num_stages_dq": (1, 2)},
-            {"num_l2_heads": (1, 4, 24)},
+            {"num_l2_heads": (1, 4, 24), "persistent": (False, True)},
         ),
     ),
 }

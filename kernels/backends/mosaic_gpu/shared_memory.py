@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.backends.mosaic_gpu.backward_passes import query_scratch
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import num_bytes
+from kernels.backends.mosaic_gpu.query_pass import query_scratch
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall

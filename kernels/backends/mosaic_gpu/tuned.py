@@ -1,6 +1,6 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
-NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-25; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
+NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
 
 Each key is (head dim, family of the mask, length in tokens).
 """
@@ -25,34 +25,36 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (256, "causal", 32768): (2, 64, 2, False, False, 24),
 }
 
-FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int]] = {
-    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads
-    (32, "causal", 4096): (2, 128, 2, False, 64, 2, 12),
-    (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24),
-    (64, "causal", 4096): (2, 128, 2, False, 64, 2, 4),
-    (64, "causal", 32768): (2, 128, 2, False, 64, 2, 2),
-    (64, "packed", 32768): (2, 128, 2, False, 64, 2, 48),
-    (128, "causal", 4096): (2, 64, 2, False, 64, 2, 12),
-    (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2),
-    (128, "full", 32768): (2, 64, 2, False, 64, 2, 2),
-    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4),
-    (128, "window", 32768): (2, 64, 2, False, 64, 2, 2),
+FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
+    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads,
+    # persistent
+    (32, "causal", 4096): (2, 128, 2, False, 64, 2, 12, False),
+    (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24, False),
+    (64, "causal", 4096): (2, 128, 2, False, 64, 2, 4, True),
+    (64, "causal", 32768): (2, 128, 2, False, 64, 2, 2, False),
+    (64, "packed", 32768): (2, 128, 2, False, 64, 2, 48, False),
+    (128, "causal", 4096): (2, 64, 2, False, 64, 2, 8, True),
+    (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False),
+    (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False),
 }
 
-SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int]] = {
-    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads
-    (32, "causal", 4096): (2, 128, 2, False, 128, 2, 24),
-    (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24),
-    (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24),
-    (64, "causal", 32768): (3, 64, 2, False, 64, 2, 24),
-    (64, "packed", 32768): (3, 64, 2, False, 64, 2, 24),
-    (128, "causal", 4096): (2, 64, 2, False, 128, 2, 24),
-    (128, "causal", 32768): (2, 64, 2, False, 128, 2, 24),
-    (128, "full", 32768): (2, 64, 2, False, 128, 2, 24),
-    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24),
-    (128, "window", 32768): (2, 64, 2, False, 128, 2, 24),
-    (256, "causal", 4096): (2, 64, 2, True, 64, 2, 24),
-    (256, "causal", 32768): (2, 64, 2, True, 64, 2, 24),
+SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
+    # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads,
+    # persistent
+    (32, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False),
+    (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False),
+    (64, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (64, "packed", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (128, "causal", 4096): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "causal", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "full", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24, False),
+    (128, "window", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (256, "causal", 4096): (2, 64, 2, True, 64, 2, 24, False),
+    (256, "causal", 32768): (2, 64, 2, True, 64, 2, 24, False),
 }
 
 FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {

@@ -95,6 +95,9 @@ class MosaicBackwardTuning(_Warpgroups):
       num_stages_dq: such tiles in shared memory (with one_gradient_per_warpgroup, one value tile fewer).
       num_l2_heads: number of key/value heads processed together, counted over the batch. Fewer heads keep their queries
         and dQ in the L2 cache; more heads balance the load better.
+      persistent: whether, in the pass for dK and dV, a dynamic tile scheduler gives one program per multiprocessor one
+        block after another. The program loads a block's first tile while the block before it ends. For short rows. Not
+        with one_gradient_per_warpgroup.
 
     Raises:
       ValueError: a value out of range.
@@ -107,6 +110,7 @@ class MosaicBackwardTuning(_Warpgroups):
     block_kv_dq: int = 64
     num_stages_dq: int = 2
     num_l2_heads: int = 24
+    persistent: bool = False
 
     def __post_init__(self):
         self._check("num_stages", "num_stages_dq", "num_l2_heads")
@@ -115,6 +119,8 @@ class MosaicBackwardTuning(_Warpgroups):
                 "one_gradient_per_warpgroup takes num_warpgroups=2 and num_stages of at least 2, not "
                 f"{self.num_warpgroups} and {self.num_stages}"
             )
+        if self.one_gradient_per_warpgroup and self.persistent:
+            raise ValueError("one_gradient_per_warpgroup excludes persistent programs; leave persistent=False")
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
@@ -228,7 +234,7 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
         tuning,
         backward=backward,
         forward_tiles=tuning.forward_tiles or _forward_tiles(call),
-        backward_tiles=tuning.backward_tiles or _likest(FUSED if backward == "fused" else SPLIT, call),
+        backward_tiles=tuning.backward_tiles or _backward_tiles(FUSED if backward == "fused" else SPLIT, call),
     )
 
 
@@ -246,6 +252,12 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
             if pairs is not None and _OTHERS_COST * pairs < least:
                 best, least = tiles, _OTHERS_COST * pairs
     return best
+
+
+def _backward_tiles(table: Mapping[TunedCall, MosaicBackwardTuning], call: AttentionCall) -> MosaicBackwardTuning:
+    """The likest call's tiles. Blocks of keys that several heads of queries share are long, as in long rows."""
+    tiles = _likest(table, call)
+    return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
 
 
 def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:

@@ -90,7 +90,7 @@ def wide_key_value_pass(
     scratch = wide_key_value_scratch(call, tuning, machine)
     consumers = [_compute_dv, _compute_dk]
     d_key, d_value = launch_pass(
-        arrays, call, tuning, machine, scratch, _load, consumers, name="attention_dkv", transposed=True
+        arrays, call, tuning, machine, scratch, _load, consumers, _finish, name="attention_dkv", transposed=True
     )
     return d_key, d_value, None
 
@@ -99,7 +99,7 @@ def _load(context: WideContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
-    context.load_keys_and_values(context.first)
+    context.load_keys_and_values(barriers.k, barriers.v)
 
     @pl.loop(0, num_steps)
     def copy_tile(step):
@@ -115,6 +115,9 @@ def _load(context: WideContext) -> None:
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
+
+def _finish(barriers: WideBarriers, num_steps) -> None:
+    """Producer: waits until the consumers have read the last stages."""
     barriers.q.producer_tail(num_steps)
     barriers.do.producer_tail(num_steps)
 
@@ -144,7 +147,6 @@ def _compute_dv(context: WideContext) -> None:
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
         context.wait_for_consumers()
         context.store_gradient(dv, smem.v, gmem.d_value, first)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
@@ -170,7 +172,6 @@ def _compute_dk(context: WideContext) -> None:
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * call.scale
         context.wait_for_consumers()
         context.store_gradient(dk, smem.k, gmem.d_key, context.first)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
 

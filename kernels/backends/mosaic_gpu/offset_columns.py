@@ -1,0 +1,67 @@
+"""lse and delta as columns of queries, so that the tensor cores subtract them from the tiles of the transposed pass.
+
+Queries are a tile's columns there, so each thread would have to load both numbers for every column that it holds, and
+the bandwidth of shared memory bounds the pass (docs/hopper_kernels.md). Instead, queries have 16 more columns, which
+hold delta and lse, and keys have constants in these columns; the accumulators start from their product. A 16-bit number
+holds 8 or 11 bits of a float32. So an offset is a sum of four such numbers, each times a weight of its own, which gives
+float16 the range. The weights are the keys' constants.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
+from kernels.call import AttentionCall
+
+DELTA_OFFSET, LSE_OFFSET = 0, 1
+"""The indices of delta and lse as offsets."""
+NUM_COLUMNS = 16
+"""The columns of one product of 16-bit numbers."""
+# The weight of each column of an offset.
+_OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
+# With other scales, lse over the scale may be out of float16's range, or too small for it. Then lse is subtracted after
+# the scale.
+_LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
+
+
+def lse_is_offset(call: AttentionCall) -> bool:
+    """Whether the tensor cores subtract lse. A soft cap comes between the product and lse."""
+    return call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
+
+
+def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N T 16"]:
+    """The float32 offsets of each query, in columns for the tensor cores.
+
+    They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
+    """
+    info = jnp.finfo(dtype)
+    # Below float32's largest number by as much as rounding up the first part may add.
+    largest = min(float(info.max) * _OFFSET_WEIGHTS[0], 1e38)
+    column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
+    index, digit = column // len(_OFFSET_WEIGHTS), column % len(_OFFSET_WEIGHTS)
+    # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
+    # longer to compile.
+    rest = jnp.float32(0)
+    for i, offset in enumerate(offsets):
+        rest = jnp.where(index == i, offset[..., None], rest)
+    rest = jnp.clip(rest, -largest, largest)
+    columns = jnp.zeros_like(rest)
+    for i, weight in enumerate(_OFFSET_WEIGHTS):
+        # XLA removes a conversion to 16 bits and back, but not this.
+        part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
+        columns = jnp.where(digit == i, part, columns)
+        rest = rest - part * weight
+    return columns.astype(dtype)
+
+
+def offset_weights(index: int, dtype) -> jax.Array:
+    """The keys' columns `[64, 16]` for the offset of an index, laid out as an accumulator."""
+    column = plgpu.broadcasted_iota(jnp.int32, (WGMMA_ROWS, NUM_COLUMNS), 1, layout=plgpu.Layout.WGMMA)
+    weights = jnp.float32(0)
+    for i, weight in enumerate(_OFFSET_WEIGHTS):
+        weights = weights + jnp.where(column == len(_OFFSET_WEIGHTS) * index + i, jnp.float32(weight), jnp.float32(0))
+    return weights.astype(dtype)

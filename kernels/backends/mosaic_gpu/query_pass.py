@@ -1,0 +1,160 @@
+"""dQ of one block of queries: the pass visits the block's key/value tiles, in a fixed order.
+
+Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.backward_passes import (
+    DELTA,
+    LSE,
+    BackwardArrays,
+    BackwardContext,
+    launch_pass,
+    padded_head_dims,
+)
+from kernels.backends.mosaic_gpu.machine import Hopper, add_product
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
+from kernels.call import AttentionCall
+
+QuerySmem = namedtuple("QuerySmem", "q do lse_delta k v tokens ds")
+
+
+class QueryBarriers(NamedTuple):
+    """Barriers: of a consumer's queries and what belongs to them, and for each stage of k and v."""
+
+    queries: Any
+    k: Pipeline
+    v: Pipeline
+
+
+QueryContext = BackwardContext[QuerySmem, QueryBarriers]
+
+
+def query_scratch(
+    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> tuple[QuerySmem, QueryBarriers]:
+    """Shared memory and barriers: rings of stages for k, v and tokens; of the rest each consumer has its own."""
+    head_dim, value_dim = padded_head_dims(call, tuning)
+    num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
+    smem = QuerySmem(
+        q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
+        do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
+        lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
+        k=matrix(num_stages, block_kv, head_dim, dtype=call.dtype),
+        v=matrix(tuning.num_value_stages_dq, block_kv, value_dim, dtype=call.dtype),
+        tokens=token_memory(call, num_stages, block_kv),
+        ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
+    )
+    return smem, QueryBarriers(
+        queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
+        k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
+        v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
+    )
+
+
+def query_pass(
+    arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> Float[Array, "B T N H"]:
+    """dQ alone, scaled, in the query's dtype. `arrays.rows` are each query block's key/value tiles, in fixed order."""
+    scratch = query_scratch(call, tuning, machine)
+    (d_query,) = launch_pass(
+        arrays, call, tuning, machine, scratch, _load, [_differentiate], _finish, name="attention_dq", transposed=False
+    )
+    return d_query
+
+
+def _load(context: QueryContext) -> None:
+    """Producer: copies the key/value tiles of the block into the rings."""
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    barriers, block, num_steps = context.barriers, context.block, context.num_steps
+    kv_head = block.head // context.call.group_size
+
+    @pl.loop(0, num_steps)
+    def copy_tile(step):
+        tile = pl.ds(context.tiles.tile(step) * tuning.block_kv_dq, tuning.block_kv_dq)
+        slot = barriers.k.slot(step)
+        barriers.k.producer_acquire(step, slot)
+        barriers.k.copy(gmem.key.at[block.batch, tile, kv_head], smem.k, slot)
+        # Before the wait for the values' stage: keys are full only with their tokens.
+        gmem.tokens.copy(smem.tokens, "key_value", (block.batch, tile), slot, barriers.k.full.at[slot])
+        slot = barriers.v.slot(step)
+        barriers.v.producer_acquire(step, slot)
+        barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
+
+
+def _finish(barriers: QueryBarriers, num_steps) -> None:
+    """Producer: waits until the consumers have read the last stages."""
+    barriers.k.producer_tail(num_steps)
+    barriers.v.producer_tail(num_steps)
+
+
+def _differentiate(context: QueryContext) -> None:
+    """Consumer: dQ of 64 query rows."""
+    gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
+    first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
+    rows, full = pl.ds(first, WGMMA_ROWS), context.barriers.queries.at[warpgroup]
+    for source, target in (
+        (gmem.query.at[block.batch, rows, block.head], smem.q.at[warpgroup]),
+        (gmem.d_output.at[block.batch, rows, block.head], smem.do.at[warpgroup]),
+        (gmem.lse.at[block.batch, block.head, rows], smem.lse_delta.at[LSE, warpgroup]),
+        (gmem.delta.at[block.batch, block.head, rows], smem.lse_delta.at[DELTA, warpgroup]),
+    ):
+        plgpu.copy_gmem_to_smem(source, target, full)
+    mask = TileMask.load(context, "key_value", block.batch, rows, context.tuning.block_kv_dq)
+    plgpu.barrier_wait(full)
+    lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
+    delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
+
+    def accumulate(dq_acc):
+        pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
+        context.store_gradient(dq, smem.q.at[warpgroup], gmem.d_query, first)
+
+    pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
+
+
+def _add_tile(context: QueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
+    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
+    smem, barriers, tiles = context.smem, context.barriers, context.tiles
+    slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
+    k, v = smem.k.at[slot], smem.v.at[v_slot]
+    # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
+    # wide operands fill a thread's registers.
+    warpgroup = jax.lax.optimization_barrier(context.warpgroup)
+    q, do = smem.q.at[warpgroup], smem.do.at[warpgroup]
+
+    def differentiate(s_acc, dp_acc):
+        plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        kv_first = tiles.tile(step) * context.tuning.block_kv_dq
+        p, slope = mask.probabilities(s, lse, step < tiles.num_partial, kv_first, slot)
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        barriers.v.consumer_release(v_slot)
+        ds = p * (dp - spread(delta, dp.shape, rows=True))
+        return (ds if slope is None else ds * slope).astype(context.call.dtype)
+
+    def multiply(s_acc):
+        plgpu.wgmma(s_acc, q, k.transpose((1, 0)))
+        barriers.v.consumer_wait(v_slot)
+        return pl.run_scoped(functools.partial(differentiate, s_acc), tile_type)
+
+    tile_type = accumulator(context.tuning.block_kv_dq)
+    barriers.k.consumer_wait(slot)
+    ds = pl.run_scoped(multiply, tile_type)
+    add_product(dq_acc, ds, k, smem.ds, context.warpgroup)
+    plgpu.wgmma_wait(0)
+    barriers.k.consumer_release(slot)
