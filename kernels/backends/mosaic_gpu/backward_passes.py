@@ -51,8 +51,8 @@ SmemT = TypeVar("SmemT", bound=Any)
 BarriersT = TypeVar("BarriersT", bound=Any)
 
 
-class _Program(NamedTuple):
-    """What the roles of a program share whose block isn't chosen yet."""
+class _PersistentProgram(NamedTuple):
+    """What the roles of a persistent program share, whichever block it computes."""
 
     gmem: BackwardArrays
     smem: Any
@@ -156,7 +156,7 @@ def launch_pass(
         num_multiprocessors=machine.num_multiprocessors(call.target) if persistent else None,
     )
 
-    def context_of(program: _Program, block: WorkBlock, last_num_steps: Any = 0) -> BackwardContext:
+    def context_of(program: _PersistentProgram, block: WorkBlock, last_num_steps: Any = 0) -> BackwardContext:
         gmem, smem, barriers, _, warpgroup = program
         tiles = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
         first, num_steps = block.number * block_length, heads_per_block * tiles.num_tiles
@@ -164,12 +164,14 @@ def launch_pass(
             call, tuning, machine, gmem, smem, barriers, warpgroup, block, first, tiles, num_steps, last_num_steps
         )
 
-    def make_context(gmem_refs, smem, barriers, number) -> _Program | BackwardContext:
-        program = _Program(BackwardArrays(*gmem_refs), smem, barriers, number, jax.lax.axis_index("warpgroup"))
+    def make_context(gmem_refs, smem, barriers, number) -> _PersistentProgram | BackwardContext:
+        program = _PersistentProgram(
+            BackwardArrays(*gmem_refs), smem, barriers, number, jax.lax.axis_index("warpgroup")
+        )
         # A program's only block is the same for all of its roles.
         return program if persistent else context_of(program, scheduler.block(number))
 
-    def for_each_block(role, given: _Program | BackwardContext, next_claim):
+    def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim):
         if isinstance(given, BackwardContext):
             role(given)
             return given.num_steps
@@ -181,12 +183,12 @@ def launch_pass(
 
         return scheduler.for_each_block(given.number, visit, jnp.int32(0), next_claim)
 
-    def produce(given: _Program | BackwardContext) -> None:
+    def produce(given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
         next_claim = None if claims is None else functools.partial(claims.claim, given.gmem.num_claimed)
         finish(given.barriers, for_each_block(producer, given, next_claim))
 
-    def consume(consumer, given: _Program | BackwardContext) -> None:
+    def consume(consumer, given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
         for_each_block(consumer, given, None if claims is None else claims.receive)
         # The copy engine has read what the last block left in shared memory.
