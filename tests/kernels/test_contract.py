@@ -455,6 +455,7 @@ def test_mosaic_gpu_interpreted_in_persistent_programs(name, num_warpgroups, rng
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
 def test_a_persistent_programs_producer_may_be_late(rng, monkeypatch):
+    # The interpreter lets nobody choose the order of its threads (seen in JAX 0.11.2).
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
 
     wait, num_late = Barrier.wait, itertools.count()

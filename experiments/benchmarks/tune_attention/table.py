@@ -62,7 +62,7 @@ def render(rows: Iterable[Mapping[str, Any]]) -> str:
     return _HEADER.format(made="; ".join(sorted(made))) + "".join(sections)
 
 
-_LINE = 120
+_LINE_LENGTH = 120
 _HEADER = '''"""The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
 {made}
@@ -83,7 +83,7 @@ def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[s
     else:
         fields = dataclasses.fields(tuning_class)
         value_type = f"tuple[{', '.join(str(field.type) for field in fields)}]"
-        names = [f"    # {line}" for line in textwrap.wrap(", ".join(field.name for field in fields), _LINE - 6)]
+        names = [f"    # {line}" for line in textwrap.wrap(", ".join(field.name for field in fields), _LINE_LENGTH - 6)]
     rows = [
         f'    ({key.head_dim}, "{key.family}", {key.length}): {_source(row["tuning"], tuning_class)},'
         for key, row in sorted(winners.items())

@@ -61,7 +61,7 @@ class KeyValueBarriers(NamedTuple):
     v: Any
     q: Pipeline
     do: Pipeline
-    done: Any  # no consumer reads them any more
+    done: Any  # no consumer reads the block's keys and values any more
     ds_full: Any  # all consumers have written a step's dS
     ds_read: Any  # all consumers have read it; None with three buffers
     claims: BlockClaims | None  # of a persistent program
@@ -331,14 +331,15 @@ def _store_in_persistent_program(context: KeyValueContext, first, dk, dv) -> Non
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         context.wait_for_consumers()
         return
-    # The gradients leave through the consumer's part of the memory of dS, 64 columns at a time.
+    # The gradients leave through the consumer's part of the memory of dS, a piece at a time.
     context.wait_for_consumers()
-    memory = [smem.ds.at[i, j, place] for i in range(smem.ds.shape[0]) for j in range(smem.ds.shape[1])]
-    columns = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], 64)]
-    for i, (gradient, ref, column) in enumerate(columns):
+    num_buffers, num_parts, _, width = smem.ds.shape
+    memory = [smem.ds.at[i, j, place] for i in range(num_buffers) for j in range(num_parts)]
+    pieces = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], width)]
+    for i, (gradient, ref, column) in enumerate(pieces):
         if i >= len(memory):
             plgpu.wait_smem_to_gmem(len(memory) - 1, wait_read_only=True)
-        context.store_gradient(gradient[:, column : column + 64], memory[i % len(memory)], ref, first, column)
+        context.store_gradient(gradient[:, column : column + width], memory[i % len(memory)], ref, first, column)
 
 
 def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
