@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value head
 from __future__ import annotations
 
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask
+from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
 from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, manual_axes, spec_without
 
 
@@ -30,6 +31,8 @@ class ActivationSharding:
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
       deal: which tokens of a row each rank of `sequence_axis` holds.
       exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
+      collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of two GPUs that read and write
+        each other's memory; None: the kernels where they serve.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or has axes of type Explicit or Manual.
@@ -50,6 +53,7 @@ class ActivationSharding:
     head_axis: str = "tensor"
     deal: Deal = "in_order"
     exchange: Exchange | None = None
+    collectives: Collectives | None = None
 
     def __post_init__(self):
         wanted = (*self.batch_axes, self.sequence_axis, self.head_axis)
@@ -82,16 +86,28 @@ class ActivationSharding:
                 "stand; pass places"
             )
 
-    def constrain_hidden(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """The residual stream: split over batch and tokens, whole in its features.
+    @property
+    def residual_spec(self) -> PartitionSpec:
+        """Of the residual stream whose tokens the ranks of `head_axis` share out."""
+        return PartitionSpec(self.batch_axes, (self.sequence_axis, self.head_axis), None)
 
-        The ranks of `head_axis` share the tokens out if they divide. They would all do the same to them, and their sums
-        over features become reduce-scatters (sequence parallelism, arXiv:2205.05198).
+    def shares_tokens_out(self, length: int) -> bool:
+        """Whether several ranks of `head_axis` share out the residual stream's tokens, as they do if these divide.
+
+        They would all do the same to them, and their sums over features become reduce-scatters (sequence parallelism,
+        arXiv:2205.05198).
+
+        Args:
+          length: T, of the arrays that the caller has.
         """
-        axes: tuple[str, ...] = (self.sequence_axis, self.head_axis)
-        if hidden.shape[1] % math.prod(self.mesh.shape[axis] for axis in axes if axis not in manual_axes()):
-            axes = (self.sequence_axis,)
-        return self._constrain(hidden, self.batch_axes, axes, None)
+        sizes = {axis: 1 if axis in manual_axes() else size for axis, size in self.mesh.shape.items()}
+        return sizes[self.head_axis] > 1 and not length % (sizes[self.sequence_axis] * sizes[self.head_axis])
+
+    def constrain_hidden(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """The residual stream: split over batch and tokens, whole in its features."""
+        if self.shares_tokens_out(hidden.shape[1]):
+            return self._constrain(hidden, *self.residual_spec)
+        return self._constrain(hidden, self.batch_axes, self.sequence_axis, None)
 
     def gather_tokens(self, hidden: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """From the residual stream to matmuls that split features over `head_axis`: whole on each of its ranks."""
@@ -101,17 +117,24 @@ class ActivationSharding:
         """From matmuls that sum over features, which `head_axis` splits, back to the residual stream."""
         return _scatter_tokens(self, hidden)
 
-    def constrain_heads(self, projected: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
-        """Queries, keys or values: split over batch, tokens and heads."""
-        return self._constrain(projected, self.batch_axes, self.sequence_axis, self.head_axis, None)
+    def choose_collectives(self, part: tuple[int, ...], features: Sequence[int], dtype: jnp.dtype) -> ChosenCollectives:
+        """How the ranks of `head_axis` get at each other's tokens.
+
+        Args:
+          part: shape of one rank's tokens, `[B, t, W]`.
+          features: of one rank, for each matrix.
+          dtype: of tokens and features.
+        """
+        return choose_collectives(self.mesh, self.head_axis, part, features, dtype, self.collectives)
+
+    def constrain_features(self, features: Float[Array, "B T F *H"]) -> Float[Array, "B T F *H"]:
+        """Heads of queries, keys or values, or the MLP's hidden features: split over batch, tokens and features."""
+        whole = (None,) * (features.ndim - 3)
+        return self._constrain(features, self.batch_axes, self.sequence_axis, self.head_axis, *whole)
 
     def constrain_embedding(self, table: Float[Array, "V W"]) -> Float[Array, "V W"]:
         """The embedding for a lookup: split over its tokens, whole in its features, as what is looked up."""
         return self._constrain(table, self.head_axis, None)
-
-    def constrain_mlp(self, hidden: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        """The MLP's hidden features: split over batch, tokens and features."""
-        return self._constrain(hidden, self.batch_axes, self.sequence_axis, self.head_axis)
 
     def dot_product_attention(
         self,

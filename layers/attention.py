@@ -21,6 +21,7 @@ from layers.checks import check_choice, check_heads, check_implementation, rotar
 from layers.config import QKNorm
 from layers.initializers import small_init
 from layers.norm import RMSNorm
+from layers.projections import project, project_back
 from layers.rope_scaling import RopeScaling
 from layers.rotary import Rotary, Rotation, make_rotation, rotate
 
@@ -274,12 +275,7 @@ class Attention(nnx.Module):
     def _project(
         self, inputs: Float[Array, "B T W"], rotation: Rotation | None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        sharding = self.activation_sharding
-        if sharding is not None:
-            inputs = sharding.gather_tokens(inputs)
-        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        if sharding is not None:
-            query, key, value = map(sharding.constrain_heads, (query, key, value))
+        query, key, value = project(self.activation_sharding, inputs, self.query, self.key, self.value)
         if self.qk_norm != "none" and not self.qk_norm_after_rope:
             query, key = self._normalize(query, key)
         if self.rotary is not None:
@@ -302,8 +298,7 @@ class Attention(nnx.Module):
         return whole_query.reshape(query.shape), whole_key.reshape(key.shape)
 
     def _project_back(self, attended: Float[Array, "B T N H"]) -> Float[Array, "B T W"]:
-        outputs, sharding = self.output(attended), self.activation_sharding
-        return outputs if sharding is None else sharding.scatter_tokens(outputs)
+        return project_back(self.activation_sharding, attended, self.output)
 
     @jax.named_scope("dot_product_attention")
     def _attend(

@@ -17,6 +17,7 @@ from layers.activations import activate
 from layers.checks import check_choice
 from layers.config import MLPKind
 from layers.initializers import small_init
+from layers.projections import project, project_back
 
 
 class MLP(nnx.Module):
@@ -70,13 +71,7 @@ class MLP(nnx.Module):
 
     def __call__(self, inputs: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the MLP's contribution to the residual stream, in the compute dtype."""
-        sharding = self.activation_sharding
-        if sharding is not None:
-            inputs = sharding.gather_tokens(inputs)
-        features = checkpoint_name(self.up(inputs), "projection")
-        gate = None if self.kind == "gelu" else checkpoint_name(self.gate(inputs), "projection")
-        hidden = activate(self.kind, features, gate)
-        if sharding is not None:
-            hidden = sharding.constrain_mlp(hidden)
-        outputs = self.down(hidden)
-        return checkpoint_name(outputs if sharding is None else sharding.scatter_tokens(outputs), "projection")
+        projections = (self.up,) if self.kind == "gelu" else (self.up, self.gate)
+        projected = project(self.activation_sharding, inputs, *projections)
+        hidden = activate(self.kind, *(checkpoint_name(features, "projection") for features in projected))
+        return checkpoint_name(project_back(self.activation_sharding, hidden, self.down), "projection")

@@ -56,6 +56,7 @@ from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.tensor_plan import plan_tensor
 from trainer.workdir import Workdir
 
 
@@ -107,7 +108,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
 
     Raises:
       UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, the
-        attention backend can't serve a mask or a sample, or processes differ in their data.
+        attention backend can't serve a mask or a sample, `tensor.collectives` can't serve, or processes differ in their
+        data.
       TrainingFailed: the devices can't be started.
     """
     peers = peers or Peers()
@@ -126,7 +128,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
     attention = plan_attention(config, mesh.devices.flat[0])
-    experts = plan_experts(config, Target.of(mesh.devices.flat[0]))
+    experts, tensor = plan_experts(config, Target.of(mesh.devices.flat[0])), plan_tensor(config, mesh)
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
@@ -136,7 +138,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
-    return Setup(config, corpus, functions, attention, experts, batches, validation_batches, samples, flops, peak)
+    plans = attention, experts, tensor
+    return Setup(config, corpus, functions, *plans, batches, validation_batches, samples, flops, peak)
 
 
 class TrainingLoop:

@@ -77,7 +77,7 @@ def choose_grouped_matmul(
         if target.platform == "gpu" and reason is not None:
             _log_once("grouped matmul uses xla; mosaic_gpu passed over: it %s", reason)
         return GroupedMatmulChoice("xla", 1, reason, target)
-    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.BLOCK_ROWS, None, target, interpret)
+    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
 
 
 def grouped_matmul(

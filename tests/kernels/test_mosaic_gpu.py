@@ -34,6 +34,8 @@ from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from kernels.masks import TileKind
 from kernels.plan import Rows, make_rows
+from tests.gpu_compiler import needs_gpu_compiler
+from trainer.compile.topology import parse_topology
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
@@ -397,6 +399,26 @@ def test_layers_that_are_alike_are_lowered_once():
 
 
 @NEEDS_JAX_0_11
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_a_scan_over_layers_computes_each_forward_pass_once():
+    """XLA would compute it again where its output goes into the array of all layers' outputs."""
+    device = parse_topology("h100:1").devices()[0]
+
+    def layers(hidden, scales):
+        def layer(hidden, scale):
+            attended = dot_product_attention(hidden * scale, hidden, hidden, CausalMask(), device=device)
+            return hidden + attended, None
+
+        return jax.lax.scan(layer, hidden, scales)[0].astype(jnp.float32).sum()
+
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    hidden = jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16, sharding=on_device)
+    scales = jax.ShapeDtypeStruct((3,), jnp.bfloat16, sharding=on_device)
+    compiled = jax.jit(jax.grad(layers)).lower(hidden, scales).compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2  # a forward and a backward kernel
+
+
 def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     distance = [40]
     inputs, call = call_of(MaskFn(lambda q, kv: (kv <= q) & (q - kv < distance[0])))

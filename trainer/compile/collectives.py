@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, tuple_elements
+from trainer.compile.kernels import CALL_TARGET
 
+# The kernels of `kernels.collectives`, in which two GPUs use each other's memory, by the innermost scope of each.
+_KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 OPERATIONS = (
     "all-gather",
     "all-reduce",
@@ -16,6 +19,7 @@ OPERATIONS = (
     "ragged-all-to-all",
     "collective-permute",
     "collective-broadcast",
+    *_KERNELS,
 )
 # libtpu's reduce-scatter is a fusion of this name: an all-reduce, and the slice of it that each device keeps.
 _REDUCE_SCATTER_FUSION = "all-reduce-scatter"
@@ -76,6 +80,9 @@ def _operation(computation: Computation, instruction: Instruction) -> str | None
     operation = instruction.opcode.removesuffix("-start")
     if operation == "all-reduce" and computation.name.startswith(_REDUCE_SCATTER_FUSION):
         return "reduce-scatter"
+    if operation == "custom-call" and instruction.attribute("custom_call_target") == CALL_TARGET:
+        scopes = re.split(r"[/()]", instruction.op_name)
+        return next((scope for scope in reversed(scopes) if scope in _KERNELS), None)
     return operation if operation in OPERATIONS else None
 
 
@@ -101,4 +108,7 @@ def _payload(computation: Computation, instruction: Instruction) -> int:
     if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         result = tuple_elements(result)[1]  # (operands, results, context …)
     operands = [computation.instructions[name].shape for name in instruction.operands]
+    if instruction.opcode == "custom-call":  # a kernel: one of two GPUs' tokens are its first operand or first result
+        is_gather = _operation(computation, instruction) == "all_gather_matmul"
+        return 2 * shape_bytes(operands[0] if is_gather else tuple_elements(result)[0])
     return max(shape_bytes(result), sum(map(shape_bytes, operands)))

@@ -18,7 +18,8 @@ from jaxlib.mlir import ir
 
 PROGRAM_NAME = "mosaic_gpu_kernel"
 """Of the programs of one kernel each."""
-_CALL_TARGET = "mosaic_gpu_v2"
+CALL_TARGET = "mosaic_gpu_v2"
+"""What HLO calls a Mosaic GPU kernel by."""
 
 
 def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:
@@ -40,7 +41,7 @@ def find_kernels(lowered: jax.stages.Lowered) -> list[dict[str, Any]]:
     kernels: dict[bytes, dict[str, Any]] = {}
 
     def visit(operation: Any) -> ir.WalkResult:  # jaxlib's stubs lack what attributes hold
-        if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == _CALL_TARGET:
+        if operation.name == "stablehlo.custom_call" and operation.attributes["call_target_name"].value == CALL_TARGET:
             config = operation.attributes["mhlo.backend_config"]
             attributes = {entry.name: _python_value(entry.attr) for entry in config}
             if not attributes.get("uses_xla_collective_metadata"):
@@ -60,7 +61,7 @@ def _compile(device: jax.Device, attributes: dict[str, Any]) -> None:
     """Compiles a kernel as a program of its own, which is never run. No operand is needed for that."""
 
     def kernel() -> jax.Array:
-        return jax.ffi.ffi_call(_CALL_TARGET, jax.ShapeDtypeStruct((), jnp.int32))(**attributes)
+        return jax.ffi.ffi_call(CALL_TARGET, jax.ShapeDtypeStruct((), jnp.int32))(**attributes)
 
     kernel.__name__ = PROGRAM_NAME
     jax.jit(kernel, out_shardings=jax.sharding.SingleDeviceSharding(device)).lower().compile()

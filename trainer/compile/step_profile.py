@@ -22,6 +22,7 @@ from trainer.step.attention_plan import AttentionPlan, plan_attention
 from trainer.step.expert_plan import ExpertPlan, plan_experts
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
+from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class StepProfile:
     attention: tuple[AttentionPlan, ...]
     experts: ExpertPlan | None
     """None: no mixture of experts."""
+    tensor: TensorPlan | None
+    """None: nothing is split over `mesh.tensor`."""
     compiled: CompileReport
     """What compiling cost. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
@@ -83,13 +86,13 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
       devices: what to compile for; the mesh takes the first of them. None: JAX's own.
 
     Raises:
-      UserMistake: the mesh doesn't fit the devices, or the attention backend can't serve a mask.
+      UserMistake: the mesh doesn't fit the devices, or what the config names for attention or `tensor` can't serve.
       TrainingFailed: the devices can't be started, or the compiler fails for another reason than memory.
     """
     num_needed = config.mesh.data * config.mesh.fsdp * config.mesh.tensor * config.mesh.context
     mesh = make_mesh(config.mesh, devices if devices is None else devices[:num_needed])
     device = mesh.devices.flat[0]
-    attention = plan_attention(config, device)
+    attention, tensor = plan_attention(config, device), plan_tensor(config, mesh)
     functions = make_step_functions(config, mesh)
     available = device_memory(device, mesh.size)
     start = peak_resident_bytes()
@@ -120,6 +123,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         tokens_per_step=config.batch_size * config.sequence_length,
         attention=attention,
         experts=plan_experts(config, Target.of(device)),
+        tensor=tensor,
         compiled=compiled,
         size=size,
         collectives=collectives,

@@ -127,6 +127,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "mesh.context": "free",
     "context.exchange": "free",
     "context.deal": "free",
+    "tensor.collectives": "free",
     "evaluation.every_num_steps": "free",
     "evaluation.num_sequences": "evaluation",
     "samples.temperature": "free",

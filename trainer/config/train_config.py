@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kernels.collectives import Collectives
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
 from layers.checks import check_choice, check_numbers
@@ -214,6 +215,19 @@ class ContextConfig:
 
 
 @dataclass(frozen=True)
+class TensorConfig:
+    """How tokens go over mesh.tensor between the layers' matmuls."""
+
+    collectives: Collectives | None = None
+    """mosaic_gpu: by kernels in which two GPUs read and write each other's memory; xla: by XLA's collectives. None: the
+    kernels where they serve."""
+
+    def __post_init__(self):
+        if self.collectives is not None:
+            check_choice("tensor.collectives", self.collectives, Collectives)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Loss on a fixed set of validation sequences."""
 
@@ -373,6 +387,7 @@ class TrainConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    tensor: TensorConfig = field(default_factory=TensorConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

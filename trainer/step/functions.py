@@ -34,6 +34,7 @@ from trainer.step.parameter_gather import ParameterGather
 from trainer.step.router_loss import LossSums, add_router_losses, sum_load
 from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
 from trainer.step.skipping import Skipping, judge, schedule_at
+from trainer.step.tensor_plan import plan_tensor
 
 Batch = dict[str, Array]
 BATCH_DTYPES = {
@@ -131,15 +132,18 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
-      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach.
+      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as `plan_deal` and
+        `plan_tensor`.
     """
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
     deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
+    plan_tensor(config, mesh)  # refuses what can't serve
 
     def make_model() -> GPT:
-        sharding = ActivationSharding(mesh, deal=deal, exchange=config.context.exchange)
+        exchange, collectives = config.context.exchange, config.tensor.collectives
+        sharding = ActivationSharding(mesh, deal=deal, exchange=exchange, collectives=collectives)
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:

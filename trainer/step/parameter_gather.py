@@ -57,7 +57,9 @@ class ParameterGather:
         )
 
     def map_devices(self, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:
-        """`jax.shard_map` over the axes along which devices hold different tokens.
+        """`jax.shard_map` over the axes along which devices hold different tokens, if there are any.
+
+        Where all devices hold the same tokens, nothing is mapped: the function takes whole arrays.
 
         Args:
           function: of arrays that are one device's part along these axes.
@@ -66,6 +68,8 @@ class ParameterGather:
         """
         if self._mesh.size == 1:
             return function
+        if not self._token_axes:
+            return self._in_mesh(function)
         axes = _mapped_axes(self._mesh)
         in_specs, out_specs = jax.tree.map(lambda spec: _only(spec, axes), (in_specs, out_specs))
         return jax.shard_map(
@@ -77,6 +81,20 @@ class ParameterGather:
             # JAX would sum a gradient as soon as it can, and the kernels don't say over which axes they vary.
             check_vma=False,
         )
+
+    def _in_mesh(self, function: Callable) -> Callable:
+        """Makes the mesh JAX's current one for a function, as `jax.shard_map` would, and maps none of its axes.
+
+        The layers and the loss map `tensor` by a `jax.shard_map` of their own. Nested in another, even one that maps
+        only axes of size 1, it would be lowered for an abstract mesh, without device ids. But a Mosaic kernel that
+        writes to another device's memory has to know that device's id (JAX 0.11.2).
+        """
+
+        def in_mesh(*arguments):
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+                return function(*arguments)
+
+        return in_mesh
 
     @property
     def abstract_whole(self) -> Any:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.support import unsupported_reason
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.slice_fusion import without_slice_fusion
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
@@ -49,7 +50,8 @@ def forward(
     """Output and lse. See `kernels.attention.core`."""
     from kernels.backends.mosaic_gpu.forward_pass import run_forward
 
-    return run_forward(inputs, call, tuning)
+    output, lse = without_slice_fusion(*run_forward(inputs, call, tuning))
+    return output, lse
 
 
 @_jit_by_call

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.slice_fusion import without_slice_fusion
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 
@@ -22,7 +23,8 @@ def forward(
     from kernels.backends.triton.forward_pass import run_forward
     from kernels.backends.triton.tiles import Matrices
 
-    return run_forward(Matrices.of(inputs), inputs, call, tuning)
+    output, lse = without_slice_fusion(*run_forward(Matrices.of(inputs), inputs, call, tuning))
+    return output, lse
 
 
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: TritonTuning, cotangent: Cotangent) -> Gradients:

@@ -16,6 +16,7 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
         tokens_per_step=1,
         attention=(),
         experts=None,
+        tensor=None,
         compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
         size=None,
         collectives=(),

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tests.gpu_compiler import needs_gpu_compiler
@@ -82,6 +83,8 @@ def test_the_step_of_a_config_on_this_machine(config, tmp_path, capsys):
     assert (report["topology"], report["search"], report["comparison"]) == (None, None, None)
     assert profile["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8, "used": 8}
     assert [plan["backend"] for plan in profile["attention"]] == ["reference"]
+    assert profile["tensor"] == {"collectives": "xla", "xla_for": [], "passed_over": {}}
+    assert "  tensor: xla\n" in printed
     assert profile["tokens_per_step"] == 256
 
     assert min(profile["compile"][stage] for stage in ("trace_s", "lower_s", "compile_s")) > 0
@@ -215,6 +218,33 @@ def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
     assert profile["memory"]["parameters"] == pytest.approx(4 * profile["num_parameters"] / 4, rel=0.1)
     assert profile["memory"]["needed"] > profile["memory"]["arguments"]
     assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
+
+
+@needs_gpu_compiler
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
+def test_two_gpus_reach_each_others_memory(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    two_gpus = ("--config", config, "--topology", "h200:2", "--mesh.tensor", 2, "--sequence-length", 256)
+    two_gpus += ("--model.num-layers", 3, "--model.head-dim", 64, "--model.remat", "none", "--model.scan-layers", False)
+    status, report = compile_step(*two_gpus, output=tmp_path / "report.json")
+    assert status == 0
+    profile, printed = report["profile"], capsys.readouterr().out
+    assert profile["tensor"]["collectives"] == "mosaic_gpu"
+    assert "  tensor: mosaic_gpu\n" in printed
+    collectives = {total["kind"]: total for total in profile["collectives"]}
+    # Attention and MLP gather tokens and sum products, forward and backward: [2, 256, 64] in bfloat16.
+    kernels = ("all_gather_matmul", "matmul_reduce_scatter")
+    for kind in kernels:
+        assert (collectives[kind]["count"], collectives[kind]["bytes"]) == (3 * 4, 3 * 4 * 2 * 256 * 64 * 2)
+
+    status, report = compile_step(*two_gpus, "--tensor.collectives", "xla", output=tmp_path / "report.json")
+    assert status == 0
+    assert not {total["kind"] for total in report["profile"]["collectives"]} & {*kernels}
+    assert "  tensor: xla\n" in capsys.readouterr().out
+
+    assert main([*map(str, two_gpus), "--sequence-length", "144", "--tensor.collectives", "mosaic_gpu"]) == 2
+    refusal = "error: --tensor.collectives='mosaic_gpu' can't serve: it takes a GPU's tokens in multiples of 128, "
+    assert capsys.readouterr().err.startswith(refusal)
 
 
 @needs_libtpu

@@ -200,6 +200,70 @@ def test_libtpus_reduce_scatter_fusion_and_its_chains_of_fusions():
     }
 
 
+def kernel(name: str, scope: str, results: str, operands: str) -> str:
+    """A Mosaic GPU kernel, as XLA writes it: semaphores are its last result and its last operand."""
+    attributes = 'custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{2}: (2, {})}'
+    metadata = f'metadata={{op_name="jit(step)/{scope}/body/mpmd_map" stack_frame_id=3}}'
+    call = f"%{name} = ({results}, s32[9]{{0}}) custom-call({operands}, %s)"
+    return f'{call}, {attributes}, {metadata}, backend_config={{hash = "x"}}'
+
+
+def test_kernels_in_which_gpus_reach_each_other_count_as_often_as_they_run():
+    forward, backward = "jvp()/while/body/attention/shard_map", "transpose(jvp())/while/body/mlp/shard_map"
+    tokens, product = "bf16[1,64,8]{2,1,0}", "bf16[1,64,24]{2,1,0}"
+    gather = kernel("g", f"{forward}/all_gather_matmul", f"{product}, {tokens}", "%p, %m")
+    scatter = kernel("r", f"{backward}/matmul_reduce_scatter", "bf16[1,32,8]{2,1,0}, bf16[1,32,8]{2,1,0}", "%h, %n")
+    others = [
+        f"%h = {product} get-tuple-element(%g), index=0",
+        # Its scope is that of the kernel that it reads from.
+        f'%c = {product} copy(%h), metadata={{op_name="jit(step)/{forward}/all_gather_matmul/body/mpmd_map"}}',
+        f'%e = {product} custom-call(%h), custom_call_target="other", metadata={{op_name="all_gather_matmul/other"}}',
+        kernel("k", f"{forward}/dot_product_attention", f"{product}, {tokens}", "%h, %n"),
+        kernel("l", f"{forward}/all_gather_matmul_of_another_kind", f"{product}, {tokens}", "%h, %n"),
+    ]
+    carry = "(s32[], bf16[1,32,8], s32[9], bf16[8,24], bf16[24,8])"
+    inner = [
+        f"%carry = {carry} parameter(0)",
+        "%i = s32[] get-tuple-element(%carry), index=0",
+        "%p = bf16[1,32,8] get-tuple-element(%carry), index=1",
+        "%s = s32[9] get-tuple-element(%carry), index=2",
+        "%m = bf16[8,24] get-tuple-element(%carry), index=3",
+        "%n = bf16[24,8] get-tuple-element(%carry), index=4",
+        *(gather, *others, scatter),
+        "%back = bf16[1,32,8] get-tuple-element(%r), index=0",
+        f"ROOT %out = {carry} tuple(%i, %back, %s, %m, %n)",
+    ]
+    body = "\n".join([f"%body (carry: {carry}) -> {carry} {{", *(f"  {line}" for line in inner), "}", ""])
+    main = f"""
+%condition (carry: {carry}) -> pred[] {{
+  %carry = {carry} parameter(0)
+  ROOT %more = pred[] constant(true)
+}}
+
+ENTRY %main (init: {carry}) -> {carry} {{
+  %init = {carry} parameter(0)
+  ROOT %out = {carry} while(%init), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"7"}}}}
+}}
+"""
+    # The tokens of both GPUs, [1, 64, 8] in bfloat16.
+    assert totals(body + main) == {
+        "all_gather_matmul": CollectiveTotal("all_gather_matmul", 1, 7, 7 * 1024, True),
+        "matmul_reduce_scatter": CollectiveTotal("matmul_reduce_scatter", 1, 7, 7 * 1024, True),
+    }
+
+
+def test_of_nested_scopes_the_innermost_names_the_kernel():
+    nested = kernel("g", "transpose(jvp(matmul_reduce_scatter))/all_gather_matmul", "bf16[1,64,24], bf16[1,64,8]", "%p")
+    program = f"""
+ENTRY %main (p: bf16[1,32,8], s: s32[9]) -> (bf16[1,64,24], bf16[1,64,8], s32[9]) {{
+  %p = bf16[1,32,8] parameter(0)
+  %s = s32[9] parameter(1)
+  ROOT {nested}
+}}
+"""
+    assert totals(program) == {"all_gather_matmul": CollectiveTotal("all_gather_matmul", 1, 1, 1024, True)}
+
+
 SCRIPT = """
 import dataclasses, functools, json, sys
 import jax

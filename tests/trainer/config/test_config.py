@@ -27,7 +27,7 @@ from kernels import (
     TritonTuning,
 )
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
-from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig, WatchdogConfig
+from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TensorConfig, TrainConfig, WatchdogConfig
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
 from trainer.step.sharding import PARTITION_RULES, axes_of, partition_spec, path_name
@@ -93,6 +93,7 @@ def test_a_moment_must_forget(name, value):
             r"watchdog\.min_seconds=0.0 must be positive and finite; watchdog\.enabled",
         ),
         (WatchdogConfig, {"first_seconds": math.inf}, r"watchdog\.first_seconds=inf must be positive and finite"),
+        (TensorConfig, {"collectives": "nccl"}, r"tensor\.collectives='nccl' is not one of "),
     ],
 )
 def test_a_section_refuses(cls, change, message):

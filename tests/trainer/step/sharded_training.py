@@ -36,6 +36,7 @@ MESHES = {
     "data_fsdp_tensor": (MeshConfig(data=2, fsdp=2, tensor=2), 2),
     "fsdp_tensor_context": (MeshConfig(fsdp=2, tensor=2, context=2), 1),
     "data_fsdp_context": (MeshConfig(data=2, fsdp=2, context=2), 2),
+    "tensor": (MeshConfig(tensor=2), 2),
 }
 ADAMW = OptimizerConfig(num_warmup_steps=1)
 MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)

@@ -11,7 +11,7 @@ import pytest
 from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
-SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context", "data_fsdp_context"]
+SHARDED = ["data_fsdp_tensor", "fsdp_tensor_context", "data_fsdp_context", "tensor"]
 MUON = ["muon_data_fsdp_tensor", "muon_data_fsdp"]
 
 

@@ -37,6 +37,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         f"{config.model.width}, {config.model.compute_dtype} compute, remat {config.model.remat}",
         "attention": describe_attention(profile.attention),
         **({} if profile.experts is None else {"experts": profile.experts.describe()}),
+        **({} if profile.tensor is None else {"tensor": profile.tensor.describe()}),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
@@ -188,6 +189,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "tokens_per_step": profile.tokens_per_step,
         "attention": [plan.to_json() for plan in profile.attention],
         "experts": None if profile.experts is None else profile.experts.to_json(),
+        "tensor": None if profile.tensor is None else profile.tensor.to_json(),
         "compile": {
             "trace_s": profile.compiled.trace_s,
             "lower_s": profile.compiled.lower_s,

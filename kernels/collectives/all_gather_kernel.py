@@ -1,0 +1,138 @@
+"""A matmul of two GPUs' tokens, which each sends to the other while it multiplies its own.
+
+A GPU first computes the tiles of its own tokens. What it has copied to shared memory for the first of the tiles side by
+side, it copies from there to both GPUs' memory, too. Then it computes the tiles of the other's tokens, which have
+arrived by then, block by block.
+
+Source: the fused all-gather of Flux (arXiv:2406.06858).
+
+Shapes: B batch, T tokens, t tokens of one GPU (T/2), W width, F features.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
+from kernels.collectives.token_halves import GpuPair, HalfTiles
+from kernels.persistent_matmul import (
+    BLOCK_DEPTH,
+    BLOCK_ROWS,
+    NUM_CONSUMERS,
+    STORED_COLUMNS,
+    Phase,
+    TileOperands,
+    launch_matmul,
+    store_columns,
+    tile_columns,
+)
+
+
+def peer_all_gather_matmul(
+    part: Float[Array, "B t W"],
+    matrix: Float[Array, "W F"] | Float[Array, "F W"],
+    axis: str,
+    num_multiprocessors: int,
+    *,
+    transpose: bool = False,
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T W"]]:
+    """Both GPUs' tokens times this GPU's matrix, and both GPUs' tokens, in the order of the ranks.
+
+    Args:
+      part: this GPU's tokens.
+      matrix: to this GPU's features; `[F, W]` with `transpose`.
+      axis: the mesh axis of the two.
+      num_multiprocessors: of a GPU.
+      transpose: whether to multiply by the matrix's transpose.
+    """
+    batch, length, depth = part.shape
+    num_features = matrix.shape[0 if transpose else 1]
+    columns = tile_columns(num_features)
+    tiles = HalfTiles(batch, length, columns, num_features // columns)
+
+    def make_phases(gmem) -> list[Phase]:
+        part, matrix, result, whole = gmem
+        pair = GpuPair.of(axis, tiles.num_blocks)
+        whole_there = pair.reference_there(whole)
+
+        def operands_of(tokens, first):
+            """Those of tiles whose rows lie in an array from some token on."""
+
+            def operands(tile) -> TileOperands:
+                sequence, first_token, first_column = tiles.place(tile)
+                here, across = pl.ds(first + first_token, BLOCK_ROWS), pl.ds(first_column, columns)
+
+                def left(step):
+                    return tokens.at[sequence, here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
+
+                def right(step):
+                    along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+                    return matrix.at[across, along] if transpose else matrix.at[along, across]
+
+                return TileOperands(BLOCK_ROWS, [depth // BLOCK_DEPTH], [left], [right])
+
+            return operands
+
+        def multiply(accumulator, left, right, warpgroup):
+            left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
+            plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if transpose else right)
+
+        def is_sent(tile):
+            return tiles.block(tile)[1] == 0
+
+        def send_stage(tile, step, left, warpgroup):
+            @pl.when(is_sent(tile))
+            def send():
+                sequence, first_token, _ = tiles.place(tile)
+                rows = warpgroup * WGMMA_ROWS
+                here = pl.ds(pair.rank * length + first_token + rows, WGMMA_ROWS)
+                stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+                plgpu.copy_smem_to_gmem(stage, whole_there.at[sequence, here, along], commit_group=False)
+                plgpu.copy_smem_to_gmem(stage, whole.at[sequence, here, along])
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        def store_at(first):
+            def store(product, tile, warpgroup, buffers):
+                sequence, first_token, first_column = tiles.place(tile)
+                here = pl.ds(first + first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+
+                def start_copy(column, buffer):
+                    across = pl.ds(first_column + column, STORED_COLUMNS)
+                    plgpu.copy_smem_to_gmem(buffer, result.at[sequence, here, across])
+
+                store_columns(product, buffers, start_copy)
+
+            return store
+
+        def announce(tile, warpgroup):
+            pl.when(is_sent(tile))(lambda: pair.signal(tiles.block(tile)[0]))
+
+        def wait_for_block(tile):
+            pair.wait(tiles.block(tile)[0], NUM_CONSUMERS)
+
+        own, others = pair.rank * length, pair.other * length
+        return [
+            Phase(
+                tiles.num_tiles,
+                operands_of(part, 0),
+                multiply,
+                store_at(own),
+                in_step=send_stage,
+                after_steps=announce,
+            ),
+            Phase(tiles.num_tiles, operands_of(whole, others), multiply, store_at(others), before_loads=wait_for_block),
+        ]
+
+    result, whole = launch_matmul(
+        make_phases,
+        (part, matrix),
+        [jax.ShapeDtypeStruct((batch, 2 * length, size), part.dtype) for size in (num_features, depth)],
+        ((BLOCK_ROWS, BLOCK_DEPTH), (columns, BLOCK_DEPTH) if transpose else (BLOCK_DEPTH, columns)),
+        columns,
+        num_multiprocessors,
+        name="all_gather_matmul",
+    )
+    return result, whole

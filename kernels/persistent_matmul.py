@@ -1,0 +1,274 @@
+"""Persistent programs that compute one tile of a matmul's result after another, in Pallas Mosaic GPU for Hopper GPUs.
+
+A producer warpgroup copies the operands' tiles to a ring of stages in shared memory, ahead of two consumers, which
+compute 64 rows of a tile each. What the operands of a tile are, and where its rows go, is a kernel's own.
+
+Source: the persistent warp-specialized matmuls of CUTLASS.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from kernels.backends.mosaic_gpu.machine import fix_dump_name
+from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
+
+BLOCK_ROWS = 128
+"""Rows of a tile."""
+BLOCK_DEPTH = 64
+"""Features that a step along the sum multiplies."""
+NUM_CONSUMERS = 2
+STORED_COLUMNS, STORE_BUFFERS = 64, 2
+"""A consumer's rows leave through so many buffers, so many columns at a time."""
+_NUM_STAGES = 4
+_COLUMNS = (256, 192, 128, 64)  # of a tile: the most that divide the result's
+_PANEL = 8  # tiles
+_COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
+
+_Smem = namedtuple("_Smem", "left right stored")
+
+
+class TileOperands(NamedTuple):
+    """References to a tile's operands in global memory, by the step along the sum.
+
+    A sum over several products has as many references on each side, and numbers of steps. Rows of the tile from
+    `num_rows` on need no product.
+    """
+
+    num_rows: Any
+    num_steps: Sequence[Any]
+    left: Sequence[Callable[[Any], Any]]
+    right: Sequence[Callable[[Any], Any]]
+
+    @property
+    def total_steps(self) -> Any:
+        """Steps of all products."""
+        return functools.reduce(operator.add, self.num_steps)
+
+
+class Phase(NamedTuple):
+    """Tiles that a kernel computes in the same way. Programs go on to the next phase's tiles without a break.
+
+    Attributes:
+      num_tiles: of the phase, shared out among the programs.
+      operands: a tile's.
+      multiply: (accumulator, left stage, right stage, warpgroup) → issues the product of a step.
+      store: (product, tile, warpgroup, buffers) → stores a consumer's rows of a tile, by way of its buffers in shared
+        memory; the product is `[64, columns]`, float32.
+      before_loads: (tile) → what the producer does before it copies a tile's operands.
+      before_steps: (tile, warpgroup, buffers) → what a consumer does before a tile's steps.
+      in_step: (tile, step, left stage, warpgroup) → what a consumer does while a step's product is computed. It may
+        start to copy the stage, and waits then until the stage of the step before has been read.
+      after_steps: (tile, warpgroup) → what it does after a tile's steps. It waits until the last stage has been read.
+      finish: (last of the program's tiles, or less than 0; warpgroup) → what a consumer does after the phase.
+    """
+
+    num_tiles: int
+    operands: Callable[[Any], TileOperands]
+    multiply: Callable[..., None]
+    store: Callable[..., None]
+    before_loads: Callable[..., None] = lambda *_: None
+    before_steps: Callable[..., None] = lambda *_: None
+    in_step: Callable[..., None] = lambda *_: None
+    after_steps: Callable[..., None] = lambda *_: None
+    finish: Callable[..., None] = lambda *_: None
+
+
+def place_tile(index, num_down: int, num_across: int) -> tuple[Any, Any]:
+    """The place of a tile, by its number. Tiles go down a panel that is a few tiles wide, and then down the next.
+
+    So tiles that are computed at the same time share both operands in the L2 cache.
+    """
+    panel, index = div_rem(index, num_down * _PANEL)
+    first = panel * _PANEL
+    width = min(_PANEL, num_across) if num_across % _PANEL == 0 else jnp.minimum(_PANEL, num_across - first)
+    down, across = div_rem(index, width)
+    return down, first + across
+
+
+def div_rem(a, b) -> tuple[Any, Any]:
+    """Quotient and remainder of int32 that aren't negative."""
+    b = jnp.int32(b)
+    return jax.lax.div(a, b), jax.lax.rem(a, b)
+
+
+def tile_columns(num_columns: int) -> int:
+    """Columns of a tile, of a result that has a multiple of 64."""
+    return next(columns for columns in _COLUMNS if num_columns % columns == 0)
+
+
+def store_columns(product, buffers, start_copy: Callable[[int, Any], None]) -> None:
+    """Copies a consumer's rows to global memory, some columns at a time.
+
+    Args:
+      product: `[64, columns]`.
+      buffers: of the consumer.
+      start_copy: (first column, buffer) → starts to copy a buffer.
+    """
+    for i in range(product.shape[1] // STORED_COLUMNS):
+        buffer, column = buffers.at[i % STORE_BUFFERS], i * STORED_COLUMNS
+        # The copy engine has read what the buffer held. At the first columns, that is the last tile's.
+        plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1 if i else 0, wait_read_only=True)
+        buffer[...] = product[:, column : column + STORED_COLUMNS].astype(buffers.dtype)
+        plgpu.commit_smem()
+        start_copy(column, buffer)
+
+
+def launch_matmul(
+    make_phases: Callable[..., Sequence[Phase]],
+    operands: tuple[Array, ...],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    stages: tuple[tuple[int, int], tuple[int, int]],
+    columns: int,
+    num_programs: int,
+    *,
+    name: str,
+    scratch: Sequence[Any] = (),
+    interpret: Any = None,
+) -> Sequence[Array]:
+    """Runs a kernel.
+
+    Args:
+      make_phases: (references to operands and outputs, references to `scratch`) → the kernel's phases.
+      operands: arrays.
+      outputs: the result first, in whose dtype products are computed and stored.
+      stages: shapes of a stage of the left and of the right operand.
+      columns: of a tile.
+      num_programs: that run at the same time.
+      name: of the kernel's dumps.
+      scratch: memory and barriers that the kernel needs besides.
+      interpret: parameters of Pallas's interpreter; None on a GPU.
+    """
+    dtype = outputs[0].dtype
+    smem = _Smem(
+        left=matrix(_NUM_STAGES, *stages[0], dtype=dtype),
+        right=matrix(_NUM_STAGES, *stages[1], dtype=dtype),
+        stored=matrix(NUM_CONSUMERS, STORE_BUFFERS, WGMMA_ROWS, STORED_COLUMNS, dtype=dtype),
+    )
+    ring = Pipeline.memory(_NUM_STAGES, num_consumers=NUM_CONSUMERS, num_copies=2)
+
+    def body(*refs):
+        gmem, (smem, ring, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
+        if interpret is None:
+            fix_dump_name("_".join((name, *map(str, outputs[0].shape))))
+        phases = make_phases(gmem, *own)
+        warpgroup = jax.lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == NUM_CONSUMERS)
+        def produce():
+            plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
+            num_steps = _visit_tiles(phases, num_programs, functools.partial(_load_tile, smem, ring))
+            ring.producer_tail(num_steps)
+
+        @pl.when(warpgroup < NUM_CONSUMERS)
+        def consume():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            multiply_tile = functools.partial(_multiply_tile, smem, ring, warpgroup, columns)
+            _visit_tiles(phases, num_programs, multiply_tile, lambda phase, tile: phase.finish(tile, warpgroup))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs),
+        scratch_types=(smem, ring, *scratch),
+        grid=(num_programs,),
+        grid_names=("program",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(*operands)
+
+
+def _visit_tiles(
+    phases: Sequence[Phase],
+    num_programs: int,
+    visit: Callable[[Phase, Any, TileOperands, Any], None],
+    finish: Callable[[Phase, Any], None] = lambda *_: None,
+) -> jax.Array:
+    """Visits the tiles of this program, every `num_programs`th of all phases'; returns the number of steps.
+
+    Args:
+      visit: of (phase, tile, its operands, steps before it).
+      finish: of (phase, last of the program's tiles), after each phase.
+    """
+    program = jax.lax.axis_index("program")
+    num_before, num_steps = 0, jnp.int32(0)
+    for phase in phases:
+
+        def next_tile(i, num_steps, phase=phase, num_before=num_before):
+            tile = program + i * num_programs - num_before
+            operands = phase.operands(tile)
+            visit(phase, tile, operands, num_steps)
+            return num_steps + operands.total_steps
+
+        first, end = (
+            jax.lax.div(before - program + (num_programs - 1), jnp.int32(num_programs))
+            for before in (num_before, num_before + phase.num_tiles)
+        )
+        num_steps = jax.lax.fori_loop(first, end, next_tile, num_steps)
+        finish(phase, program + (end - 1) * num_programs - num_before)
+        num_before += phase.num_tiles
+    return num_steps
+
+
+def _load_tile(smem: _Smem, ring: Pipeline, phase: Phase, tile, operands: TileOperands, num_before) -> None:
+    """Producer: copies the operands of a tile into the ring."""
+    phase.before_loads(tile)
+    for num_steps, left, right in zip(operands.num_steps, operands.left, operands.right, strict=True):
+
+        @pl.loop(0, num_steps)
+        def copy(step, before=num_before, left=left, right=right):
+            step_of_all = before + step
+            slot = ring.slot(step_of_all)
+            ring.producer_acquire(step_of_all, slot)
+            ring.copy(left(step), smem.left, slot)
+            ring.copy(right(step), smem.right, slot)
+
+        num_before += num_steps
+
+
+def _multiply_tile(
+    smem: _Smem, ring: Pipeline, warpgroup, columns: int, phase: Phase, tile, operands: TileOperands, num_before
+) -> None:
+    """Consumer: its 64 rows of a tile."""
+    phase.before_steps(tile, warpgroup, smem.stored.at[warpgroup])
+    has_rows = warpgroup * WGMMA_ROWS < operands.num_rows
+    num_steps = jnp.where(has_rows, operands.total_steps, 0)
+
+    # The tensor cores are the other consumer's then.
+    @pl.loop(0, operands.total_steps - num_steps)
+    def skip(step):
+        slot = ring.slot(num_before + step)
+        ring.consumer_wait(slot)
+        ring.consumer_release(slot)
+
+    def multiply(acc):
+        def next_step(step, _):
+            slot = ring.slot(num_before + step)
+            ring.consumer_wait(slot)
+            phase.multiply(acc, smem.left.at[slot], smem.right.at[slot], warpgroup)
+            phase.in_step(tile, step, smem.left.at[slot], warpgroup)
+            # One product may be on its way. The one before it has read its stage.
+            plgpu.wgmma_wait(1)
+            pl.when(step > 0)(lambda: ring.consumer_release(ring.slot(num_before + step - 1)))
+            return ()
+
+        jax.lax.fori_loop(0, num_steps, next_step, ())
+        product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        phase.after_steps(tile, warpgroup)
+        pl.when(num_steps > 0)(lambda: ring.consumer_release(ring.slot(num_before + num_steps - 1)))
+        phase.store(product, tile, warpgroup, smem.stored.at[warpgroup])
+
+    pl.run_scoped(multiply, accumulator(columns))

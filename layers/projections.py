@@ -1,0 +1,95 @@
+"""Projections whose features are split over a mesh axis, between tokens that are split over the same axis.
+
+The ranks gather the tokens before the first matmuls, and sum up each others' products after the last one, of which each
+keeps its tokens again (sequence parallelism, arXiv:2205.05198).
+
+Shapes: B batch, T tokens, t tokens of a device, W width, F features, whose last dims may be several.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from kernels.collectives import all_gather_matmul, matmul_reduce_scatter
+from layers.activation_sharding import ActivationSharding
+
+Projection = nnx.Linear | nnx.LinearGeneral
+
+
+def project(
+    sharding: ActivationSharding | None, inputs: Float[Array, "B T W"], *projections: Projection
+) -> tuple[Float[Array, "B T F ..."], ...]:
+    """What projections make of the residual stream, split over `head_axis` in their first dim of features.
+
+    Args:
+      sharding: of the activations; None: one device's.
+      inputs: the residual stream, normed.
+      projections: from W to F features.
+    """
+    if sharding is None:
+        return tuple(projection(inputs) for projection in projections)
+    if not sharding.shares_tokens_out(inputs.shape[1]):
+        inputs = sharding.gather_tokens(inputs)
+        return tuple(sharding.constrain_features(projection(inputs)) for projection in projections)
+    layout, axis = sharding.layout, sharding.head_axis
+
+    def on_device(part: Float[Array, "B t W"], *kernels: Float[Array, "W F ..."]) -> tuple[Array, ...]:
+        matrices = tuple(lax.collapse(kernel, 1) for kernel in kernels)
+        chosen = sharding.choose_collectives(part.shape, [matrix.shape[1] for matrix in matrices], part.dtype)
+        products = all_gather_matmul(part, matrices, axis, chosen)
+        return tuple(
+            product.reshape(*product.shape[:2], *kernel.shape[1:])
+            for product, kernel in zip(products, kernels, strict=True)
+        )
+
+    of_features = P(layout.batch_axes, layout.sequence_axis, axis)
+    products = layout.map(
+        on_device,
+        (inputs.astype(projections[0].dtype), *map(_kernel, projections)),
+        (sharding.residual_spec, *[P(None, axis)] * len(projections)),
+        (of_features,) * len(projections),
+    )
+    return tuple(map(_with_bias, products, projections))
+
+
+def project_back(
+    sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
+) -> Float[Array, "B T W"]:
+    """What a projection makes of features that are split over `head_axis` in their first dim, for the residual stream.
+
+    Args:
+      sharding: of the activations; None: one device's.
+      features: heads, or the MLP's hidden features.
+      projection: from F to W features.
+    """
+    if sharding is None:
+        return projection(features)
+    if not sharding.shares_tokens_out(features.shape[1]):
+        return sharding.scatter_tokens(projection(features))
+    layout, axis = sharding.layout, sharding.head_axis
+
+    def on_device(features: Float[Array, "B T F ..."], kernel: Float[Array, "F ... W"]) -> Float[Array, "B t W"]:
+        features, matrix = lax.collapse(features, 2), lax.collapse(kernel, 0, -1)
+        batch, length, depth = features.shape
+        part = batch, length // sharding.mesh.shape[axis], matrix.shape[1]
+        chosen = sharding.choose_collectives(part, [depth], features.dtype)
+        return matmul_reduce_scatter(features, matrix, axis, chosen)
+
+    outputs = layout.map(
+        on_device,
+        (features.astype(projection.dtype), _kernel(projection)),
+        (P(layout.batch_axes, layout.sequence_axis, axis), P(axis)),
+        sharding.residual_spec,
+    )
+    return _with_bias(outputs, projection)
+
+
+def _kernel(projection: Projection) -> Array:
+    return projection.kernel[...].astype(projection.dtype)
+
+
+def _with_bias(product: Array, projection: Projection) -> Array:
+    return product if projection.bias is None else product + projection.bias[...].astype(projection.dtype)

@@ -1,0 +1,178 @@
+"""Matmuls of tokens and features that two devices split: values, gradients, and whom the kernels can't serve."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels.collectives import all_gather_matmul, choose_collectives, matmul_reduce_scatter
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.host_cpus import environment_of_cpus
+from trainer.compile.hlo import parse_module
+from trainer.compile.topology import parse_topology
+
+SCRIPT = Path(__file__).parent / "tokens_on_two_devices.py"
+NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
+# Each layer rounds a product and a sum.
+TOLERANCES = {"bfloat16": 0.03, "float16": 0.004}
+
+
+def check_draws(environment, num_draws, collectives):
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"Inputs: {SCRIPT.name} {seed} {num_draws}")
+    command = [sys.executable, SCRIPT, str(seed), str(num_draws)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [draw["collectives"] for draw in found] == [collectives] * num_draws
+    assert [draw for draw in found if not draw["is_exact"]] == []
+    assert [draw for draw in found if not draw["difference"] < TOLERANCES[draw["dtype"]]] == []
+
+
+def test_xla_computes_what_numpy_does():
+    check_draws(environment_of_cpus(2), 8, "xla")
+
+
+@pytest.mark.gpu
+@NEEDS_JAX_0_11
+def test_kernels_compute_what_numpy_does():
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_draws(dict(os.environ), 16, "mosaic_gpu")
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize(
+    ("dtype", "part", "features"),
+    [("bfloat16", (1, 16384, 2048), (1024, 1024, 1024)), ("float16", (3, 128, 192), (64, 320))],
+)
+def test_kernels_compile_for_two_gpus(dtype, part, features):
+    batch, length, width = part
+    mesh = mesh_of(parse_topology("h200:2").devices())
+    chosen = choose_collectives(mesh, "tensor", part, features, dtype)
+    assert chosen == ("mosaic_gpu", None, 132)
+
+    def there_and_back(tokens, matrices, back):
+        products = all_gather_matmul(tokens, matrices, "tensor", chosen)
+        return matmul_reduce_scatter(products[-1], back, "tensor", chosen)
+
+    specs = P(None, "tensor"), (P(None, "tensor"),) * len(features), P("tensor")
+    mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+    shapes = (
+        (batch, 2 * length, width),
+        tuple((width, 2 * size) for size in features),
+        (2 * features[-1], width),
+    )
+    arrays = jax.tree.map(
+        lambda shape, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+        is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+    )
+    gradient = jax.jit(jax.grad(lambda *arrays: mapped(*arrays).astype(jnp.float32).sum(), argnums=(0, 1, 2)))
+    compiled = gradient.lower(*arrays).compile()
+    # The sum's value isn't asked for: no kernel multiplies back. The others are one there, and two for the gradients.
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 3
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_no_kernel_is_called_on_a_slice_of_a_larger_array():
+    """XLA would tell it of other memory on the other GPU."""
+    part, features, num_layers = (1, 256, 128), (64, 192), 3
+    batch, length, width = part
+    mesh = mesh_of(parse_topology("h200:2").devices())
+    chosen = choose_collectives(mesh, "tensor", part, features, "bfloat16")
+
+    def layers(tokens, matrices, back):
+        def layer(tokens, parameters):
+            matrices, back = parameters
+            products = all_gather_matmul(tokens, matrices, "tensor", chosen)
+            return matmul_reduce_scatter(products[0], back, "tensor", chosen), products[1]
+
+        return jax.lax.scan(layer, tokens, (matrices, back))
+
+    of_layers = P(None, None, "tensor")
+    specs = P(None, "tensor"), (of_layers, of_layers), P(None, "tensor")
+    out_specs = specs[0], P(None, None, None, "tensor")
+    mapped = jax.shard_map(layers, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+
+    def with_gradient(*arrays):
+        outputs, vjp = jax.vjp(mapped, *arrays)
+        return outputs, vjp(outputs)
+
+    def array(spec, *shape):
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+
+    arrays = (
+        array(specs[0], batch, 2 * length, width),
+        tuple(array(of_layers, num_layers, width, 2 * size) for size in features),
+        array(specs[2], num_layers, 2 * features[0], width),
+    )
+    module = parse_module(jax.jit(with_gradient).lower(*arrays).compile().as_text())
+    where = [
+        name
+        for name, computation in module.computations.items()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "custom-call" and instruction.attribute("custom_call_target") == "mosaic_gpu_v2"
+    ]
+    # Two of the forward scan and two of the backward scan, each in the body of a loop.
+    assert len(where) == 4
+    assert [name for name in where if "slice" in name] == []
+
+
+def mesh_of(devices):
+    return Mesh(np.array(devices).reshape(1, -1), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def gpu(index, *, capability="9.0", process=0):
+    """As much of a device as the choice looks at."""
+    return SimpleNamespace(
+        id=index, platform="gpu", device_kind="NVIDIA X", compute_capability=capability, process_index=process
+    )
+
+
+def two(**changes):
+    return [gpu(0, **changes), gpu(1, **changes)]
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize(
+    ("devices", "changes", "reason"),
+    [
+        ([gpu(i) for i in range(4)], {}, "two devices, both of them along tensor, not for .*4"),
+        (two(capability="8.0"), {}, r"Hopper GPUs \(compute capability 9.0\), not for 8.0"),
+        ([gpu(0), gpu(1, process=1)], {}, "GPUs of one process"),
+        ([gpu(2), gpu(3)], {}, r"first two GPUs in their order, not for \[2, 3\]"),
+        ([gpu(1), gpu(0)], {}, r"first two GPUs in their order, not for \[1, 0\]"),
+        (two(), {"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
+        (two(), {"part": (1, 192, 64)}, "tokens in multiples of 128, not 192"),
+        (two(), {"part": (1, 128, 96)}, "features in multiples of 64, not 96"),
+        (two(), {"features": (64, 32)}, "features in multiples of 64, not 32"),
+    ],
+)
+def test_kernels_say_whom_they_cannot_serve(devices, changes, reason):
+    mesh = SimpleNamespace(
+        size=len(devices), shape={"data": 1, "tensor": len(devices)}, devices=np.array(devices).reshape(1, -1)
+    )
+    call = {"part": (1, 128, 64), "features": (64, 64), "dtype": "bfloat16"} | changes
+    chosen = choose_collectives(mesh, "tensor", **call)
+    assert chosen.name == "xla"
+    with pytest.raises(ValueError, match=rf"can't serve: it .*{reason}.*use 'xla', or None for the fastest"):
+        choose_collectives(mesh, "tensor", **call, named="mosaic_gpu")
+    assert choose_collectives(mesh, "tensor", **call, named="xla") == ("xla", None, None)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="collectives='nccl' is not one of mosaic_gpu, xla, or None"):
+        choose_collectives(mesh_of(jax.devices()[:1]), "tensor", (1, 128, 64), (64,), "bfloat16", "nccl")

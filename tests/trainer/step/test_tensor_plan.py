@@ -1,0 +1,168 @@
+"""What carries tokens over `mesh.tensor`: what is chosen, what is said of it, and which wish is refused."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh
+
+from kernels import CausalMask
+from layers import GPTConfig, LayerOverride, MoEConfig
+from tests.trainer.compile.step_profiles import make_profile
+from trainer.compile.command.report import describe_target, profile_to_json
+from trainer.config import MeshConfig, TensorConfig, TrainConfig
+from trainer.errors import UserMistake
+from trainer.step.functions import make_step_functions
+from trainer.step.sharding import AXES, make_mesh
+from trainer.step.tensor_plan import TensorPlan, plan_tensor
+
+NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
+MOE = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeGpu:
+    """As much of a device as is looked at before anything is compiled."""
+
+    id: int
+    compute_capability: str = "9.0"
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA X"
+    process_index: int = 0
+    core_count: int = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeCpu:
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    process_index: int = 0
+
+    def addressable_memories(self):
+        return ()
+
+
+def mesh_of(device, **sizes):
+    """A mesh of such devices."""
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    devices = np.array([device(index) for index in range(np.prod(shape))], object).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+def config_of(mesh, moe=None, collectives=None, model=None, **fields):
+    sizes = {"width": 128, "num_heads": 4, "num_kv_heads": 4, "head_dim": 32, "mlp_width": 256, "mlp": "swiglu"}
+    return TrainConfig(
+        name="x",
+        num_steps=1000,
+        model=GPTConfig(**{"moe": moe, **sizes, **(model or {})}),
+        mesh=MeshConfig(**mesh.shape),
+        tensor=TensorConfig(collectives),
+        **({"sequence_length": 256, "batch_size": 8} | fields),
+    )
+
+
+def plan(mesh, **options):
+    return plan_tensor(config_of(mesh, **options), mesh)
+
+
+def test_without_the_axis_there_is_nothing_to_carry():
+    assert plan(mesh_of(FakeGpu, fsdp=2)) is None
+    # As with an exchange and one rank of `context`: a wish for another mesh.
+    assert plan(mesh_of(FakeGpu), collectives="mosaic_gpu") is None
+
+
+@NEEDS_JAX_0_11
+def test_two_hopper_gpus_use_the_kernels_unless_told_not_to():
+    two = mesh_of(FakeGpu, tensor=2)
+    assert plan(two) == plan(two, collectives="mosaic_gpu") == TensorPlan("mosaic_gpu", (), {})
+    assert plan(two).describe() == ["mosaic_gpu"]
+    assert plan(two, collectives="xla") == TensorPlan("xla", (), {})
+    assert plan(two, collectives="xla").describe() == ["xla"]
+
+
+@NEEDS_JAX_0_11
+def test_experts_tokens_go_by_xla():
+    two = mesh_of(FakeGpu, tensor=2)
+    assert plan(two, moe=MOE) == plan(two, moe=MOE, collectives="mosaic_gpu")
+    assert plan(two, moe=MOE).describe() == ["mosaic_gpu, xla for experts"]
+    assert plan(two, moe=MOE).to_json() == {"collectives": "mosaic_gpu", "xla_for": ("experts",), "passed_over": {}}
+    assert plan(two, moe=MOE, collectives="xla").describe() == ["xla"]
+
+
+@NEEDS_JAX_0_11
+def test_some_matmuls_may_be_served_and_others_not():
+    two = mesh_of(FakeGpu, tensor=2)
+    reason = "takes a GPU's features in multiples of 64, not 96"
+    told = ["mosaic_gpu, xla for MLP, MLP's output", f"  mosaic_gpu passed over: it {reason}"]
+    assert plan(two, model={"mlp_width": 192}).describe() == told
+    with pytest.raises(UserMistake, match=f"tensor.collectives='mosaic_gpu' can't serve: it {reason}; use 'xla'"):
+        plan(two, model={"mlp_width": 192}, collectives="mosaic_gpu")
+    assert plan(two, model={"mlp_width": 192}, collectives="xla").describe() == ["xla"]
+    few_heads = plan(two, model={"num_kv_heads": 2}).describe()
+    assert few_heads == ["mosaic_gpu, xla for attention", "  mosaic_gpu passed over: it " + reason.replace("96", "32")]
+    # The second of two layers has 32 features of queries on a rank.
+    overrides = (LayerOverride(), LayerOverride(head_dim=16))
+    told = plan(two, model={"masks": (CausalMask(),) * 2, "layer_overrides": overrides, "num_layers": 2}).describe()
+    assert told[0] == "mosaic_gpu, xla for attention, attention's output"
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize(
+    ("sizes", "fields", "reason"),
+    [
+        ({"tensor": 4}, {}, "is for meshes of two devices, both of them along tensor, not for "),
+        ({"tensor": 2, "fsdp": 2}, {}, "is for meshes of two devices, both of them along tensor, not for "),
+        # A rank has half of the tokens.
+        ({"tensor": 2}, {"sequence_length": 192}, "takes a GPU's tokens in multiples of 128, not 96"),
+        (
+            {"tensor": 2, "context": 2},
+            {"sequence_length": 50},
+            "is for tokens that ranks share out, and sequence_length=50 is not a multiple of mesh.context × mesh.",
+        ),
+    ],
+)
+def test_a_gpu_says_why_the_kernels_cannot_serve(sizes, fields, reason):
+    mesh = mesh_of(FakeGpu, **sizes)
+    chosen, *told = plan(mesh, **fields).describe()
+    assert (chosen, len(told)) == ("xla", 1)
+    assert told[0].startswith(f"  mosaic_gpu passed over: it {reason}")
+    assert plan(mesh, collectives="xla", **fields).describe() == ["xla"]
+    with pytest.raises(UserMistake) as caught:
+        plan(mesh, collectives="mosaic_gpu", **fields)
+    message = str(caught.value)
+    assert message.startswith(f"tensor.collectives='mosaic_gpu' can't serve: it {reason}")
+    assert message.endswith("'xla', or None for the fastest")
+    assert ("use sequence_length=52, or" in message) == (fields == {"sequence_length": 50})
+
+
+def test_other_platforms_take_xla_without_a_word():
+    assert plan(mesh_of(FakeCpu, tensor=2)) == TensorPlan("xla", (), {})
+    assert plan(mesh_of(FakeCpu, tensor=2), sequence_length=33) == TensorPlan("xla", (), {})
+
+
+def test_a_wish_that_cannot_be_met_makes_no_step():
+    mesh = mesh_of(FakeCpu, tensor=2)
+    with pytest.raises(UserMistake, match=r"tensor\.collectives='mosaic_gpu' can't serve: it .*; use 'xla', or None"):
+        make_step_functions(config_of(mesh, collectives="mosaic_gpu"), mesh)
+
+
+@pytest.mark.parametrize("collectives", ["xla", "mosaic_gpu", None])
+def test_the_layers_get_what_the_config_names(collectives):
+    mesh = make_mesh(MeshConfig())
+    functions = make_step_functions(config_of(mesh, collectives=collectives), mesh)
+    model = nnx.merge(functions.graphdef, functions.abstract_state.params)
+    assert model.activation_sharding.collectives == collectives
+
+
+def test_the_compile_report_has_the_plan():
+    config = config_of(mesh_of(FakeCpu))
+    told = TensorPlan("xla", (), {"mosaic_gpu": "is for others"})
+    profile = dataclasses.replace(make_profile(needed=10), tensor=told)
+    assert describe_target(config, None, profile)["tensor"] == ["xla", "  mosaic_gpu passed over: it is for others"]
+    assert profile_to_json(profile)["tensor"] == told.to_json()
+    without = dataclasses.replace(profile, tensor=None)
+    assert "tensor" not in describe_target(config, None, without)
+    assert profile_to_json(without)["tensor"] is None
