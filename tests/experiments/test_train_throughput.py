@@ -101,6 +101,21 @@ def test_every_part_of_a_step_is_found_by_its_scope(step_module):
     assert not any(re.search(r"dot_product_attention|\bloss\b|optimizer", op) for op in found["matmuls"])
 
 
+def test_a_kernel_that_sends_while_it_multiplies_is_a_matmul():
+    scopes = "transpose(jvp(mlp))/matmul_reduce_scatter", "mlp/all_gather_matmul", "mlp"
+    calls = [
+        f'%call.{i} = bf16[8,8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(f)/{scope}"}}'
+        for i, scope in enumerate(scopes)
+    ]
+    body = ["%x = bf16[8,8] parameter(0)", *calls, "ROOT %y = bf16[8,8] copy(%call.2)"]
+    lines = ["HloModule m", "ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {", *(f"  {line}" for line in body), "}"]
+    text = "\n".join(lines)
+    module = parse_module(text)
+    instructions = module.computations[module.entry].instructions
+    parts = [part_of(instructions[f"call.{i}"], module) for i in range(3)]
+    assert parts == ["matmuls", "matmuls", "norms and elementwise"]
+
+
 def test_copies_are_told_from_arithmetic():
     def program(x):
         with jax.named_scope("mlp"):

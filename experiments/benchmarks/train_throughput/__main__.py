@@ -22,6 +22,7 @@ from rich.console import Console
 
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
+from kernels.collectives import Collectives
 from kernels.context import Exchange
 from trainer.config import MeshConfig
 from trainer.errors import UserMistake
@@ -47,6 +48,8 @@ class ThroughputArguments:
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
     """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
+    collectives: Collectives | None = None
+    """How tokens go over mesh.tensor; None: by the kernels, where they serve."""
     seed: int | None = None
     """Of the tokens and documents, to compare meshes on the same; None: fresh ones."""
     trace: bool = True
@@ -78,7 +81,7 @@ class ThroughputArguments:
 
 def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
     """Measures a workload in a process of its own; returns the result, or that process's exit status."""
-    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange")
+    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange", "collectives")
     fields = {name: getattr(arguments, name) for name in names} | {"mesh": asdict(arguments.mesh)}
     request = json.dumps({"workload": name, "trace": arguments.trace, "seed": arguments.seed, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]

@@ -39,6 +39,8 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+# Scopes of `kernels.collectives`.
+_SENDING_MATMULS = ("all_gather_matmul", "matmul_reduce_scatter")
 _MATMUL_TARGETS = ("__cublas$", "__triton_gemm", "__cudnn$conv")
 # A fusion of these alone only moves data. A convert only changes its width.
 _DATA_MOVEMENT = frozenset(
@@ -176,9 +178,16 @@ def part_of(instruction: Instruction, module: Module) -> Part:
     if _in_scope(op, "dot_product_attention"):
         return "attention backward" if "transpose(" in op else "attention forward"
     target = instruction.attributes
-    if "dot" in opcodes or any(name in target for name in _MATMUL_TARGETS):
+    if "dot" in opcodes or any(name in target for name in _MATMUL_TARGETS) or _is_matmul_that_sends(instruction):
         return "matmuls"
     return "norms and elementwise"
+
+
+def _is_matmul_that_sends(instruction: Instruction) -> bool:
+    """Whether it is a kernel of `kernels.collectives`, which computes and sends at a time."""
+    return instruction.opcode == "custom-call" and any(
+        _in_scope(instruction.op_name, scope) for scope in _SENDING_MATMULS
+    )
 
 
 def part_of_name(kernel: str) -> Part:

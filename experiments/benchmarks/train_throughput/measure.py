@@ -24,10 +24,11 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
+from kernels.collectives import Collectives
 from kernels.context import Exchange
 from trainer.compile.hlo import parse_module
 from trainer.compile.stages import compile_in_stages, lower_in_stages
-from trainer.config import ContextConfig, MeshConfig, TrainConfig
+from trainer.config import ContextConfig, MeshConfig, TensorConfig, TrainConfig
 from trainer.data.dealing import Dealer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.record import measured_memory
@@ -36,6 +37,7 @@ from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import StepMetrics, TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.tensor_plan import plan_tensor
 
 # Inside a CUDA graph the profiler names the graph instead of each kernel's instruction.
 _WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
@@ -61,7 +63,7 @@ def measure(
     """
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
-    attention = plan_attention(config, device)
+    attention, tensor = plan_attention(config, device), plan_tensor(config, mesh)
     functions = make_step_functions(config, mesh)
     state = functions.init_state()
     rng = np.random.default_rng(seed)
@@ -125,6 +127,7 @@ def measure(
         "loss": float(metrics.loss),
         "attention": [plan.backend for plan in attention],
         "deal": functions.deal,
+        "tensor": None if tensor is None else tensor.to_json(),
         "exchange": [plan.exchange.name for plan in attention if plan.exchange is not None],
         "config": {
             "sequence_length": config.sequence_length,
@@ -154,7 +157,12 @@ def deal_batch(batch: dict[str, np.ndarray], dealer: Dealer) -> dict[str, np.nda
 
 
 def override(
-    config: TrainConfig, *, mesh: dict[str, int] | None = None, exchange: Exchange | None = None, **fields: Any
+    config: TrainConfig,
+    *,
+    mesh: dict[str, int] | None = None,
+    exchange: Exchange | None = None,
+    collectives: Collectives | None = None,
+    **fields: Any,
 ) -> TrainConfig:
     """The config on a mesh, with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given.
 
@@ -167,6 +175,7 @@ def override(
         batch_size=sizes.data * sizes.fsdp,
         mesh=sizes,
         context=ContextConfig(exchange=exchange),
+        tensor=TensorConfig(collectives),
         model=dataclasses.replace(config.model, **given),
         loss=dataclasses.replace(config.loss, chunk_size=chunk_size),
     )
