@@ -145,7 +145,7 @@ def launch_matmul(
       outputs: the result first, in whose dtype products are computed and stored.
       stages: shapes of a stage of the left and of the right operand.
       columns: of a tile.
-      num_programs: that run at the same time.
+      num_programs: as many as run at the same time, one to a multiprocessor. They may wait for each other.
       name: of the kernel's dumps.
       scratch: memory and barriers that the kernel needs besides.
       interpret: parameters of Pallas's interpreter; None on a GPU.

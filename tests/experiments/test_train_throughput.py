@@ -102,9 +102,9 @@ def test_every_part_of_a_step_is_found_by_its_scope(step_module):
 
 
 def test_a_kernel_that_sends_while_it_multiplies_is_a_matmul():
-    scopes = "transpose(jvp(mlp))/matmul_reduce_scatter", "mlp/all_gather_matmul", "mlp"
+    scopes = "jit(f)/transpose(jvp(mlp))/matmul_reduce_scatter", "jit(f)/all_gather_matmul", "jit(f)/mlp"
     calls = [
-        f'%call.{i} = bf16[8,8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="jit(f)/{scope}"}}'
+        f'%call.{i} = bf16[8,8] custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={{op_name="{scope}"}}'
         for i, scope in enumerate(scopes)
     ]
     body = ["%x = bf16[8,8] parameter(0)", *calls, "ROOT %y = bf16[8,8] copy(%call.2)"]
