@@ -68,9 +68,10 @@ class Phase(NamedTuple):
         memory; the product is `[64, columns]`, float32.
       before_loads: (tile) → what the producer does before it copies a tile's operands.
       before_steps: (tile, warpgroup, buffers) → what a consumer does before a tile's steps.
-      in_step: (tile, step, left stage, warpgroup) → what a consumer does while a step's product is computed. It may
-        start to copy the stage, and waits then until the stage of the step before has been read.
-      after_steps: (tile, warpgroup) → what it does after a tile's steps. It waits until the last stage has been read.
+      in_step: (tile, step, left stage, warpgroup) → what a consumer does while a step's product is computed. If it
+        starts to copy the stage, it waits until the copy of the stage before has been read: that stage is loaded anew
+        after this step (`wait_smem_to_gmem(1, wait_read_only=True)`).
+      after_steps: (tile, warpgroup) → what it does after a tile's steps, before the last stage is loaded anew.
       finish: (last of the program's tiles, or less than 0; warpgroup) → what a consumer does after the phase.
     """
 

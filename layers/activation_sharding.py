@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, W width, F MLP width, N query heads, K key/value head
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
 from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, manual_axes, spec_without
+from layers.checks import check_choice
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class ActivationSharding:
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
       deal: which tokens of a row each rank of `sequence_axis` holds.
       exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
-      collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of two GPUs that read and write
-        each other's memory; None: the kernels where they serve.
+      collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of two GPUs that write to each
+        other's memory; None: the kernels where they serve.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or has axes of type Explicit or Manual.
@@ -62,6 +64,8 @@ class ActivationSharding:
                 f"the mesh has axes {self.mesh.axis_names} and lacks {', '.join(missing)}; "
                 "add it, with size 1 if it is to split nothing"
             )
+        if self.collectives is not None:
+            check_choice("collectives", self.collectives, Collectives)
         if any(axis_type != AxisType.Auto for axis_type in self.mesh.axis_types):
             raise ValueError(
                 f"expected a mesh whose axes are all of type Auto, got {self.mesh.axis_types}; "
@@ -117,15 +121,39 @@ class ActivationSharding:
         """From matmuls that sum over features, which `head_axis` splits, back to the residual stream."""
         return _scatter_tokens(self, hidden)
 
-    def choose_collectives(self, part: tuple[int, ...], features: Sequence[int], dtype: jnp.dtype) -> ChosenCollectives:
-        """How the ranks of `head_axis` get at each other's tokens.
+    def choose_collectives(
+        self, shape: tuple[int, ...], features: Sequence[tuple[int, ...]], dtype: jnp.dtype
+    ) -> ChosenCollectives | None:
+        """How the ranks of `head_axis` get at each other's tokens, for matmuls whose features it splits.
+
+        None: that is left to XLA's partitioner. It is where the ranks don't share tokens out, and where sequences or
+        features don't divide into the mesh.
 
         Args:
-          part: shape of one rank's tokens, `[B, t, W]`.
-          features: of one rank, for each matrix.
+          shape: of the residual stream, `[B, T, W]`, as the caller has it.
+          features: dims of all ranks' features, for each matrix, such as (heads, head dim).
           dtype: of tokens and features.
+
+        Raises:
+          ValueError: `collectives` names the kernels, and they can't serve.
         """
-        return choose_collectives(self.mesh, self.head_axis, part, features, dtype, self.collectives)
+        batch, length, width = shape
+        sizes = {axis: 1 if axis in manual_axes() else size for axis, size in self.mesh.shape.items()}
+        num_ranks, num_batch_parts = sizes[self.head_axis], math.prod(sizes[axis] for axis in self.batch_axes)
+        if num_ranks == 1:
+            return None
+        is_divided = not batch % num_batch_parts and not any(first % num_ranks for first, *_ in features)
+        if not self.shares_tokens_out(length) or not is_divided:
+            if self.collectives == "mosaic_gpu":
+                raise ValueError(
+                    f"collectives='mosaic_gpu' can't serve: {batch} sequences of {length} tokens, or "
+                    f"{' or '.join(str(first) for first, *_ in features)} heads or features, don't divide into the "
+                    f"mesh {dict(self.mesh.shape)}; use 'xla', or None for the fastest"
+                )
+            return None
+        part = batch // num_batch_parts, length // (num_ranks * sizes[self.sequence_axis]), width
+        features_of_rank = [math.prod(dims) // num_ranks for dims in features]
+        return choose_collectives(self.mesh, self.head_axis, part, features_of_rank, dtype, self.collectives)
 
     def constrain_features(self, features: Float[Array, "B T F *H"]) -> Float[Array, "B T F *H"]:
         """Heads of queries, keys or values, or the MLP's hidden features: split over batch, tokens and features."""

@@ -8,12 +8,15 @@ Shapes: B batch, T tokens, t tokens of a device, W width, F features, whose last
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from kernels.collectives import all_gather_matmul, matmul_reduce_scatter
+from kernels.collectives import ChosenCollectives, all_gather_matmul, matmul_reduce_scatter
 from layers.activation_sharding import ActivationSharding
 
 Projection = nnx.Linear | nnx.LinearGeneral
@@ -28,18 +31,21 @@ def project(
       sharding: of the activations; None: one device's.
       inputs: the residual stream, normed.
       projections: from W to F features.
+
+    Raises:
+      ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
     if sharding is None:
         return tuple(projection(inputs) for projection in projections)
-    if not sharding.shares_tokens_out(inputs.shape[1]):
+    features = [projection.kernel.shape[1:] for projection in projections]
+    chosen = _choose(sharding, inputs.shape, features, *projections)
+    if chosen is None:
         inputs = sharding.gather_tokens(inputs)
         return tuple(sharding.constrain_features(projection(inputs)) for projection in projections)
     layout, axis = sharding.layout, sharding.head_axis
 
     def on_device(part: Float[Array, "B t W"], *kernels: Float[Array, "W F ..."]) -> tuple[Array, ...]:
-        matrices = tuple(lax.collapse(kernel, 1) for kernel in kernels)
-        chosen = sharding.choose_collectives(part.shape, [matrix.shape[1] for matrix in matrices], part.dtype)
-        products = all_gather_matmul(part, matrices, axis, chosen)
+        products = all_gather_matmul(part, tuple(lax.collapse(kernel, 1) for kernel in kernels), axis, chosen)
         return tuple(
             product.reshape(*product.shape[:2], *kernel.shape[1:])
             for product, kernel in zip(products, kernels, strict=True)
@@ -64,19 +70,20 @@ def project_back(
       sharding: of the activations; None: one device's.
       features: heads, or the MLP's hidden features.
       projection: from F to W features.
+
+    Raises:
+      ValueError: `sharding.collectives` names the kernels, and they can't serve.
     """
     if sharding is None:
         return projection(features)
-    if not sharding.shares_tokens_out(features.shape[1]):
+    *of_features, width = projection.kernel.shape
+    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(of_features)], projection)
+    if chosen is None:
         return sharding.scatter_tokens(projection(features))
     layout, axis = sharding.layout, sharding.head_axis
 
     def on_device(features: Float[Array, "B T F ..."], kernel: Float[Array, "F ... W"]) -> Float[Array, "B t W"]:
-        features, matrix = lax.collapse(features, 2), lax.collapse(kernel, 0, -1)
-        batch, length, depth = features.shape
-        part = batch, length // sharding.mesh.shape[axis], matrix.shape[1]
-        chosen = sharding.choose_collectives(part, [depth], features.dtype)
-        return matmul_reduce_scatter(features, matrix, axis, chosen)
+        return matmul_reduce_scatter(lax.collapse(features, 2), lax.collapse(kernel, 0, -1), axis, chosen)
 
     outputs = layout.map(
         on_device,
@@ -85,6 +92,25 @@ def project_back(
         sharding.residual_spec,
     )
     return _with_bias(outputs, projection)
+
+
+def _choose(
+    sharding: ActivationSharding, shape: tuple[int, ...], features: Sequence[tuple[int, ...]], *projections: Projection
+) -> ChosenCollectives | None:
+    """As `ActivationSharding.choose_collectives`; None also for what does more than to multiply and to add a bias."""
+    if not all(map(_is_plain, projections)):
+        return None
+    return sharding.choose_collectives(shape, features, jnp.dtype(projections[0].dtype))
+
+
+def _is_plain(projection: Projection) -> bool:
+    """Whether it is Flax's own, with nothing that the matmuls here would leave out."""
+    return (
+        type(projection) in (nnx.Linear, nnx.LinearGeneral)
+        and projection.dtype is not None
+        and projection.precision is None
+        and projection.preferred_element_type is None
+    )
 
 
 def _kernel(projection: Projection) -> Array:

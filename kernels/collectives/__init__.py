@@ -1,9 +1,10 @@
 """Matmuls between tokens and features that are split over the same mesh axis, with what the ranks send each other.
 
 collective_matmul.py      the two matmuls, with their gradients, and the choice of how tokens get to other ranks
-peer_memory.py            which GPUs can read and write each other's memory
-all_gather.py             a kernel in which two GPUs write their tokens to both GPUs' memory
-matmul_reduce_scatter.py  a kernel in which two GPUs send each other products while they multiply
+peer_memory.py            which GPUs can write to each other's memory
+token_halves.py           how kernels cut two GPUs' tokens into tiles, and say what has arrived
+all_gather_kernel.py      a matmul of two GPUs' tokens, which are sent under it
+reduce_scatter_kernel.py  a matmul whose products two GPUs sum up, and send under it
 """
 
 from kernels.collectives.collective_matmul import (

@@ -1,8 +1,8 @@
 """A matmul of two GPUs' tokens, which each sends to the other while it multiplies its own.
 
-A GPU first computes the tiles of its own tokens. What it has copied to shared memory for the first of the tiles side by
-side, it copies from there to both GPUs' memory, too. Then it computes the tiles of the other's tokens, which have
-arrived by then, block by block.
+A GPU first computes the tiles of its own tokens. The first tile in each block of rows also copies its tokens from
+shared memory to both GPUs' memory. Then the GPU computes the tiles of the other's tokens, which have arrived by then,
+block by block.
 
 Source: the fused all-gather of Flux (arXiv:2406.06858).
 

@@ -25,7 +25,7 @@ from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
 Collectives = Literal["mosaic_gpu", "xla"]
-"""mosaic_gpu: kernels in which two GPUs read and write each other's memory. xla: XLA's collectives, everywhere."""
+"""mosaic_gpu: kernels in which two GPUs write to each other's memory. xla: XLA's collectives, everywhere."""
 
 
 class ChosenCollectives(NamedTuple):

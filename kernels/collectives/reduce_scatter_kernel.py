@@ -102,7 +102,7 @@ def peer_matmul_reduce_scatter(
             pl.when(tile >= 0)(lambda: pair.signal(flag(tile, warpgroup)))
 
         def send(product, tile, warpgroup, buffers):
-            announce(tile - num_multiprocessors, warpgroup)  # the program's last tile, whose copies have had time
+            announce(tile - num_multiprocessors, warpgroup)  # the program's tile before, whose copies have had time
 
             def start_copy(column, buffer):
                 plgpu.copy_smem_to_gmem(buffer, sent.at[some_columns(tile, warpgroup, column)])

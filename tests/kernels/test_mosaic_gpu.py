@@ -398,7 +398,6 @@ def test_layers_that_are_alike_are_lowered_once():
     assert text.count("mosaic_gpu_v2") == 1
 
 
-@NEEDS_JAX_0_11
 @needs_gpu_compiler
 @NEEDS_JAX_0_11
 def test_a_scan_over_layers_computes_each_forward_pass_once():
@@ -419,6 +418,7 @@ def test_a_scan_over_layers_computes_each_forward_pass_once():
     assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2  # a forward and a backward kernel
 
 
+@NEEDS_JAX_0_11
 def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     distance = [40]
     inputs, call = call_of(MaskFn(lambda q, kv: (kv <= q) & (q - kv < distance[0])))

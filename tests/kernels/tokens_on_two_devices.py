@@ -129,7 +129,8 @@ def main(seed: int, num_draws: int) -> None:
     mesh = jax.make_mesh((1, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
     wanted = "mosaic_gpu" if jax.devices()[0].platform == "gpu" else "xla"
     for _ in range(num_draws):
-        dtype, shape = str(rng.choice(["bfloat16", "float16"])), draw_shape(rng, wanted)
+        dtypes = ["bfloat16", "float16"] + (["float32"] if wanted == "xla" else [])
+        dtype, shape = str(rng.choice(dtypes)), draw_shape(rng, wanted)
         chosen = choose_collectives(mesh, "tensor", shape[:3], shape[3:], dtype)
         is_exact, difference = check(rng, mesh, chosen, dtype, shape)
         line = {"collectives": chosen.name, "dtype": dtype, "shape": shape}

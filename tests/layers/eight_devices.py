@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from kernels import BlockwiseTuning, CausalMask, LocalMask, MultiHeadMask, PrefixMask, dot_product_attention
-from layers import GPT, ActivationSharding, Attention, GPTConfig
+from layers import GPT, MLP, ActivationSharding, Attention, GPTConfig
 
 BATCH, LENGTH, WIDTH = 4, 64, 32
 AXES = ("data", "fsdp", "tensor", "context")
@@ -154,6 +154,23 @@ def main(seed: int) -> None:
         found[name] = differences(make_attention, sizes, (inputs, segment_ids, positions), rng)
         if name == "context":
             found[name + ", whole rows"] = differences(make_attention, sizes, (inputs,), rng)
+
+    # 65 hidden features don't divide into `tensor`; 64 do, with tokens of the same axis.
+    for hidden_width in (64, 65):
+
+        def make_mlp(activation_sharding, hidden_width=hidden_width):
+            return MLP(
+                WIDTH,
+                hidden_width,
+                kind="swiglu",
+                use_bias=True,
+                compute_dtype="float32",
+                activation_sharding=activation_sharding,
+                rngs=nnx.Rngs(0),
+            )
+
+        inputs = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+        found[f"MLP, {hidden_width}"] = differences(make_mlp, (2, 1, 2, 2), (inputs,), rng)
 
     config = GPTConfig(
         vocab_size=64,

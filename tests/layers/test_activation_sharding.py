@@ -1,5 +1,6 @@
 """Attention on a mesh equals attention on one device, and refuses what doesn't divide."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 from kernels import CausalMask, FullMask, MultiHeadMask
-from layers import ActivationSharding
+from layers import MLP, ActivationSharding, Attention
 from tests.host_cpus import environment_of_cpus
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -32,7 +34,7 @@ def eight_devices():
 
 def test_eight_devices_give_what_one_gives(eight_devices):
     differences = eight_devices["differences"]
-    assert len(differences) == 9
+    assert len(differences) == 11
     assert {case: found for case, found in differences.items() if not max(found.values()) < 1e-4} == {}
 
 
@@ -61,6 +63,31 @@ def test_refuses_what_does_not_divide(sizes, message):
     query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 16, 2, 8))
     with pytest.raises(ValueError, match=message):
         abstract_sharding(**sizes).dot_product_attention(query, key, key, CausalMask())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ({"tensor": 2}, {"num_kv_heads": 1}, "number of key/value heads 1 is not a multiple of the mesh's tensor=2"),
+        ({"tensor": 2}, {"num_heads": 3, "num_kv_heads": 3}, "number of query heads 3 is not a multiple"),
+        ({"tensor": 2, "data": 4}, {}, "batch size 2 is not a multiple of the mesh's data × fsdp=4"),
+    ],
+)
+def test_a_layer_says_what_does_not_divide(sizes, changes, message):
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8} | changes
+    layer = Attention(32, **heads, activation_sharding=abstract_sharding(**sizes), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(layer, jax.ShapeDtypeStruct((2, 16, 32), jnp.float32))
+
+
+def test_named_kernels_are_never_passed_over():
+    with pytest.raises(ValueError, match=r"collectives='nccl' is not one of mosaic_gpu, xla"):
+        dataclasses.replace(abstract_sharding(tensor=2), collectives="nccl")
+    sharding = dataclasses.replace(abstract_sharding(tensor=2), collectives="mosaic_gpu")
+    layer = MLP(32, 64, activation_sharding=sharding, rngs=nnx.Rngs(0))
+    for length, message in ((16, "it is for GPUs that are known"), (17, "2 sequences of 17 tokens, or 64 heads or")):
+        with pytest.raises(ValueError, match=f"collectives='mosaic_gpu' can't serve: {message}"):
+            jax.eval_shape(layer, jax.ShapeDtypeStruct((2, length, 32), jnp.float32))
 
 
 def test_refuses_heads_that_differ_where_heads_are_split():

@@ -219,7 +219,7 @@ class TensorConfig:
     """How tokens go over mesh.tensor between the layers' matmuls."""
 
     collectives: Collectives | None = None
-    """mosaic_gpu: by kernels in which two GPUs read and write each other's memory; xla: by XLA's collectives. None: the
+    """mosaic_gpu: by kernels in which two GPUs write to each other's memory; xla: by XLA's collectives. None: the
     kernels where they serve."""
 
     def __post_init__(self):

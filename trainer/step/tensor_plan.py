@@ -62,40 +62,29 @@ def plan_tensor(config: TrainConfig, mesh: Mesh) -> TensorPlan | None:
 
 
 def _refusals(config: TrainConfig, mesh: Mesh) -> dict[str, str | None]:
-    """Why the kernels can't serve each matmul in some layer; None: they can, unless XLA's collectives are named."""
+    """Why the kernels can't serve each matmul, in some layer at least; None: they can, or "xla" is named."""
     sharding = ActivationSharding(mesh, collectives=config.tensor.collectives)
-    sizes, length, dtype = mesh.shape, config.sequence_length, jnp.dtype(config.model.compute_dtype)
-    num_parts = sizes["context"] * sizes["tensor"]
-    if not sharding.shares_tokens_out(length):
-        reason = (
-            f"is for tokens that ranks share out, and sequence_length={length} is not a multiple of "
-            f"mesh.context × mesh.tensor = {num_parts}"
-        )
-        if config.tensor.collectives == "mosaic_gpu":
-            raise UserMistake(
-                f"tensor.collectives='mosaic_gpu' can't serve: it {reason}; use sequence_length="
-                f"{-(-length // num_parts) * num_parts}, or 'xla', or None for the fastest"
-            )
-        return {"attention": reason}
-    batch = config.batch_size // config.gradient_accumulation // (sizes["data"] * sizes["fsdp"])
-    part = batch, length // num_parts, config.model.width
+    rows = config.batch_size // config.gradient_accumulation
+    shape, dtype = (rows, config.sequence_length, config.model.width), jnp.dtype(config.model.compute_dtype)
     reasons: dict[str, str | None] = {}
     for matmul, features in _matmuls(config):
         try:
-            chosen = sharding.choose_collectives(part, [size // sizes["tensor"] for size in features], dtype)
+            chosen = sharding.choose_collectives(shape, features, dtype)
         except ValueError as error:
             raise UserMistake(f"tensor.{error}") from error
-        reasons[matmul] = reasons.get(matmul) or chosen.passed_over
+        undivided = f"is for tokens that the mesh divides, not for {config.sequence_length} of a sequence"
+        reasons[matmul] = reasons.get(matmul) or (undivided if chosen is None else chosen.passed_over)
     return reasons
 
 
-def _matmuls(config: TrainConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """The layers' matmuls over `tensor`, each with the features of its matrices on all ranks."""
+def _matmuls(config: TrainConfig) -> list[tuple[str, list[tuple[int, ...]]]]:
+    """The layers' matmuls over `tensor`, each with the dims of its matrices' features on all ranks."""
     model = config.model
-    matmuls: list[tuple[str, tuple[int, ...]]] = []
+    matmuls: list[tuple[str, list[tuple[int, ...]]]] = []
     for layer in model.layer_counts:
-        heads, kv_heads = model.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        matmuls += [("attention", (heads, kv_heads, kv_heads)), ("attention's output", (heads,))]
+        heads, kv_heads = (model.num_heads, layer.head_dim), (layer.num_kv_heads, layer.head_dim)
+        matmuls += [("attention", [heads, kv_heads, kv_heads]), ("attention's output", [heads])]
     if model.moe is None:
-        matmuls += [("MLP", (model.mlp_width,)), ("MLP's output", (model.mlp_width,))]
+        num_projections = 1 if model.mlp == "gelu" else 2
+        matmuls += [("MLP", [(model.mlp_width,)] * num_projections), ("MLP's output", [(model.mlp_width,)])]
     return matmuls

@@ -117,11 +117,6 @@ def test_some_matmuls_may_be_served_and_others_not():
         ({"tensor": 2, "fsdp": 2}, {}, "is for meshes of two devices, both of them along tensor, not for "),
         # A rank has half of the tokens.
         ({"tensor": 2}, {"sequence_length": 192}, "takes a GPU's tokens in multiples of 128, not 96"),
-        (
-            {"tensor": 2, "context": 2},
-            {"sequence_length": 50},
-            "is for tokens that ranks share out, and sequence_length=50 is not a multiple of mesh.context × mesh.",
-        ),
     ],
 )
 def test_a_gpu_says_why_the_kernels_cannot_serve(sizes, fields, reason):
@@ -135,7 +130,19 @@ def test_a_gpu_says_why_the_kernels_cannot_serve(sizes, fields, reason):
     message = str(caught.value)
     assert message.startswith(f"tensor.collectives='mosaic_gpu' can't serve: it {reason}")
     assert message.endswith("'xla', or None for the fastest")
-    assert ("use sequence_length=52, or" in message) == (fields == {"sequence_length": 50})
+
+
+def test_tokens_that_do_not_divide_are_left_to_xla_unless_the_kernels_are_named():
+    mesh = mesh_of(FakeGpu, tensor=2, context=2)
+    told = ["xla", "  mosaic_gpu passed over: it is for tokens that the mesh divides, not for 50 of a sequence"]
+    assert plan(mesh, sequence_length=50).describe() == told
+    assert plan(mesh, sequence_length=50, collectives="xla").describe() == ["xla"]
+    with pytest.raises(
+        UserMistake,
+        match=r"tensor\.collectives='mosaic_gpu' can't serve: 8 sequences of 50 tokens, or 4 or 4 or 4 heads or "
+        r"features, don't divide into the mesh .*'tensor': 2.*; use 'xla', or None for the fastest",
+    ):
+        plan(mesh, sequence_length=50, collectives="mosaic_gpu")
 
 
 def test_other_platforms_take_xla_without_a_word():
