@@ -109,6 +109,21 @@ def tile_columns(num_columns: int) -> int:
     return next(columns for columns in _COLUMNS if num_columns % columns == 0)
 
 
+def stages_of_rows(columns: int, *, transpose: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of a stage of rows and of a matrix, or of a matrix whose transpose they are multiplied by."""
+    return (BLOCK_ROWS, BLOCK_DEPTH), (columns, BLOCK_DEPTH) if transpose else (BLOCK_DEPTH, columns)
+
+
+def multiply_rows_by(*, transpose: bool) -> Callable[..., None]:
+    """The `multiply` of a `Phase` whose left operands are rows and whose right ones are matrices."""
+
+    def multiply(accumulator, left, right, warpgroup):
+        left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
+        plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if transpose else right)
+
+    return multiply
+
+
 def store_columns(product, buffers, start_copy: Callable[[int, Any], None]) -> None:
     """Copies a consumer's rows to global memory, some columns at a time.
 

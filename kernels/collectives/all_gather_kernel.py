@@ -20,12 +20,12 @@ from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.collectives.token_halves import GpuPair, HalfTiles
 from kernels.persistent_matmul import (
     BLOCK_DEPTH,
-    BLOCK_ROWS,
     NUM_CONSUMERS,
     STORED_COLUMNS,
     Phase,
-    TileOperands,
     launch_matmul,
+    multiply_rows_by,
+    stages_of_rows,
     store_columns,
     tile_columns,
 )
@@ -60,25 +60,7 @@ def peer_all_gather_matmul(
 
         def operands_of(tokens, first):
             """Those of tiles whose rows lie in an array from some token on."""
-
-            def operands(tile) -> TileOperands:
-                sequence, first_token, first_column = tiles.place(tile)
-                here, across = pl.ds(first + first_token, BLOCK_ROWS), pl.ds(first_column, columns)
-
-                def left(step):
-                    return tokens.at[sequence, here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
-
-                def right(step):
-                    along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-                    return matrix.at[across, along] if transpose else matrix.at[along, across]
-
-                return TileOperands(BLOCK_ROWS, [depth // BLOCK_DEPTH], [left], [right])
-
-            return operands
-
-        def multiply(accumulator, left, right, warpgroup):
-            left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
-            plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if transpose else right)
+            return lambda tile: tiles.operands(tile, first, [tokens], [matrix], transpose=transpose)
 
         def is_sent(tile):
             return tiles.block(tile)[1] == 0
@@ -113,6 +95,7 @@ def peer_all_gather_matmul(
         def wait_for_block(tile):
             pair.wait(tiles.block(tile)[0], NUM_CONSUMERS)
 
+        multiply = multiply_rows_by(transpose=transpose)
         own, others = pair.rank * length, pair.other * length
         return [
             Phase(
@@ -130,7 +113,7 @@ def peer_all_gather_matmul(
         make_phases,
         (part, matrix),
         [jax.ShapeDtypeStruct((batch, 2 * length, size), part.dtype) for size in (num_features, depth)],
-        ((BLOCK_ROWS, BLOCK_DEPTH), (columns, BLOCK_DEPTH) if transpose else (BLOCK_DEPTH, columns)),
+        stages_of_rows(columns, transpose=transpose),
         columns,
         num_multiprocessors,
         name="all_gather_matmul",

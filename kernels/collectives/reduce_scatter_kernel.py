@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, t tokens of one GPU (T/2), F features that are summed
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -22,14 +21,13 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.collectives.token_halves import GpuPair, HalfTiles
 from kernels.persistent_matmul import (
-    BLOCK_DEPTH,
-    BLOCK_ROWS,
     NUM_CONSUMERS,
     STORE_BUFFERS,
     STORED_COLUMNS,
     Phase,
-    TileOperands,
     launch_matmul,
+    multiply_rows_by,
+    stages_of_rows,
     store_columns,
     tile_columns,
 )
@@ -54,13 +52,13 @@ def peer_matmul_reduce_scatter(
     """
     batch, whole_length, _ = features[0].shape
     width, length, dtype = matrices[0].shape[0 if transpose else 1], whole_length // 2, features[0].dtype
-    depths = [each.shape[2] for each in features]
     columns = tile_columns(width)
     tiles = HalfTiles(batch, length, columns, width // columns)
     num_parts = columns // STORED_COLUMNS
 
     def make_phases(gmem, arrived) -> list[Phase]:
-        features, matrices, (result, received) = gmem[: len(depths)], gmem[len(depths) : -2], gmem[-2:]
+        *operands, result, received = gmem
+        features, matrices = operands[: len(operands) // 2], operands[len(operands) // 2 :]
         pair = GpuPair.of(axis, tiles.num_tiles * NUM_CONSUMERS)
         sent = pair.reference_there(received)
 
@@ -68,29 +66,7 @@ def peer_matmul_reduce_scatter(
             return tile * NUM_CONSUMERS + warpgroup
 
         def operands_of(rank):
-            def operands(tile) -> TileOperands:
-                sequence, first_token, first_column = tiles.place(tile)
-                here, across = pl.ds(rank * length + first_token, BLOCK_ROWS), pl.ds(first_column, columns)
-
-                def left(features, step):
-                    return features.at[sequence, here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
-
-                def right(matrix, step):
-                    along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-                    return matrix.at[across, along] if transpose else matrix.at[along, across]
-
-                return TileOperands(
-                    BLOCK_ROWS,
-                    [depth // BLOCK_DEPTH for depth in depths],
-                    [functools.partial(left, each) for each in features],
-                    [functools.partial(right, each) for each in matrices],
-                )
-
-            return operands
-
-        def multiply(accumulator, left, right, warpgroup):
-            left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
-            plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if transpose else right)
+            return lambda tile: tiles.operands(tile, rank * length, features, matrices, transpose=transpose)
 
         def some_columns(tile, warpgroup, column):
             """Where a consumer's rows of a tile lie among a GPU's tokens, from some column on."""
@@ -132,6 +108,7 @@ def peer_matmul_reduce_scatter(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     start_load(tile, warpgroup, part + STORE_BUFFERS, buffers)
 
+        multiply = multiply_rows_by(transpose=transpose)
         return [
             Phase(tiles.num_tiles, operands_of(pair.other), multiply, send, finish=announce),
             Phase(tiles.num_tiles, operands_of(pair.rank), multiply, add, before_steps=start_loads),
@@ -142,7 +119,7 @@ def peer_matmul_reduce_scatter(
         make_phases,
         (*features, *matrices),
         [own, own],
-        ((BLOCK_ROWS, BLOCK_DEPTH), (columns, BLOCK_DEPTH) if transpose else (BLOCK_DEPTH, columns)),
+        stages_of_rows(columns, transpose=transpose),
         columns,
         num_multiprocessors,
         name="matmul_reduce_scatter",

@@ -5,6 +5,8 @@ Shapes: B batch, T tokens, t tokens of one GPU (T/2).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
-from kernels.persistent_matmul import BLOCK_ROWS, div_rem, place_tile
+from kernels.persistent_matmul import BLOCK_DEPTH, BLOCK_ROWS, TileOperands, div_rem, place_tile
 
 
 class HalfTiles(NamedTuple):
@@ -54,6 +56,35 @@ class HalfTiles(NamedTuple):
         block, across = self.block(tile)
         sequence, block = div_rem(block, self.blocks_of_length)
         return sequence, block * BLOCK_ROWS, across * self.columns
+
+    def operands(
+        self, tile, first_token, rows: Sequence[Any], matrices: Sequence[Any], *, transpose: bool
+    ) -> TileOperands:
+        """Of a tile of the sum of products of rows and matrices.
+
+        Args:
+          tile: its number.
+          first_token: of the GPU whose tokens they are, in the arrays of rows.
+          rows: references to arrays `[B, tokens, F]`.
+          matrices: references to arrays `[F, features]`; `[features, F]` with `transpose`.
+          transpose: whether to multiply by the matrices' transposes.
+        """
+        sequence, token, first_column = self.place(tile)
+        here, across = pl.ds(first_token + token, BLOCK_ROWS), pl.ds(first_column, self.columns)
+
+        def left(rows, step):
+            return rows.at[sequence, here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
+
+        def right(matrix, step):
+            along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+            return matrix.at[across, along] if transpose else matrix.at[along, across]
+
+        return TileOperands(
+            BLOCK_ROWS,
+            [each.shape[2] // BLOCK_DEPTH for each in rows],
+            [functools.partial(left, each) for each in rows],
+            [functools.partial(right, each) for each in matrices],
+        )
 
 
 class GpuPair(NamedTuple):

@@ -27,7 +27,9 @@ from kernels.persistent_matmul import (
     TileOperands,
     div_rem,
     launch_matmul,
+    multiply_rows_by,
     place_tile,
+    stages_of_rows,
     store_columns,
     tile_columns,
 )
@@ -105,10 +107,6 @@ def multiply_rows(
                 [functools.partial(right, matrices) for matrices in factors[num_products:]],
             )
 
-        def multiply(accumulator, left, right, warpgroup):
-            left = left.at[pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
-            plgpu.wgmma(accumulator, left, right.transpose((1, 0)) if transpose else right)
-
         def store(product, tile, warpgroup, buffers):
             block, first_column = place(tile)
             here = pl.ds(block * BLOCK_ROWS + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
@@ -118,12 +116,9 @@ def multiply_rows(
 
             store_columns(product, buffers, start_copy)
 
-        return [Phase(num_rows // BLOCK_ROWS * num_across, operands, multiply, store)]
+        return [Phase(num_rows // BLOCK_ROWS * num_across, operands, multiply_rows_by(transpose=transpose), store)]
 
-    stages = (
-        (BLOCK_ROWS, BLOCK_DEPTH),
-        (columns, BLOCK_DEPTH) if transpose else (BLOCK_DEPTH, columns),
-    )
+    stages = stages_of_rows(columns, transpose=transpose)
     result = jax.ShapeDtypeStruct((num_rows, num_columns), rows[0].dtype)
     return _launch(make_phases, (*rows, *matrices, block_groups, block_ends), result, stages, columns, choice)
 
