@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, manual_axes, spec_without
+from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh
+from kernels.mesh import manual_axes, spec_without
 from layers.checks import check_choice
 
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
-from kernels.context import manual_axes
+from kernels.mesh import manual_axes
 from kernels.varying import vary, varying_axes
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig

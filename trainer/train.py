@@ -121,13 +121,13 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         )
     if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
-    plan_deal(config, Target("cpu", "cpu"))  # what it refuses, it refuses for every device
+    plan_deal(config, None)  # what it refuses, it refuses for every device
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
-    attention = plan_attention(config, mesh.devices.flat[0])
+    attention = plan_attention(config, mesh)
     experts, tensor = plan_experts(config, Target.of(mesh.devices.flat[0])), plan_tensor(config, mesh)
     if samples is not None:
         samples.check()

@@ -16,16 +16,20 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from kernels.collectives.peer_memory import unsupported_reason
+from kernels.collectives import peer_memory
 from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
 Collectives = Literal["mosaic_gpu", "xla"]
 """mosaic_gpu: kernels in which two GPUs write to each other's memory. xla: XLA's collectives, everywhere."""
+
+# Of the kernels' tiles.
+_TOKENS, _FEATURES = 128, 64
 
 
 class ChosenCollectives(NamedTuple):
@@ -67,13 +71,26 @@ def choose_collectives(
         raise ValueError(f"collectives={named!r} is not one of {', '.join(get_args(Collectives))}, or None")
     if named == "xla":
         return ChosenCollectives("xla")
-    reason = unsupported_reason(mesh, axis, part, features, dtype)
+    reason = peer_memory.unsupported_reason(mesh, axis) or _unsupported_reason(part, features, dtype)
     if reason is None:
         target = Target.of(mesh.devices.flat[0])
         return ChosenCollectives("mosaic_gpu", num_multiprocessors=target.num_multiprocessors)
     if named is not None:
         raise ValueError(f"collectives={named!r} can't serve: it {reason}; use 'xla', or None for the fastest")
     return ChosenCollectives("xla", reason)
+
+
+def _unsupported_reason(part: tuple[int, ...], features: Sequence[int], dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernels can't send such tokens, or None if they can."""
+    if jnp.dtype(dtype) not in map(jnp.dtype, (jnp.bfloat16, jnp.float16)):
+        return f"takes bfloat16 and float16, not {jnp.dtype(dtype)}"
+    _, length, width = part
+    if length % _TOKENS:
+        return f"takes a GPU's tokens in multiples of {_TOKENS}, not {length}"
+    for size in (width, *features):
+        if size % _FEATURES:
+            return f"takes a GPU's features in multiples of {_FEATURES}, not {size}"
+    return None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -19,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
-from kernels.collectives.token_halves import GpuPair, HalfTiles
+from kernels.collectives.gpu_pair import GpuPair
+from kernels.collectives.token_halves import HalfTiles
 from kernels.persistent_matmul import (
     NUM_CONSUMERS,
     STORE_BUFFERS,

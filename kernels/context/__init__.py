@@ -8,7 +8,7 @@ from kernels.context.attention import attend_over_mesh
 from kernels.context.costs import Exchange, ExchangeCost
 from kernels.context.deal import Deal, check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
-from kernels.context.layout import MeshLayout, manual_axes, spec_without
+from kernels.context.layout import MeshLayout
 from kernels.context.plan import ContextPlan, plan_context
 from kernels.context.split import Split
 
@@ -29,7 +29,5 @@ __all__ = [
     "default_chunk_size",
     "imbalance",
     "kernel_call",
-    "manual_axes",
     "plan_context",
-    "spec_without",
 ]

@@ -56,6 +56,11 @@ class _OnMesh(NamedTuple):
         return self.exchange == "heads"
 
     @property
+    def brings(self) -> bool:
+        """Whether the exchange brings the halves' inputs before the custom gradient begins."""
+        return self.exchange in ("heads", "peer")
+
+    @property
     def of_lse(self) -> P:
         """The partition of the lse."""
         return self.layout.whole_rows if self.by_heads else self.layout.heads
@@ -176,10 +181,12 @@ def _attend_one(
 
         return layout.map(attend_on_device, (inputs,), (layout.specs(inputs),), layout.heads), None
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
-    if on_mesh.by_heads:
-        brought = layout.specs(inputs, by_heads=True)
+    if on_mesh.brings:
         inputs = layout.map(
-            lambda inputs: on_mesh.part(inputs).bring(inputs), (inputs,), (layout.specs(inputs),), brought
+            lambda inputs: on_mesh.part(inputs).bring(inputs),
+            (inputs,),
+            (layout.specs(inputs),),
+            on_mesh.of_inputs(inputs),
         )
     return attend_by_halves(Halves(_forward, _backward, on_mesh, _cotangent), inputs, call)
 

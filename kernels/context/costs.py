@@ -22,9 +22,10 @@ from kernels.masks import Mask
 from kernels.plan import count_allowed_pairs
 from kernels.target import Target
 
-Exchange = Literal["gather", "halo", "ring", "heads"]
-"""gather: the keys that any rank needs to all ranks. halo: those within the windows' reach. ring: keys travel from rank
-to rank. heads: each rank gets whole rows of some heads."""
+Exchange = Literal["gather", "peer", "halo", "ring", "heads"]
+"""gather: the keys that any rank needs to all ranks. peer: two GPUs read what they need from each other's memory. halo:
+the keys within the windows' reach. ring: keys travel from rank to rank. heads: each rank gets whole rows of some
+heads."""
 
 
 class Links(NamedTuple):
@@ -67,8 +68,10 @@ _OTHER_LINKS = Links(25e9, False, 1e12, 16e9, 0.1e12)
 # docs/benchmarks.md.
 _SLOWER_WITH_QUERY_PLACES = 1.03
 _SLOWER_WITH_KEY_PLACES = 1.14
-# How often a gather of documents' or windows' keys reads or writes whole rows of them, or of their gradients.
+# How often a gather of documents' or windows' keys reads or writes whole rows of them, or of their gradients; and how
+# often where a GPU reads what it needs from the other's memory, and how much faster than NCCL it does.
 _COPIES_OF_WHOLE_ROWS = 8
+_COPIES_BY_PEER, _FASTER_BY_PEER = 4, 1.4
 # The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a
 # GPU's multiprocessors.
 _HIDDEN_SHARE_OF_HOPS = 0.75
@@ -131,6 +134,10 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         # Whole rows are put together, twice, and their gradients filled in and taken apart, whatever was sent.
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
         seconds += _COPIES_OF_WHOLE_ROWS * whole / links.memory_bytes_per_s
+    elif name == "peer":
+        kernels *= _SLOWER_WITH_QUERY_PLACES
+        whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
+        seconds = seconds / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
         hidden = min(_HIDDEN_SHARE_OF_HOPS * seconds, kernels)  # hops are under way while kernels run
@@ -182,13 +189,23 @@ def _tokens_sent(call: AttentionCall, split: Split) -> int:
     """How many of its tokens' keys a rank sends to all others in a gather, about."""
     if not can_leave_any(call, split):
         return call.q_len
-    num_runs = split.num_runs or _RUNS_BY_COST
+    num_chunks = min(call.q_len, 128)
+    needed = -(-_tokens_needed(call, split) * num_chunks // call.q_len)
+    return num_sent(needed, num_chunks) * call.q_len // num_chunks
+
+
+def _tokens_needed(call: AttentionCall, split: Split) -> int:
+    """How many of a rank's tokens' keys another rank needs, about."""
     reach = sum(reach_of(call.mask) or (split.length, 0))
     if call.has_segment_ids:
         reach = min(reach, _TOKENS_BEFORE)
-    num_chunks = min(call.q_len, 128)
-    needed = min(num_chunks, -(-num_runs * reach * num_chunks // call.q_len))
-    return num_sent(needed, num_chunks) * call.q_len // num_chunks
+    return min(call.q_len, (split.num_runs or _RUNS_BY_COST) * reach)
+
+
+def _peer_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+    needed = _key_bytes(call, _tokens_needed(call, split), call.num_kv_heads, call.dtype.itemsize)
+    # The kernel's whole rows, and their gradients.
+    return needed, needed, 2 * _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
 
 
 def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
@@ -221,6 +238,7 @@ def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float
 
 _BYTES: dict[Exchange, Callable[[AttentionCall, Split], tuple[float, float, float]]] = {
     "gather": _gather_bytes,
+    "peer": _peer_bytes,
     "halo": _halo_bytes,
     "ring": _ring_bytes,
     "heads": _heads_bytes,

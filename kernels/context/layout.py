@@ -18,24 +18,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.collectives import peer_memory
 from kernels.context.deal import Deal, check_deal
 from kernels.context.split import Split
 from kernels.masks import Mask
-
-
-def manual_axes() -> frozenset[str]:
-    """The mesh axes that a `jax.shard_map` around this call maps over: arrays here are one device's part along them."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def spec_without(spec: P, axes: frozenset[str]) -> P:
-    """The partition of what is left of an array that is split over some axes already."""
-
-    def keep(entry: tuple[str, ...] | str | None) -> tuple[str, ...] | None:
-        named = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        return tuple(axis for axis in named if axis not in axes) or None
-
-    return P(*map(keep, spec))
+from kernels.mesh import manual_axes, spec_without
 
 
 class MeshLayout(NamedTuple):
@@ -63,8 +50,9 @@ class MeshLayout(NamedTuple):
 
     def split(self, length: int) -> Split:
         """The split of the rows that the caller's arrays hold `length` tokens of."""
-        num_ranks = self.mesh.shape[self.sequence_axis]
-        return Split.of(self.sequence_axis, num_ranks, self.deal, length // self.sizes[self.sequence_axis] * num_ranks)
+        axis, num_ranks = self.sequence_axis, self.mesh.shape[self.sequence_axis]
+        length = length // self.sizes[axis] * num_ranks
+        return Split.of(axis, num_ranks, self.deal, length, peer_memory.unsupported_reason(self.mesh, axis))
 
     def call_of_a_device(self, call: AttentionCall) -> AttentionCall:
         """A call's part on each device, before keys are exchanged."""

@@ -10,7 +10,7 @@ from kernels.call import AttentionCall
 from kernels.context.costs import Exchange
 from kernels.context.deal import Deal, check_deal, choose_deal
 from kernels.context.exchange import ChosenExchange, choose_exchange
-from kernels.context.split import Split
+from kernels.context.split import UNKNOWN_DEVICES, Split
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def plan_context(
     deal: Deal | None = None,
     exchange: Exchange | None = None,
     implementation: str | Tuning | None = None,
+    no_peers: str | None = UNKNOWN_DEVICES,
 ) -> ContextPlan:
     """Chooses the deal and the exchanges that take the least time, by the cost model.
 
@@ -47,6 +48,7 @@ def plan_context(
       deal: None for the fastest.
       exchange: of all calls; None for the fastest of each.
       implementation: as for `kernels.dot_product_attention`.
+      no_peers: why the ranks can't read each other's memory; None: they can.
 
     Raises:
       ValueError: no deal of the rows' length serves; or a named exchange can't serve a call.
@@ -66,7 +68,7 @@ def plan_context(
     for candidate in candidates:
         try:
             check_deal(candidate, length, num_ranks)
-            split = Split.of(axis, num_ranks, candidate, length)
+            split = Split.of(axis, num_ranks, candidate, length, no_peers)
             chosen = tuple(choose_exchange(call, split, exchange, implementation) for call in calls)
         except ValueError as error:
             refusal = refusal or error

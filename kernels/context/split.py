@@ -17,6 +17,9 @@ from jaxtyping import Array, Int, Shaped
 from kernels.call import AttentionInputs
 from kernels.context.deal import Deal, deal_tokens, default_chunk_size
 
+UNKNOWN_DEVICES = "is for GPUs that are known"
+"""Why ranks can't read each other's memory where nobody says what they are."""
+
 
 class Split(NamedTuple):
     """The split of all rows, inside `jax.shard_map`.
@@ -27,6 +30,7 @@ class Split(NamedTuple):
       length: T.
       deal: which tokens a rank holds.
       chunk_size: by_cost: tokens of a chunk.
+      no_peers: why the ranks can't read each other's memory; None: they can.
     """
 
     axis: str
@@ -34,12 +38,13 @@ class Split(NamedTuple):
     length: int
     deal: Deal
     chunk_size: int | None = None
+    no_peers: str | None = UNKNOWN_DEVICES
 
     @staticmethod
-    def of(axis: str, num_ranks: int, deal: Deal, length: int) -> Split:
+    def of(axis: str, num_ranks: int, deal: Deal, length: int, no_peers: str | None = UNKNOWN_DEVICES) -> Split:
         """The split of rows of `length` tokens, dealt out in chunks of the default size."""
         chunk_size = default_chunk_size(length, num_ranks) if deal == "by_cost" else None
-        return Split(axis, num_ranks, length, deal, chunk_size)
+        return Split(axis, num_ranks, length, deal, chunk_size, no_peers)
 
     @property
     def num_runs(self) -> int | None:

@@ -46,7 +46,7 @@ def main() -> None:
         return dot_product_attention(query, key, value, MASK, implementation="reference", **options)
 
     expected = gradients(on_one_device)
-    for exchange in EXCHANGES:
+    for exchange in (name for name in EXCHANGES if name != "peer"):  # which is for two GPUs
 
         def on_mesh(query, key, value, documents, exchange=exchange):
             return attend_over_mesh(query, key, value, MASK, layout, segment_ids=documents, exchange=exchange)

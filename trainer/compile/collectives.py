@@ -10,7 +10,8 @@ from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, t
 from trainer.compile.kernels import CALL_TARGET
 
 # The kernels of `kernels.collectives`, in which two GPUs use each other's memory, by the innermost scope of each.
-_KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
+_MATMULS = ("all_gather_matmul", "matmul_reduce_scatter")
+_KERNELS = (*_MATMULS, "gather_chunks", "sum_chunks")
 OPERATIONS = (
     "all-gather",
     "all-reduce",
@@ -45,7 +46,8 @@ def count_collectives(module: Module) -> tuple[CollectiveTotal, ...]:
 
     XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
     fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most. Of a
-    conditional's branches only the one that moves most counts.
+    conditional's branches only the one that moves most counts. Kernels that read what documents leave of the other
+    GPU's chunks count as if they read all.
     """
     runs = module.runs(lambda computation: sum(_payload(computation, each) for _, each in _collectives(computation)))
     totals: dict[str, CollectiveTotal] = {}
@@ -108,7 +110,7 @@ def _payload(computation: Computation, instruction: Instruction) -> int:
     if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
         result = tuple_elements(result)[1]  # (operands, results, context …)
     operands = [computation.instructions[name].shape for name in instruction.operands]
-    if instruction.opcode == "custom-call":  # a kernel: one of two GPUs' tokens are its first operand or first result
-        is_gather = _operation(computation, instruction) == "all_gather_matmul"
-        return 2 * shape_bytes(operands[0] if is_gather else tuple_elements(result)[0])
+    if (operation := _operation(computation, instruction)) in _MATMULS:
+        # One of two GPUs' tokens are the kernel's first operand or first result.
+        return 2 * shape_bytes(operands[0] if operation == "all_gather_matmul" else tuple_elements(result)[0])
     return max(shape_bytes(result), sum(map(shape_bytes, operands)))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
+from kernels.collectives import peer_memory
 from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
 from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
@@ -25,7 +26,7 @@ class ExchangePlan:
     """How the ranks of `mesh.context` get at their keys in layers that make the same call."""
 
     name: str
-    """gather, halo, ring or heads."""
+    """gather, peer, halo, ring or heads."""
     deal: str
     """in_order, zigzag or by_cost."""
     received_bytes: tuple[int, int]
@@ -55,12 +56,12 @@ class AttentionPlan:
         return asdict(self)
 
 
-def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | None]:
+def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan | None]:
     """How the tokens of each sequence are dealt out to the ranks of `mesh.context`, and how keys are exchanged.
 
     Args:
       config: the experiment.
-      target: the device that the run is compiled for.
+      mesh: of the devices that the run is compiled for; None: before they are known, to refuse what none can do.
 
     Returns:
       The deal, and the plan behind it; None: each device holds whole sequences.
@@ -71,6 +72,7 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
     if config.mesh.context == 1:
         return "in_order", None
     context = config.context
+    target = Target("cpu", "cpu") if mesh is None else Target.of(mesh.devices.flat[0])
     try:
         plan = plan_context(
             attention_calls(config, target),
@@ -79,24 +81,25 @@ def plan_deal(config: TrainConfig, target: Target) -> tuple[Deal, ContextPlan | 
             deal=context.deal,
             exchange=context.exchange,
             implementation=config.model.implementation,
+            no_peers=None if mesh is None else peer_memory.unsupported_reason(mesh, "context"),
         )
     except ValueError as error:
         raise UserMistake(f"context: {error}") from error
     return plan.deal, plan
 
 
-def plan_attention(config: TrainConfig, device: jax.Device) -> tuple[AttentionPlan, ...]:
+def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]:
     """The backend and the exchange that each distinct call will get, in the order of the layers.
 
     Args:
       config: the experiment.
-      device: one of the devices that the run is compiled for.
+      mesh: of the devices that the run is compiled for.
 
     Raises:
       UserMistake: `model.implementation` names a backend that can't serve the call, or as `plan_deal`.
     """
-    target = Target.of(device)
-    deal, context = plan_deal(config, target)
+    target = Target.of(mesh.devices.flat[0])
+    deal, context = plan_deal(config, mesh)
     split = Split.of("context", config.mesh.context, deal, config.sequence_length)
     plans = []
     for index, (call, num_layers) in enumerate(attention_calls(config, target).items()):

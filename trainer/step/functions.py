@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Target
 from kernels.context import Deal
 from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
@@ -138,7 +137,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
-    deal, _ = plan_deal(config, Target.of(mesh.devices.flat[0]))
+    deal, _ = plan_deal(config, mesh)
     plan_tensor(config, mesh)  # refuses what can't serve
 
     def make_model() -> GPT:

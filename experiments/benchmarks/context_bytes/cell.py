@@ -92,7 +92,7 @@ def measure(cell: BytesCell) -> Measured:
     devices = jax.devices() if topology is None else topology.devices()
     config = config_of(cell, len(devices))
     mesh = make_mesh(config.mesh, devices)
-    exchange = plan_attention(config, mesh.devices.flat[0])[0].exchange
+    exchange = plan_attention(config, mesh)[0].exchange
     assert exchange is not None
     forward, both, arguments = _functions(config, mesh, exchange.name, exchange.deal)
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]

@@ -63,7 +63,7 @@ def measure(
     """
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
-    attention, tensor = plan_attention(config, device), plan_tensor(config, mesh)
+    attention, tensor = plan_attention(config, mesh), plan_tensor(config, mesh)
     functions = make_step_functions(config, mesh)
     state = functions.init_state()
     rng = np.random.default_rng(seed)

@@ -27,13 +27,13 @@ from kernels.context.split import Split, take
 # The parts of its chunks that a rank sends in each of the programs.
 _PARTS = (16, 8, 4, 2, 1)
 # Pairs of chunks are compared. Of a row that divides only into tiny ones there would be too many.
-_MOST_CHUNKS = 8192
+MOST_CHUNKS = 8192
 
 
 def can_leave_any(call: AttentionCall, split: Split) -> bool:
     """Whether there may be keys that no other rank needs, in chunks few enough to tell."""
     is_bounded = call.has_segment_ids or reach_of(call.mask) is not None
-    return is_bounded and split.length // split.run_chunk <= _MOST_CHUNKS
+    return is_bounded and split.length // split.run_chunk <= MOST_CHUNKS
 
 
 def num_sent(needed: int, num_chunks: int) -> int:
@@ -43,6 +43,42 @@ def num_sent(needed: int, num_chunks: int) -> int:
 
 def _sizes(num_chunks: int) -> list[int]:
     return sorted({max(1, num_chunks // part) for part in _PARTS})
+
+
+def is_needed_elsewhere(
+    call: AttentionCall,
+    split: Split,
+    chunks: Int[Array | np.ndarray, "B C"],
+    segment_ids: Int[Array, "B t"] | None,
+) -> Bool[Array | np.ndarray, "B C"]:
+    """Whether a rank that doesn't hold a chunk may attend to it.
+
+    Args:
+      call: of one rank.
+      split: of the rows.
+      chunks: which chunk of the row each is, in the order of the ranks; NumPy's if every row has them alike.
+      segment_ids: of the rank's tokens; None: one document.
+    """
+    owners = np.arange(chunks.shape[1]) // (call.q_len // split.run_chunk)
+    # Of each chunk of keys, by the chunks of queries.
+    ahead = chunks[:, None] - chunks[:, :, None]
+    tokens_between = (abs(ahead) - 1) * split.run_chunk
+    back, forth = (
+        is_side if reach is None else is_side & (tokens_between < reach)
+        for is_side, reach in zip((ahead > 0, ahead < 0), reach_by_side(call.mask), strict=True)
+    )
+    needs = (owners[None, :, None] != owners) & (back | forth)
+    if segment_ids is not None:
+        ids = cut_into_chunks(segment_ids, split)
+        ends = split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))
+        lowest, highest = ends[..., 0], ends[..., 1]
+        needs = needs & (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
+    return needs.any(-1)
+
+
+def cut_into_chunks(x: Shaped[Array, "B L ..."], split: Split) -> Shaped[Array, "B chunks l ..."]:
+    """Tokens by the split's chunks."""
+    return x.reshape(x.shape[0], -1, split.run_chunk, *x.shape[2:])
 
 
 class NeededChunks:
@@ -66,7 +102,7 @@ class NeededChunks:
     ):
         self.call, self.split, self.rank = call, split, lax.axis_index(split.axis)
         self.num_chunks = call.q_len // split.run_chunk
-        is_needed = self._is_needed(chunks, segment_ids)
+        is_needed = is_needed_elsewhere(call, split, chunks, segment_ids)
         by_rank = is_needed.reshape(-1, split.num_ranks, self.num_chunks)
         most = by_rank.sum(-1).max()
         # Where neither documents nor the deal of each row decide, it is known ahead of time.
@@ -85,7 +121,7 @@ class NeededChunks:
         """Whole rows, in their order, whose chunks are right where this rank needs or holds them."""
 
         def gather(x: Shaped[Array, "B t ..."], size: int) -> Shaped[Array, "B T ..."]:
-            own = self._cut(x)
+            own = cut_into_chunks(x, self.split)
             sent = take(own, self.sent[:, self.rank, :size])
             received = lax.all_gather(sent, self.split.axis, axis=1, tiled=True)
             from_others = take(received, self.holders * size + jnp.minimum(self.turns, size - 1))
@@ -99,7 +135,7 @@ class NeededChunks:
         dtype, ranks = self.call.softmax_dtype, jnp.arange(self.split.num_ranks)
 
         def sum_to_owners(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "B t ..."]:
-            whole = self._cut(x)
+            whole = cut_into_chunks(x, self.split)
             sent = jnp.take_along_axis(self.chunks, self.sent[..., :size], axis=2).reshape(x.shape[0], -1)
             theirs = take(whole, sent).astype(dtype)
             is_own = jnp.broadcast_to(jnp.repeat(ranks == self.rank, size), sent.shape)
@@ -111,26 +147,6 @@ class NeededChunks:
 
         return self._with_as_many_as_needed(sum_to_owners, arrays)
 
-    def _is_needed(
-        self, chunks: Int[Array | np.ndarray, "B C"], segment_ids: Int[Array, "B t"] | None
-    ) -> Bool[Array | np.ndarray, "B C"]:
-        """Whether a rank that doesn't hold a chunk may attend to it, in the order of the ranks."""
-        mask, owners = self.call.mask, np.arange(chunks.shape[1]) // self.num_chunks
-        # Of each chunk of keys, by the chunks of queries.
-        ahead = chunks[:, None] - chunks[:, :, None]
-        tokens_between = (abs(ahead) - 1) * self.split.run_chunk
-        back, forth = (
-            is_side if reach is None else is_side & (tokens_between < reach)
-            for is_side, reach in zip((ahead > 0, ahead < 0), reach_by_side(mask), strict=True)
-        )
-        needs = (owners[None, :, None] != owners) & (back | forth)
-        if segment_ids is not None:
-            ids = self._cut(segment_ids)
-            ends = self.split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))
-            lowest, highest = ends[..., 0], ends[..., 1]
-            needs = needs & (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
-        return needs.any(-1)
-
     def _with_as_many_as_needed(self, function: Callable, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         def of_size(size: int) -> Callable:
             return lambda arrays: tuple(function(x, size) for x in arrays)
@@ -140,9 +156,6 @@ class NeededChunks:
         sizes = _sizes(self.num_chunks)
         index = (self.most > jnp.array(sizes, jnp.int32)).sum()
         return lax.switch(index, [of_size(size) for size in sizes], arrays)
-
-    def _cut(self, x: Shaped[Array, "B L ..."]) -> Shaped[Array, "B chunks l ..."]:
-        return x.reshape(x.shape[0], -1, self.split.run_chunk, *x.shape[2:])
 
 
 def _joined(chunks: Shaped[Array, "B chunks l ..."]) -> Shaped[Array, "B L ..."]:

@@ -378,7 +378,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == set(attention_calls(config, Target.of(device)))
-    plans = plan_attention(config, device)
+    plans = plan_attention(config, mesh)
     assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
     assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
 

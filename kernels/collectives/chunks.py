@@ -1,0 +1,99 @@
+"""Rows put together from chunks that two GPUs hold: each reads those that it needs from the other's memory.
+
+The gradient brings each chunk's home: the sum over both GPUs, in float32, rounded once.
+
+Shapes: B batch, n chunks of one GPU, C chunks of a row (2·n), l tokens of a chunk, X features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kernels.slice_fusion import without_slice_fusion
+
+# Numbers of a line of the kernels' tiles, and of a tile.
+_LINE, _TILE = 256, 32 * 256
+
+
+class ChunkTables(NamedTuple):
+    """Where chunks are.
+
+    Attributes:
+      of_row: of each chunk of the rows: which of this GPU's chunks it is, or n more than which of the other's. For a
+        chunk that isn't needed any chunk may stand. `[B, C]`, int32.
+      of_own: of each of this GPU's chunks: its place in the row; C more than that if the other GPU needs it. `[B, n]`,
+        int32.
+    """
+
+    of_row: Int[Array, "B C"]
+    of_own: Int[Array, "B n"]
+
+
+def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernels can't read chunks of so many tokens, or None if they can.
+
+    Args:
+      num_tokens: of a chunk.
+      num_features: of all heads, for each array.
+      dtype: of the arrays.
+    """
+    if jnp.dtype(dtype) not in map(jnp.dtype, (jnp.bfloat16, jnp.float16)):
+        return f"takes bfloat16 and float16, not {jnp.dtype(dtype)}"
+    for size in num_features:
+        if num_tokens * size % _TILE:
+            return f"takes chunks of a multiple of {_TILE} numbers, not of {num_tokens} tokens × {size} features"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gather_chunks(
+    arrays: tuple[Float[Array, "B n l *X"], ...], tables: ChunkTables, axis: str, num_multiprocessors: int | None
+) -> tuple[Float[Array, "B C l *X"], ...]:
+    """Rows of both GPUs' chunks; inside `jax.shard_map`.
+
+    Args:
+      arrays: this GPU's chunks, bfloat16 or float16.
+      tables: what is needed.
+      axis: the mesh axis of the two GPUs.
+      num_multiprocessors: of a GPU.
+    """
+    from kernels.collectives.chunk_kernels import peer_gather_chunks
+
+    return _by_shape(peer_gather_chunks, arrays, tables.of_row, axis, num_multiprocessors)
+
+
+def _gather_chunks_backward(
+    axis: str, num_multiprocessors: int | None, tables: ChunkTables, gradients: tuple[Array, ...]
+):
+    from kernels.collectives.chunk_kernels import peer_sum_chunks
+
+    return _by_shape(peer_sum_chunks, gradients, tables.of_own, axis, num_multiprocessors), None
+
+
+gather_chunks.defvjp(
+    lambda arrays, tables, axis, num_multiprocessors: (
+        gather_chunks(arrays, tables, axis, num_multiprocessors),
+        tables,
+    ),
+    _gather_chunks_backward,
+)
+
+
+def _by_shape(
+    kernel: Callable, arrays: tuple[Array, ...], sources: Array, axis: str, num_multiprocessors: int | None
+) -> tuple[Array, ...]:
+    """Calls a kernel once for all arrays of one shape."""
+    results: dict[int, Array] = {}
+    for shape in dict.fromkeys(x.shape for x in arrays):
+        alike = [i for i, x in enumerate(arrays) if x.shape == shape]
+        in_lines = [arrays[i].reshape(*shape[:2], -1, _LINE) for i in alike]
+        (sources, *in_lines) = without_slice_fusion(sources, *in_lines)
+        outputs = without_slice_fusion(*kernel(in_lines, sources, axis, num_multiprocessors))
+        results |= {i: x.reshape(*x.shape[:2], *shape[2:]) for i, x in zip(alike, outputs, strict=True)}
+    return tuple(results[i] for i in range(len(arrays)))

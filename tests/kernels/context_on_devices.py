@@ -1,0 +1,229 @@
+"""Compares attention over several devices with NumPy's; run as a program by test_context.py and test_peer.py.
+
+On CPU devices in float64, on two GPUs in bfloat16 or float16 by the exchange that reads their memory. For that one JAX
+stands in on the CPU.
+
+Prints JSON lines: for each case the largest difference of the output and of each gradient, relative to the largest
+value, or why the exchange refuses it.
+"""
+
+import functools
+import itertools
+import json
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+from kernels import (
+    BlockwiseTuning,
+    CausalMask,
+    ChunkedCausalMask,
+    LocalMask,
+    MaskFn,
+    MultiHeadMask,
+    PrefixMask,
+)
+from kernels.collectives import chunks, peer_memory
+from kernels.context import MeshLayout, attend_over_mesh, deal_tokens
+from kernels.context.exchange import EXCHANGES
+
+AXES = ("data", "tensor", "context")
+MESHES = [(1, 1, 8), (2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 1, 2)]
+DEALS = ("in_order", "zigzag", "by_cost")
+
+
+class Sizes(NamedTuple):
+    """Of attention's arrays, of all devices."""
+
+    length: int = 96
+    num_heads: int = 8
+    num_kv_heads: int = 4
+    head_dim: int = 6
+    value_dim: int = 5
+    dtype: str = "float64"
+
+
+# The mask, and its definition on (heads, query, key) positions.
+MASKS = {
+    "causal": (CausalMask(), lambda h, q, k: k <= q),
+    "window": (CausalMask() & LocalMask(17, 0), lambda h, q, k: (k <= q) & (q - k <= 17)),
+    "both sides": (LocalMask(9, 12), lambda h, q, k: (q - k <= 9) & (k - q <= 12)),
+    "chunked": (ChunkedCausalMask(20), lambda h, q, k: (k <= q) & (k // 20 == q // 20)),
+    "prefix": (CausalMask() | PrefixMask(13), lambda h, q, k: (k <= q) | (k < 13)),
+    "function": (MaskFn(lambda q, k: (k <= q) & ((q - k) % 3 != 1)), lambda h, q, k: (k <= q) & ((q - k) % 3 != 1)),
+    "ahead": (LocalMask(-2, 30), lambda h, q, k: (k - q >= 2) & (k - q <= 30)),
+    "heads": (
+        MultiHeadMask([CausalMask(), CausalMask() & LocalMask(17, 0)] * 4),
+        lambda h, q, k: (k <= q) & ((h % 2 == 0) | (q - k <= 17)),
+    ),
+}
+
+
+def numpy_attention(query, key, value, allowed, sinks, cap, d_output):
+    """Output and gradients by the definition, one head at a time."""
+    (batch, _, num_heads, head_dim), group = query.shape, query.shape[2] // key.shape[2]
+    output, gradients = np.zeros_like(d_output), [np.zeros_like(x) for x in (query, key, value)]
+    d_sinks = np.zeros(num_heads)
+    for b, n in itertools.product(range(batch), range(num_heads)):
+        kv = n // group
+        q, k, v = query[b, :, n], key[b, :, kv], value[b, :, kv]
+        raw = q @ k.T / np.sqrt(head_dim)
+        logits = raw if cap is None else cap * np.tanh(raw / cap)
+        weights = np.where(allowed[b, n], np.exp(logits), 0)
+        attends = allowed[b, n].any(1)
+        total = weights.sum(1) + (0 if sinks is None else np.exp(sinks[n]))
+        p = weights / np.where(attends, total, 1)[:, None]
+        output[b, :, n] = p @ v
+        d_p = d_output[b, :, n] @ v.T
+        delta = (p * d_p).sum(1)
+        d_logits = p * (d_p - delta[:, None]) * (1 if cap is None else 1 - (logits / cap) ** 2) / np.sqrt(head_dim)
+        gradients[0][b, :, n] += d_logits @ k
+        gradients[1][b, :, kv] += d_logits.T @ q
+        gradients[2][b, :, kv] += p.T @ d_output[b, :, n]
+        if sinks is not None:
+            d_sinks[n] -= np.where(attends, np.exp(sinks[n]) / total * delta, 0).sum()
+    return output, [*gradients, *([] if sinks is None else [d_sinks])]
+
+
+def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
+    """The differences of one case, with documents, sinks, soft cap and tiles drawn at random."""
+    mask, definition = MASKS[mask_name]
+    num_ranks, batch, length, num_heads = shards[2], 2 * shards[0], sizes.length, sizes.num_heads
+    features = (sizes.head_dim, sizes.head_dim, sizes.value_dim, sizes.value_dim)
+    heads = (num_heads, sizes.num_kv_heads, sizes.num_kv_heads, num_heads)
+    # Rounded to the devices' dtype, so that both sides begin with the same.
+    *arrays, d_output = (
+        np.asarray(jnp.asarray(rng.standard_normal((batch, length, *shape)), sizes.dtype), np.float64)
+        for shape in zip(heads, features, strict=True)
+    )
+    sinks = rng.standard_normal(num_heads) if rng.integers(2) else None
+    cap = float(rng.uniform(1, 4)) if rng.integers(2) else None
+
+    place = np.tile(np.arange(length), (batch, 1))
+    ids, positions, same = None, place, True
+    if rng.integers(4):
+        # Among the ids are the lowest that there is, and the highest.
+        names = np.array([-(2**31), 2**31 - 1, *rng.choice(2**20, 6, replace=False)], np.int32)
+        documents = np.sort(rng.integers(0, 8, (batch, length)), axis=1)
+        ids = rng.permutation(names)[documents]
+        positions = np.stack([np.arange(length) - np.searchsorted(row, row) for row in documents])
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+    heads = np.arange(num_heads)[None, :, None, None]
+    evaluated_on = place if mask.translation_invariant else positions
+    allowed = definition(heads, evaluated_on[:, None, :, None], evaluated_on[:, None, None, :]) & same
+    allowed = np.broadcast_to(allowed, (batch, num_heads, length, length))
+    expected, expected_gradients = numpy_attention(*arrays, allowed, sinks, cap, d_output)
+
+    places = np.stack(
+        [
+            deal_tokens(deal, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
+            for row in (ids if ids is not None else [None] * batch)
+        ]
+    )
+
+    def dealt(x, dtype=None):
+        index = places.reshape(*places.shape, *[1] * (x.ndim - 2))
+        return jnp.asarray(np.take_along_axis(x, index, axis=1), dtype)
+
+    mesh = jax.make_mesh(shards, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: int(np.prod(shards))])
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", deal)
+
+    def attend(query, key, value, sinks):
+        return attend_over_mesh(
+            query,
+            key,
+            value,
+            mask,
+            layout,
+            segment_ids=None if ids is None else dealt(ids),
+            positions=None if ids is None or mask.translation_invariant else dealt(positions).astype(jnp.int32),
+            places=jnp.asarray(places) if deal == "by_cost" else None,
+            sinks=sinks,
+            logits_soft_cap=cap,
+            implementation=implementations[rng.integers(len(implementations))],
+            exchange=exchange,
+        )
+
+    @jax.jit
+    def run(d_output, *inputs):
+        output, pull_back = jax.vjp(attend, *inputs)
+        return output, pull_back(d_output)
+
+    inputs = (*(dealt(x, sizes.dtype) for x in arrays), None if sinks is None else jnp.asarray(sinks))
+    try:
+        output, gradients = run(dealt(d_output, sizes.dtype), *inputs)
+    except ValueError as refusal:
+        return {"refused": str(refusal)}
+    found = [output, *(x for x in gradients if x is not None)]
+    wanted = [dealt(expected), *map(dealt, expected_gradients[:3]), *expected_gradients[3:]]
+    differences = [
+        float(np.abs(np.asarray(a, np.float64) - np.asarray(b)).max() / max(np.abs(np.asarray(b)).max(), 1e-30))
+        for a, b in zip(found, wanted, strict=True)
+    ]
+    return {"difference": max(differences)}
+
+
+def stand_in_for_gpus() -> None:
+    """Lets two CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do."""
+    of_gpus = peer_memory.unsupported_reason
+    peer_memory.unsupported_reason = lambda mesh, axis: of_gpus(mesh, axis) if mesh.size != 2 else None
+    chunks.unsupported_reason = lambda *_: None
+
+    def theirs(x, axis):
+        return lax.all_gather(x, axis)[1 - lax.axis_index(axis)]
+
+    def pick(x, numbers):
+        return jax.vmap(lambda row, numbers: row[numbers])(x, numbers)
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+    def gather_chunks(arrays, tables, axis, _):
+        return tuple(pick(jnp.concatenate([x, theirs(x, axis)], axis=1), tables.of_row) for x in arrays)
+
+    def backward(axis, _, tables, gradients):
+        def sum_up(x):
+            place, needed = tables.of_own % x.shape[1], tables.of_own >= x.shape[1]
+            needed = needed.reshape(*needed.shape, *[1] * (x.ndim - 2))
+            return pick(x, place) + jnp.where(needed, pick(theirs(x, axis), place), 0)
+
+        return tuple(map(sum_up, gradients)), None
+
+    gather_chunks.defvjp(lambda arrays, tables, *rest: (gather_chunks(arrays, tables, *rest), tables), backward)
+    chunks.gather_chunks = gather_chunks
+
+
+def draw_sizes_of_gpus(rng):
+    """Such as the kernels serve, and rows whose chunks are few and many."""
+    num_kv_heads, head_dim = ((1, 256), (2, 128), (4, 64), (3, 128))[rng.integers(4)]
+    num_heads = num_kv_heads * int(rng.choice([1, 2, 4]))
+    length = int(rng.choice([128, 256, 640, 1024, 1408]))
+    return Sizes(length, num_heads, num_kv_heads, head_dim, head_dim, str(rng.choice(["bfloat16", "float16"])))
+
+
+def main(seed: int, num_cases: int) -> None:
+    rng = np.random.default_rng(seed)
+    if jax.devices()[0].platform == "gpu":
+        cases, implementations = itertools.product([(1, 1, 2)], MASKS, DEALS, ["peer"]), [None]
+    else:
+        jax.config.update("jax_enable_x64", True)
+        stand_in_for_gpus()
+        cases, implementations = (
+            itertools.product(MESHES, MASKS, DEALS, EXCHANGES),
+            ["reference", BlockwiseTuning(16, 24)],
+        )
+    cases = list(cases)
+    rng.shuffle(cases)
+    for shards, mask_name, deal, exchange in cases[:num_cases]:
+        sizes = draw_sizes_of_gpus(rng) if implementations == [None] else Sizes()
+        shards = tuple(map(int, shards))
+        result = compare(rng, shards, str(mask_name), str(deal), str(exchange), sizes, implementations)
+        case = {"mesh": shards, "mask": mask_name, "deal": deal, "exchange": exchange, "sizes": sizes}
+        print(json.dumps(case | result), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
