@@ -60,6 +60,8 @@ CONTENDERS: tuple[tuple[Exchange, Deal], ...] = (
     ("gather", "in_order"),
     ("gather", "zigzag"),
     ("gather", "by_cost"),
+    ("peer", "zigzag"),
+    ("peer", "by_cost"),
     ("ring", "zigzag"),
     ("ring", "by_cost"),
     ("halo", "in_order"),

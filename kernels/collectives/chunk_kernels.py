@@ -33,7 +33,25 @@ _SUM_LINES, _SUM_STAGES = 16, 4
 _PROGRAMS_OF_A_MULTIPROCESSOR = 2
 
 
-class _Tiles(NamedTuple):
+class _ChunkTile(NamedTuple):
+    """A tile of the result.
+
+    Attributes:
+      sequence, chunk, lines: where it lies.
+      source: of its chunk, as a table says it.
+    """
+
+    sequence: Any
+    chunk: Any
+    lines: Any
+    source: Any
+
+    def of(self, references: Sequence[Any], chunk) -> list[Any]:
+        """References to the same lines of another chunk."""
+        return [ref.at[(self.sequence, chunk, self.lines)] for ref in references]
+
+
+class _ChunkTiles(NamedTuple):
     """How chunks are cut into tiles.
 
     Attributes:
@@ -49,20 +67,20 @@ class _Tiles(NamedTuple):
     num_tiles: int
 
     @staticmethod
-    def of(shape: tuple[int, ...], lines: int) -> _Tiles:
+    def of(shape: tuple[int, ...], lines: int) -> _ChunkTiles:
         """Those of an array `[B, chunks, L, 256]`."""
         batch, num_chunks, length, _ = shape
-        return _Tiles(num_chunks, lines, length // lines, batch * num_chunks * (length // lines))
+        return _ChunkTiles(num_chunks, lines, length // lines, batch * num_chunks * (length // lines))
 
-    def place(self, tile) -> tuple[Any, Any, Any]:
-        """Sequence and chunk of a tile, and its lines in the chunk.
+    def tile(self, number, sources: Any) -> _ChunkTile:
+        """A tile by its number.
 
         Tiles that are copied at the same time are of different chunks, so that what comes over NVLink comes beside
         what doesn't.
         """
-        tile, chunk = div_rem(tile, self.num_chunks)
-        sequence, tile = div_rem(tile, self.of_chunk)
-        return sequence, chunk, pl.ds(tile * self.lines, self.lines)
+        number, chunk = div_rem(number, self.num_chunks)
+        sequence, number = div_rem(number, self.of_chunk)
+        return _ChunkTile(sequence, chunk, pl.ds(number * self.lines, self.lines), sources[sequence, chunk])
 
 
 @jax.named_scope("gather_chunks")
@@ -79,11 +97,10 @@ def peer_gather_chunks(
     """
     num_own = arrays[0].shape[1]
 
-    def start_load(place, source, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
-        sequence, _, lines = place
-        is_there, chunk = div_rem(source, num_own)
-        pl.when(is_there == 0)(lambda: start_copies([ref.at[(sequence, chunk, lines)] for ref in here]))
-        pl.when(is_there != 0)(lambda: start_copies([ref.at[(sequence, chunk, lines)] for ref in there]))
+    def start_load(tile: _ChunkTile, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
+        is_there, chunk = div_rem(tile.source, num_own)
+        pl.when(is_there == 0)(lambda: start_copies(tile.of(here, chunk)))
+        pl.when(is_there != 0)(lambda: start_copies(tile.of(there, chunk)))
 
     return _copy_chunks(
         start_load,
@@ -111,18 +128,14 @@ def peer_sum_chunks(
     """
     num_of_row = arrays[0].shape[1]
 
-    def start_load(place, source, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
-        sequence, _, lines = place
-        chunk = lax.rem(source, num_of_row)
-        start_copies([ref.at[(sequence, chunk, lines)] for ref in here])
+    def start_load(tile: _ChunkTile, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
+        start_copies(tile.of(here, lax.rem(tile.source, num_of_row)))
 
-    def add(place, source, there: Sequence[Any], stages: Sequence[Any], theirs: Sequence[Any], arrived):
-        sequence, _, lines = place
-
-        @pl.when(source >= num_of_row)
+    def add(tile: _ChunkTile, there: Sequence[Any], stages: Sequence[Any], theirs: Sequence[Any], arrived):
+        @pl.when(tile.source >= num_of_row)
         def add_theirs():
-            for ref, buffer in zip(there, theirs, strict=True):
-                plgpu.copy_gmem_to_smem(ref.at[(sequence, source - num_of_row, lines)], buffer, arrived)
+            for part, buffer in zip(tile.of(there, tile.source - num_of_row), theirs, strict=True):
+                plgpu.copy_gmem_to_smem(part, buffer, arrived)
             plgpu.barrier_wait(arrived)
             for stage, buffer in zip(stages, theirs, strict=True):
                 stage[...] = (_load_float32(stage) + _load_float32(buffer)).astype(stage.dtype)
@@ -161,19 +174,19 @@ def _copy_chunks(
     """Runs a kernel that copies the chunks of `sources`, tile by tile.
 
     Args:
-      start_load: (place of a tile, its source, references here and there, start_copies) → starts to load it.
+      start_load: (tile, references here and there, start_copies) → starts to load it.
       arrays: read here and on the other GPU.
       sources: of each chunk of the results.
       axis, num_multiprocessors: as for the kernels.
       num_lines: of a tile.
       num_stages: of shared memory.
       name: of the kernel's dumps.
-      add: (place, source, references there, loaded tiles, buffers, barrier of the buffers) → adds to what was loaded.
+      add: (tile, references there, what was loaded, buffers, their barrier) → adds to what was loaded.
     """
     assert num_multiprocessors is not None, "the target is a GPU"
     (batch, _, *chunk), dtype, num_arrays = arrays[0].shape, arrays[0].dtype, len(arrays)
     result = jax.ShapeDtypeStruct((batch, sources.shape[1], *chunk), dtype)
-    tiles = _Tiles.of(result.shape, num_lines)
+    tiles = _ChunkTiles.of(result.shape, num_lines)
     num_programs = _PROGRAMS_OF_A_MULTIPROCESSOR * num_multiprocessors
 
     def body(sources, *refs):
@@ -184,31 +197,29 @@ def _copy_chunks(
         there = [pair.reference_there(ref) for ref in arrays]
         num_tiles = lax.div(tiles.num_tiles - program + (num_programs - 1), jnp.int32(num_programs))
 
-        def tile(i):
-            place = tiles.place(program + i * num_programs)
-            return place, sources[place[0], place[1]], lax.rem(i, jnp.int32(num_stages))
+        def tile_and_slot(i) -> tuple[_ChunkTile, Any]:
+            return tiles.tile(program + i * num_programs, sources), lax.rem(i, jnp.int32(num_stages))
 
         def load(i):
-            place, source, slot = tile(i)
+            tile, slot = tile_and_slot(i)
 
             def start_copies(parts):
                 for part, stage in zip(parts, stages, strict=True):
                     plgpu.copy_gmem_to_smem(part, stage.at[slot], loaded.at[slot])
 
-            start_load(place, source, arrays, there, start_copies)
+            start_load(tile, arrays, there, start_copies)
 
         for first in range(num_stages):
             pl.when(first < num_tiles)(functools.partial(load, jnp.int32(first)))
 
         @pl.loop(0, num_tiles)
         def store(i):
-            place, source, slot = tile(i)
+            tile, slot = tile_and_slot(i)
             plgpu.barrier_wait(loaded.at[slot])
             if add is not None:
-                add(place, source, there, [stage.at[slot] for stage in stages], buffers[:-1], buffers[-1])
-            sequence, chunk, lines = place
-            for stage, ref in zip(stages, results, strict=True):
-                plgpu.copy_smem_to_gmem(stage.at[slot], ref.at[(sequence, chunk, lines)], commit_group=False)
+                add(tile, there, [stage.at[slot] for stage in stages], buffers[:-1], buffers[-1])
+            for stage, part in zip(stages, tile.of(results, tile.chunk), strict=True):
+                plgpu.copy_smem_to_gmem(stage.at[slot], part, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
             # The tile before has left its stage.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -94,7 +94,9 @@ def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys,
 def test_mistakes_are_told_before_anything_is_compiled(capsys):
     with pytest.raises(UserMistake, match="unknown workloads causl; expected some of causal, window, packed"):
         BytesArguments(workloads=("causl",))
-    with pytest.raises(UserMistake, match="unknown exchanges rng; expected some of chosen, gather, halo, ring, heads"):
+    with pytest.raises(
+        UserMistake, match="unknown exchanges rng; expected some of chosen, gather, peer, halo, ring, heads"
+    ):
         BytesArguments(exchanges=("rng",))
     for text in ("v5p:2x2x2", "v5p:2x2x2/8", "v5p:2x2x2/eight/131072"):
         with pytest.raises(UserMistake, match="is no case; expected TOPOLOGY/RANKS/TOKENS, such as v5p:2x2x2/8/131072"):

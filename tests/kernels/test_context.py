@@ -65,8 +65,6 @@ def is_refused(case) -> bool:
     per_head = case["mask"] == "heads"  # four of its eight heads are causal
     if per_head and (case["mesh"][1] > 1 or (case["exchange"] == "heads" and case["mesh"][2] == 8)):
         return True
-    if case["exchange"] == "peer":
-        return case["mesh"] != [1, 1, 2]
     return case["exchange"] == "halo" and (case["deal"] == "by_cost" or case["mask"] in UNBOUNDED or per_head)
 
 

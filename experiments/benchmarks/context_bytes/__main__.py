@@ -92,7 +92,7 @@ class BytesArguments:
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "gather")
-    """gather, halo, ring, heads; chosen: by the cost model."""
+    """gather, peer (which counts as if all keys were needed), halo, ring, heads; chosen: by the cost model."""
     limit_s: float = 1800.0
     """Seconds for a cell, after which its compilation is stopped."""
     seed: int = 0
