@@ -2,7 +2,8 @@
 
 A GPU first computes the tiles of its own tokens. The first tile in each block of rows also copies its tokens from
 shared memory to both GPUs' memory. Then the GPU computes the tiles of the other's tokens, which have arrived by then,
-block by block.
+block by block. Its programs wait for the other GPU's tokens, so all of them have to run at the same time, one on each
+multiprocessor.
 
 Source: the fused all-gather of Flux (arXiv:2406.06858).
 

@@ -21,15 +21,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.mosaic_gpu.machine import fix_dump_name
+from kernels.collectives.chunks import LINE, TILE_LINES
 from kernels.collectives.gpu_pair import GpuPair
 from kernels.persistent_matmul import div_rem
 
-LINE = 256
-"""Numbers of a line: the most that one copy can be wide."""
-# Lines of a tile, and stages of shared memory.
-_GATHER_LINES, _GATHER_STAGES = 32, 3
-_SUM_LINES, _SUM_STAGES = 16, 4
-# They hide each other's waits.
+# Lines of a tile, and stages of shared memory: 96 and 80 KiB for two arrays.
+_GATHER_LINES, _GATHER_STAGES = TILE_LINES, 3
+_SUM_LINES, _SUM_STAGES = TILE_LINES // 2, 4
+# They fit side by side, and hide each other's waits. A program waits only for the other GPU's of its number, and only
+# at its end, so it doesn't matter how many run at the same time.
 _PROGRAMS_OF_A_MULTIPROCESSOR = 2
 
 
@@ -38,7 +38,7 @@ class _ChunkTile(NamedTuple):
 
     Attributes:
       sequence, chunk, lines: where it lies.
-      source: of its chunk, as a table says it.
+      source: the number in the table of sources for its chunk.
     """
 
     sequence: Any
@@ -70,6 +70,7 @@ class _ChunkTiles(NamedTuple):
     def of(shape: tuple[int, ...], lines: int) -> _ChunkTiles:
         """Those of an array `[B, chunks, L, 256]`."""
         batch, num_chunks, length, _ = shape
+        assert length % lines == 0, "chunks are whole tiles"
         return _ChunkTiles(num_chunks, lines, length // lines, batch * num_chunks * (length // lines))
 
     def tile(self, number, sources: Any) -> _ChunkTile:
@@ -91,7 +92,7 @@ def peer_gather_chunks(
 
     Args:
       arrays: this GPU's, of one shape and dtype.
-      sources: of each chunk of the rows: which of this GPU's chunks it is, or n more than which of the other's.
+      sources: `ChunkTables.of_row`.
       axis: the mesh axis of the two.
       num_multiprocessors: of a GPU.
     """
@@ -122,7 +123,7 @@ def peer_sum_chunks(
 
     Args:
       arrays: this GPU's rows, of one shape and dtype.
-      sources: of each of this GPU's chunks: its place in the row; C more than that where the other's is to be added.
+      sources: `ChunkTables.of_own`.
       axis: the mesh axis of the two.
       num_multiprocessors: of a GPU.
     """

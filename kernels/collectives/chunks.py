@@ -17,18 +17,21 @@ from jaxtyping import Array, Float, Int
 
 from kernels.slice_fusion import without_slice_fusion
 
-# Numbers of a line of the kernels' tiles, and of a tile.
-_LINE, _TILE = 256, 32 * 256
+LINE = 256
+"""Numbers of a line of the kernels' tiles: the most that one copy can be wide."""
+TILE_LINES = 32
+"""Lines of a tile. A smaller one divides it."""
+_TILE = TILE_LINES * LINE
 
 
 class ChunkTables(NamedTuple):
     """Where chunks are.
 
     Attributes:
-      of_row: of each chunk of the rows: which of this GPU's chunks it is, or n more than which of the other's. For a
-        chunk that isn't needed any chunk may stand. `[B, C]`, int32.
-      of_own: of each of this GPU's chunks: its place in the row; C more than that if the other GPU needs it. `[B, n]`,
-        int32.
+      of_row: what stands in each place of the rows: i for this GPU's i-th chunk, n + i for the other's. Any chunk may
+        stand for one that isn't needed. `[B, C]`, int32.
+      of_own: where in the row each of this GPU's chunks stands: c, or C + c if the other GPU needs it, too.
+        `[B, n]`, int32.
     """
 
     of_row: Int[Array, "B C"]
@@ -47,7 +50,10 @@ def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: ja
         return f"takes bfloat16 and float16, not {jnp.dtype(dtype)}"
     for size in num_features:
         if num_tokens * size % _TILE:
-            return f"takes chunks of a multiple of {_TILE} numbers, not of {num_tokens} tokens × {size} features"
+            return (
+                f"takes chunks of a multiple of {_TILE} numbers, not of {num_tokens} tokens × {size} features; "
+                "a length that a larger power of two divides has larger chunks"
+            )
     return None
 
 
@@ -92,7 +98,7 @@ def _by_shape(
     results: dict[int, Array] = {}
     for shape in dict.fromkeys(x.shape for x in arrays):
         alike = [i for i, x in enumerate(arrays) if x.shape == shape]
-        in_lines = [arrays[i].reshape(*shape[:2], -1, _LINE) for i in alike]
+        in_lines = [arrays[i].reshape(*shape[:2], -1, LINE) for i in alike]
         (sources, *in_lines) = without_slice_fusion(sources, *in_lines)
         outputs = without_slice_fusion(*kernel(in_lines, sources, axis, num_multiprocessors))
         results |= {i: x.reshape(*x.shape[:2], *shape[2:]) for i, x in zip(alike, outputs, strict=True)}

@@ -2,13 +2,15 @@
 
 XLA tells a kernel where the other GPU's arrays lie if both are of one process. It starts the kernel on both at once, so
 that what is read has been written, and what is written to is free. The kernels' programs wait for those of the other
-GPU. So all of them must come to run, and no kernel may be in their way that waits for the other GPU as well.
+GPU. So no kernel may be in their way that waits for the other GPU as well.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -20,6 +22,13 @@ _OLDEST_JAX = (0, 11)
 _OVERLAPPING_FLAG = r"--xla_gpu_enable_latency_hiding_scheduler(?!=(?:false|0))"
 
 
+def sizes_unsupported_reason(sizes: Mapping[str, int], axis: str) -> str | None:
+    """Why no devices of a mesh of these sizes can reach each other's memory along an axis, or None if some can."""
+    if math.prod(sizes.values()) != 2 or sizes[axis] != 2:
+        return f"is for meshes of two devices, both of them along {axis}, not for {dict(sizes)}"
+    return None
+
+
 def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
     """Why the ranks of an axis can't reach each other's memory, or None if they can.
 
@@ -27,8 +36,8 @@ def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
       mesh: all of the devices.
       axis: that the kernels' ranks lie along.
     """
-    if mesh.size != 2 or mesh.shape[axis] != 2:
-        return f"is for meshes of two devices, both of them along {axis}, not for {dict(mesh.shape)}"
+    if (reason := sizes_unsupported_reason(mesh.shape, axis)) is not None:
+        return reason
     if isinstance(mesh, AbstractMesh):
         return "is for GPUs that are known, not for an abstract mesh"
     devices = mesh.devices.ravel()
@@ -38,7 +47,7 @@ def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
         return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
     if (mapped := manual_axes()) and mapped != set(mesh.shape):
         # A nested map would be lowered for a mesh without device ids (JAX 0.11.2).
-        return f"is for calls without a jax.shard_map around them, not for one that maps {', '.join(sorted(mapped))}"
+        return f"is for calls within a jax.shard_map of all axes, or of none, not of {', '.join(sorted(mapped))}"
     if re.search(_OVERLAPPING_FLAG, os.environ.get("XLA_FLAGS", "")):
         return "waits for the other GPU, as collectives do that XLA's latency-hiding scheduler would start beside it"
     if len({device.process_index for device in devices}) > 1:

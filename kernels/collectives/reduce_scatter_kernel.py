@@ -1,7 +1,8 @@
 """A matmul whose products two GPUs sum up: each keeps its own tokens' rows, and sends the other's as it computes them.
 
 A GPU first computes the tiles of the other's rows. They leave from shared memory over NVLink, under the matmuls of the
-next tiles. Then it computes its own rows' tiles, and adds what the other GPU has sent: in float32, rounded once.
+next tiles. Then it computes its own rows' tiles, and adds what the other GPU has sent: in float32, rounded once. As its
+programs wait for that, all of them have to run at the same time, one on each multiprocessor.
 
 Source: the fused reduce-scatter of Flux (arXiv:2406.06858).
 

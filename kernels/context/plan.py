@@ -37,7 +37,7 @@ def plan_context(
     deal: Deal | None = None,
     exchange: Exchange | None = None,
     implementation: str | Tuning | None = None,
-    no_peers: str | None = UNKNOWN_DEVICES,
+    peer_refusal: str | None = UNKNOWN_DEVICES,
 ) -> ContextPlan:
     """Chooses the deal and the exchanges that take the least time, by the cost model.
 
@@ -48,7 +48,7 @@ def plan_context(
       deal: None for the fastest.
       exchange: of all calls; None for the fastest of each.
       implementation: as for `kernels.dot_product_attention`.
-      no_peers: why the ranks can't read each other's memory; None: they can.
+      peer_refusal: why the ranks can't read each other's memory; None: they can.
 
     Raises:
       ValueError: no deal of the rows' length serves; or a named exchange can't serve a call.
@@ -68,7 +68,7 @@ def plan_context(
     for candidate in candidates:
         try:
             check_deal(candidate, length, num_ranks)
-            split = Split.of(axis, num_ranks, candidate, length, no_peers)
+            split = Split.of(axis, num_ranks, candidate, length, peer_refusal)
             chosen = tuple(choose_exchange(call, split, exchange, implementation) for call in calls)
         except ValueError as error:
             refusal = refusal or error

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, Shaped
 from kernels.call import AttentionInputs
 from kernels.context.deal import Deal, deal_tokens, default_chunk_size
 
-UNKNOWN_DEVICES = "is for GPUs that are known"
+UNKNOWN_DEVICES = "is for GPUs of a mesh that is known"
 """Why ranks can't read each other's memory where nobody says what they are."""
 
 
@@ -30,7 +30,7 @@ class Split(NamedTuple):
       length: T.
       deal: which tokens a rank holds.
       chunk_size: by_cost: tokens of a chunk.
-      no_peers: why the ranks can't read each other's memory; None: they can.
+      peer_refusal: why the ranks can't read each other's memory; None: they can.
     """
 
     axis: str
@@ -38,13 +38,13 @@ class Split(NamedTuple):
     length: int
     deal: Deal
     chunk_size: int | None = None
-    no_peers: str | None = UNKNOWN_DEVICES
+    peer_refusal: str | None = UNKNOWN_DEVICES
 
     @staticmethod
-    def of(axis: str, num_ranks: int, deal: Deal, length: int, no_peers: str | None = UNKNOWN_DEVICES) -> Split:
+    def of(axis: str, num_ranks: int, deal: Deal, length: int, peer_refusal: str | None = UNKNOWN_DEVICES) -> Split:
         """The split of rows of `length` tokens, dealt out in chunks of the default size."""
         chunk_size = default_chunk_size(length, num_ranks) if deal == "by_cost" else None
-        return Split(axis, num_ranks, length, deal, chunk_size, no_peers)
+        return Split(axis, num_ranks, length, deal, chunk_size, peer_refusal)
 
     @property
     def num_runs(self) -> int | None:

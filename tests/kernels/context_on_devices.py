@@ -198,11 +198,11 @@ def stand_in_for_gpus() -> None:
 
 def draw_sizes_of_gpus(rng, mask_name):
     """Such as the kernels serve, with rows of few chunks and of many."""
-    num_kv_heads, head_dim = ((1, 256), (2, 128), (4, 64), (8, 64))[rng.integers(4)]
+    num_kv_heads, head_dim, value_dim = ((1, 256, 256), (2, 128, 128), (4, 64, 64), (4, 192, 128))[rng.integers(4)]
     # A mask of eight heads is for eight.
     num_heads = 8 if mask_name == "heads" else num_kv_heads * int(rng.choice([1, 2, 3]))
     length = int(rng.choice([128, 256, 640, 1024, 1408]))
-    return Sizes(length, num_heads, num_kv_heads, head_dim, head_dim, str(rng.choice(["bfloat16", "float16"])))
+    return Sizes(length, num_heads, num_kv_heads, head_dim, value_dim, str(rng.choice(["bfloat16", "float16"])))
 
 
 def draw_cases(rng, num_cases, of_gpus):

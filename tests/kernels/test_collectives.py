@@ -197,7 +197,7 @@ def test_kernels_are_not_for_calls_within_another_map():
 
     assert choose_collectives(two_gpus, "tensor", (1, 128, 64), (64,), "bfloat16").passed_over is None
     jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"})(jnp.ones(1))
-    assert seen == ["is for calls without a jax.shard_map around them, not for one that maps data"]
+    assert seen == ["is for calls within a jax.shard_map of all axes, or of none, not of data"]
 
 
 @NEEDS_JAX_0_11

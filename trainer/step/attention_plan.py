@@ -37,6 +37,8 @@ class ExchangePlan:
     """Of a layer, forward and backward, by each exchange that serves it: the cost model's."""
     refusals: dict[str, str]
     """Name and reason of each exchange that doesn't."""
+    is_of_two_gpus: bool = False
+    """Whether they are the whole mesh."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,13 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
     if config.mesh.context == 1:
         return "in_order", None
     context = config.context
-    target = Target("cpu", "cpu") if mesh is None else Target.of(mesh.devices.flat[0])
+    if mesh is None:
+        target, peer_refusal = (
+            Target("cpu", "cpu"),
+            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context"),
+        )
+    else:
+        target, peer_refusal = Target.of(mesh.devices.flat[0]), peer_memory.unsupported_reason(mesh, "context")
     try:
         plan = plan_context(
             attention_calls(config, target),
@@ -81,7 +89,7 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
             deal=context.deal,
             exchange=context.exchange,
             implementation=config.model.implementation,
-            no_peers=None if mesh is None else peer_memory.unsupported_reason(mesh, "context"),
+            peer_refusal=peer_refusal,
         )
     except ValueError as error:
         raise UserMistake(f"context: {error}") from error
@@ -114,6 +122,7 @@ def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]
                 round(cost.held_bytes),
                 {name: each.seconds for name, each in chosen.costs.items()},
                 dict(chosen.refusals.items()),
+                target.platform == "gpu" and mesh.size == 2,
             )
             call = kernel_call(chosen.name, call, split)
         try:
@@ -134,6 +143,9 @@ def describe_attention(plans: Sequence[AttentionPlan]) -> list[str]:
         for passed_over in plan.passed_over.items():
             masks_of.setdefault(passed_over, []).append(plan.mask)
         lines += _describe_exchange(plan.exchange)
+        # Which GPUs read each other's memory isn't a matter of the mask, and is worth knowing only on two of them.
+        if plan.exchange is not None and plan.exchange.is_of_two_gpus and "peer" in plan.exchange.refusals:
+            masks_of.setdefault(("peer", plan.exchange.refusals["peer"]), []).append(plan.mask)
     for (name, reason), masks in masks_of.items():
         where = "" if len(masks) == len(plans) else f" for {', '.join(masks)}"
         lines.append(f"  {name} passed over{where}: {reason}")

@@ -3,8 +3,9 @@
 Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
 learn how much it is. The kernel sees whole rows. Own chunks stand in them for those that no query attends to.
 
-Keys and values are brought before the custom gradient begins: whole rows of them are kept for the backward pass, and
-are not brought again. dK and dV come home in the same way, added up in float32.
+Keys and values are brought before the custom gradient begins. So whole rows of them are kept for the backward pass, and
+not brought again, but where a remat policy makes a layer anew. dK and dV come home in the same way, added up in
+float32.
 
 Source: one-sided reads, as in NVSHMEM.
 
@@ -30,10 +31,15 @@ local_call = gather.local_call
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     """The ranks have to be two GPUs that reach each other's memory, and chunks whole tiles of it."""
-    if split.no_peers is not None:
-        return split.no_peers
+    if split.num_ranks != 2:
+        return f"is for two ranks, not for {split.num_ranks}"
+    if split.peer_refusal is not None:
+        return split.peer_refusal
     if split.length // split.run_chunk > MOST_CHUNKS:
-        return f"takes rows of at most {MOST_CHUNKS} chunks, not of {split.length // split.run_chunk}"
+        return (
+            f"takes rows of at most {MOST_CHUNKS} chunks, not of {split.length // split.run_chunk}; a length that a "
+            "larger power of two divides has larger chunks"
+        )
     features = call.num_kv_heads * call.head_dim, call.num_kv_heads * call.value_dim
     return chunk_collectives.unsupported_reason(split.run_chunk, features, call.dtype)
 
