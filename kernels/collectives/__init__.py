@@ -8,6 +8,7 @@ gpu_pair.py               two GPUs, as a kernel sees them that runs on both
 token_halves.py           how kernels cut two GPUs' tokens into tiles of a matmul
 all_gather_kernel.py      a matmul of two GPUs' tokens, which are sent under it
 reduce_scatter_kernel.py  a matmul whose products two GPUs sum up, and send under it
+chunk_tiles.py            the tiles that chunks are copied in
 chunk_kernels.py          copies of chunks of both GPUs' memory, and sums of them
 """
 

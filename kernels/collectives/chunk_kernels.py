@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.mosaic_gpu.machine import fix_dump_name
-from kernels.collectives.chunks import LINE, TILE_LINES
+from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.collectives.gpu_pair import GpuPair
 from kernels.persistent_matmul import div_rem
 

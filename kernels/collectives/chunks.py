@@ -15,12 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.slice_fusion import without_slice_fusion
 
-LINE = 256
-"""Numbers of a line of the kernels' tiles: the most that one copy can be wide."""
-TILE_LINES = 32
-"""Lines of a tile. A smaller one divides it."""
 _TILE = TILE_LINES * LINE
 
 
