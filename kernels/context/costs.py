@@ -69,8 +69,7 @@ _OTHER_LINKS = Links(25e9, False, 1e12, 16e9, 0.1e12)
 _SLOWER_WITH_QUERY_PLACES = 1.03
 _SLOWER_WITH_KEY_PLACES = 1.14
 # How often a gather of documents' or windows' keys reads or writes whole rows of them, or of their gradients; and how
-# often where a GPU reads what it needs from the other's memory, and how much faster it does than NCCL (two H200s, 67
-# MB: 0.25 ms and 0.34 ms).
+# often where a GPU reads what it needs from the other's memory, and how much faster it does than NCCL, about.
 _COPIES_OF_WHOLE_ROWS = 8
 _COPIES_BY_PEER, _FASTER_BY_PEER = 5, 1.4
 # The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a

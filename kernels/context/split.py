@@ -119,6 +119,10 @@ class RowOrder(NamedTuple):
     split: Split
     chunks: Int[Array, "B C"] | None
 
+    def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
+        """All ranks' tokens, in the order of the row."""
+        return self.sort(self.split.gather(x))
+
     def sort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """From the order of the ranks to the order of the row."""
         if self.split.deal == "in_order":

@@ -44,10 +44,13 @@ def test_xla_computes_what_numpy_does():
 
 @pytest.mark.gpu
 @NEEDS_JAX_0_11
-def test_kernels_compute_what_numpy_does():
+@pytest.mark.parametrize("preallocates", ["true", "false"])
+def test_kernels_compute_what_numpy_does(preallocates):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    check_draws(dict(os.environ), 6, "mosaic_gpu")
+    # A draw compiles for 20 s or so, and a test may take 300 s.
+    memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": preallocates, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
+    check_draws(os.environ | memory, 8, "mosaic_gpu")
 
 
 @needs_gpu_compiler

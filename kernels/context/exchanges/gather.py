@@ -43,7 +43,7 @@ class Gather(Collected):
     queries_back = queries
 
     def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B T ..."], ...]:
-        return tuple(map(self._whole, arrays)) if self.needed is None else self.needed.gather(arrays)
+        return tuple(map(self.order.gather, arrays)) if self.needed is None else self.needed.gather(arrays)
 
     def keys_back(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
         if self.needed is not None:
@@ -60,13 +60,10 @@ class Gather(Collected):
             value,
             inputs.sinks,
             ids,
-            None if ids is None else self._whole(ids),
+            None if ids is None else self.order.gather(ids),
             self.split.places(inputs) if positions is None else positions,
-            arange_like(key) if positions is None else self._whole(positions),
+            arange_like(key) if positions is None else self.order.gather(positions),
         )
-
-    def _whole(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
-        return self.order.sort(self.split.gather(x))
 
 
 part = Gather

@@ -60,10 +60,8 @@ class Heads:
 
     def bring(self, inputs: AttentionInputs) -> AttentionInputs:
         """Whole rows of this rank's heads; differentiable."""
-        ids, positions = (
-            None if x is None else self.order.sort(self.split.gather(x))
-            for x in (inputs.query_segment_ids, inputs.query_positions)
-        )
+        of_tokens = inputs.query_segment_ids, inputs.query_positions
+        ids, positions = (None if x is None else self.order.gather(x) for x in of_tokens)
         return AttentionInputs(
             self._to_heads(inputs.query),
             self._to_heads(self._copied(inputs.key)),

@@ -63,10 +63,8 @@ class Peer:
         tables, target = self._tables(inputs), self.call.target
         whole = chunk_collectives.gather_chunks(own, tables, self.split.axis, target.num_multiprocessors)
         key, value = (x.reshape(x.shape[0], self.split.length, *x.shape[3:]) for x in whole)
-        ids, positions = (
-            None if x is None else self.order.sort(self.split.gather(x))
-            for x in (inputs.query_segment_ids, inputs.query_positions)
-        )
+        of_tokens = inputs.query_segment_ids, inputs.query_positions
+        ids, positions = (None if x is None else self.order.gather(x) for x in of_tokens)
         return inputs._replace(key=key, value=value, key_value_segment_ids=ids, key_value_positions=positions)
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
