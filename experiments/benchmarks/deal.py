@@ -103,14 +103,14 @@ def random_row(length: int, draw: Callable[[np.random.Generator], float], rng: n
 
     >>> ids, positions = random_row(6, lambda rng: 4, np.random.default_rng())
     >>> ids.tolist(), positions.tolist()
-    ([1, 1, 1, 1, 2, 2], [0, 1, 2, 3, 0, 1])
+    ([2, 2, 2, 2, 1, 1], [0, 1, 2, 3, 0, 1])
     """
     lengths, left = [], length - int(rng.integers(0, int(_LARGEST_PADDING * length) + 1))
     padding = length - left
     while left > 0:
         lengths.append(min(max(1, int(draw(rng))), left))
         left -= lengths[-1]
-    ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    ids = np.repeat(np.arange(len(lengths), 0, -1, dtype=np.int32), lengths)
     positions = np.concatenate([np.arange(each, dtype=np.int32) for each in lengths])
     return np.pad(ids, (0, padding)), np.pad(positions, (0, padding))
 

@@ -16,7 +16,7 @@ from kernels.call import AttentionCall
 from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchanges.halo import reach_of
 from kernels.context.exchanges.needed import can_leave_any, num_sent
-from kernels.context.exchanges.ring import num_hops
+from kernels.context.exchanges.ring import documents_bound_hops, num_hops
 from kernels.context.split import Split
 from kernels.masks import Mask
 from kernels.plan import count_allowed_pairs
@@ -80,9 +80,11 @@ _HIDDEN_SHARE_OF_HOPS = 0.75
 # is dealt out by cost.
 _IMBALANCE_OF_DOCUMENTS = 1.5
 _IMBALANCE_BY_COST = 1.02
-# A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so. Nobody
-# knows them before they are read. And the runs that a rank has where each row is dealt out by cost, about.
+# A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so, and the
+# longest of a batch has so many. Nobody knows them before they are read. And the runs that a rank has where each row is
+# dealt out by cost, about.
 _TOKENS_BEFORE = 3_000
+_LONGEST_DOCUMENT = 50_000
 _RUNS_BY_COST = 2
 # Gathered keys take no more of a device's memory than this, parameters and activations being the rest.
 _MOST_OF_MEMORY = 0.15
@@ -218,10 +220,12 @@ def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]
 
 
 def _ring_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
-    hops = num_hops(call, split) - 1
+    hops, hops_home = num_hops(call, split) - 1, 1
+    if documents_bound_hops(call, split):
+        hops = hops_home = min(hops, -(-_LONGEST_DOCUMENT // call.q_len))
     keys = _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
     gradients = _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
-    return hops * keys, hops * keys + (hops + 1) * gradients, 2 * (keys + gradients)
+    return hops * keys, hops * keys + (hops + hops_home) * gradients, 2 * (keys + gradients)
 
 
 def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.benchmarks.context_bytes.__main__ import BytesArguments, ContextMesh, main
 from experiments.benchmarks.context_bytes.cell import received_bytes
-from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
+from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
 from experiments.benchmarks.deal import random_row
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, PrefixMask
 from kernels.context import deal_tokens
@@ -34,6 +34,14 @@ def test_missing_keys_are_those_of_the_dense_mask(mask, deal, rng):
         of_ranks = places.reshape(num_ranks, -1)
         expected = [np.isin(np.flatnonzero(allowed[own].any(0)), own, invert=True).sum() for own in of_ranks]
         assert count_missing_keys(mask, places, num_ranks, **documents).tolist() == expected
+
+
+def test_hops_reach_the_farthest_key_of_a_document(rng):
+    length, num_ranks = 128, int(rng.choice([2, 4, 8]))
+    ids, _ = random_row(length, lambda rng: rng.integers(1, 60), rng)
+    queries, keys = np.nonzero(np.tri(length, dtype=bool) & (ids[:, None] == ids[None]))
+    of_rank = length // num_ranks
+    assert count_hops(ids, num_ranks) == 1 + (queries // of_rank - keys // of_rank).max()
 
 
 def test_a_mask_whose_rows_are_no_intervals_has_no_least():
@@ -78,6 +86,24 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
     printed = capsys.readouterr().out
     assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['deal']}: " in printed
     assert "least (busiest rank)" in printed
+
+
+def test_a_ring_counts_the_hops_that_documents_need(tmp_path, capsys, monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
+        monkeypatch.setenv(name, environment_of_cpus(8)[name])
+    output = tmp_path / "rows.jsonl"
+    assert main(BytesArguments(("local/8/524288",), ("packed",), ("ring",), "in_order", output=output)) == 0
+    row = json.loads(output.read_text())
+    assert 2 <= row["mean_hops"] < 8
+    # XLA's CPU backend sends bfloat16 as float32. Gradients go there and back. Places and ids are 8 of 16,392 bytes.
+    gradients = 65_536 * 16 * 2 * 128 * 4
+    hop, num_hops = gradients + 65_536 * 8, row["mean_hops"] - 1
+    assert row["trip_bytes"] == pytest.approx([hop, hop + 2 * gradients], rel=0.01)
+    assert row["forward_bytes"] == pytest.approx(num_hops * hop, rel=0.01)
+    # With JAX 0.10 one first hop does for both passes.
+    shared = hop if jax.__version_info__ < (0, 11) else 0
+    assert row["backward_bytes"] == pytest.approx(num_hops * (hop + 2 * gradients) - shared, rel=0.01)
+    assert "packed, local, 8 ranks, 524,288 tokens, ring, in_order: " in capsys.readouterr().out
 
 
 def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys, monkeypatch):

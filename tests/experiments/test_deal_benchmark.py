@@ -34,8 +34,8 @@ def test_rows_are_documents_and_then_padding(name, rng):
     assert 8192 - 81 <= num_tokens <= 8192
     assert not ids[num_tokens:].any()
     assert not positions[num_tokens:].any()
-    assert set(np.diff(ids[:num_tokens])) <= {0, 1}
-    assert ids[0] == 1
+    assert set(np.diff(ids[:num_tokens])) <= {0, -1}
+    assert ids[num_tokens - 1] == 1
     for document in range(1, ids.max() + 1):
         of_document = positions[ids == document]
         np.testing.assert_array_equal(of_document, np.arange(len(of_document)))

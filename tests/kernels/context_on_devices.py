@@ -110,7 +110,9 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
         # Among the ids are the lowest that there is, and the highest.
         names = np.array([-(2**31), 2**31 - 1, *rng.choice(2**20, 6, replace=False)], np.int32)
         documents = np.sort(rng.integers(0, 8, (batch, length)), axis=1)
-        ids = rng.permutation(names)[documents]
+        # What ranks need of each other is told by the ranges of their ids, which rise, fall or say nothing.
+        rising = np.sort(names)
+        ids = (rising, rising[::-1], rng.permutation(names))[rng.integers(3)][documents]
         positions = np.stack([np.arange(length) - np.searchsorted(row, row) for row in documents])
         same = ids[:, None, :, None] == ids[:, None, None, :]
     heads = np.arange(num_heads)[None, :, None, None]

@@ -22,8 +22,8 @@ from trainer.compile.topology import parse_topology
 
 SCRIPT = Path(__file__).parent / "tokens_on_two_devices.py"
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
-# Each layer rounds a product and a sum.
-TOLERANCES = {"bfloat16": 0.03, "float16": 0.004, "float32": 3e-6}
+# Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel: 96 draws came to 2.5.
+ROUNDINGS = 10
 
 
 def check_draws(environment, num_draws, collectives):
@@ -35,7 +35,7 @@ def check_draws(environment, num_draws, collectives):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [draw["collectives"] for draw in found] == [collectives] * num_draws
     assert [draw for draw in found if not draw["is_exact"]] == []
-    assert [draw for draw in found if not draw["difference"] < TOLERANCES[draw["dtype"]]] == []
+    assert [draw for draw in found if not draw["difference"] < ROUNDINGS] == []
 
 
 def test_xla_computes_what_numpy_does():

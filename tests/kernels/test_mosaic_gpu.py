@@ -418,6 +418,49 @@ def test_a_scan_over_layers_computes_each_forward_pass_once():
     assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2  # a forward and a backward kernel
 
 
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_a_layer_that_is_made_anew_leaves_nothing_behind():
+    """Not the outputs of kernels either that share out their work by a counter, as those of documents do."""
+    device = parse_topology("h100:1").devices()[0]
+    of_hidden, num_layers = (1, 32_768, 16, 128), 3
+
+    def temporaries(*names):
+        def layers(hidden, scales, ids):
+            def layer(hidden, scale):
+                x = hidden * scale
+                attended = dot_product_attention(
+                    x, x, x, CausalMask(), query_segment_ids=ids, key_value_segment_ids=ids, device=device
+                )
+                return hidden + attended, None
+
+            policy = jax.checkpoint_policies.save_only_these_names(*names)
+            return jax.lax.scan(jax.checkpoint(layer, policy=policy), hidden, scales)[0].astype(jnp.float32).sum()
+
+        on_device = jax.sharding.SingleDeviceSharding(device)
+        inputs = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
+            for shape, dtype in ((of_hidden, "bfloat16"), ((num_layers,), "bfloat16"), (of_hidden[:2], "int32"))
+        )
+        return jax.jit(jax.grad(layers)).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+    of_outputs = num_layers * 2 * np.prod(of_hidden)
+    assert temporaries("attention_output", "attention_lse") - temporaries() > 0.9 * of_outputs
+
+
+@NEEDS_JAX_0_11
+def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
+    inputs, call = call_of(CausalMask())
+    inputs = inputs._replace(value=jnp.asarray(rng.standard_normal(inputs.value.shape), inputs.value.dtype))
+    tuning = resolve(MosaicGpuTuning(interpret=True), call)
+    values = jnp.stack([inputs.value, -2 * inputs.value])
+    outputs, lse = jax.vmap(lambda value: mosaic_gpu.forward(inputs._replace(value=value), call, tuning))(values)
+    for i, value in enumerate(values):
+        expected = mosaic_gpu.forward(inputs._replace(value=value), call, tuning)
+        np.testing.assert_array_equal(np.asarray(outputs[i]), np.asarray(expected[0]))
+        np.testing.assert_array_equal(np.asarray(lse[i]), np.asarray(expected[1]))
+
+
 @NEEDS_JAX_0_11
 def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     distance = [40]

@@ -1,8 +1,8 @@
 """Matmuls of tokens and features that two devices split, against NumPy; run as a program by test_collectives.py.
 
 Draws shapes, dtypes and values, and prints a JSON line for each draw: what was drawn, whether values of small integers,
-which no dtype rounds, are exact, and the largest difference of values and gradients of random numbers, relative to the
-largest number.
+which no dtype rounds, are exact, and the largest difference of values and gradients of random numbers, in roundings:
+in half the dtype's epsilon of what the sums would be if no term cancelled another.
 """
 
 import json
@@ -76,6 +76,11 @@ def numpy_gradients(tokens, matrices, back, gradients):
     return of_tokens, *of_matrices, *of_back
 
 
+def numpy_values(arrays, gradients):
+    """Features, tokens, and the gradients of the arrays."""
+    return *numpy_layers(*arrays, lambda x: x), *numpy_gradients(*arrays, gradients)
+
+
 def few_ones(rng, shape):
     """A matrix of zeros, but for at most three ones or minus ones in each column."""
     matrix = np.zeros(shape)
@@ -119,9 +124,13 @@ def check(rng, mesh, chosen, dtype, shape):
         return outputs, vjp(tuple(gradients))
 
     found = jax.tree.leaves(as_float64(jax.jit(with_gradients)(arrays, gradients)))
-    exact = as_float64(arrays)
-    expected = *numpy_layers(*exact, lambda x: x), *numpy_gradients(*exact, as_float64(gradients))
-    return is_exact, max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True))
+    exact = as_float64(((*arrays,), gradients))
+    expected = numpy_values(*exact)
+    # The same of magnitudes, in which nothing cancels: each rounding is in proportion to them, and not to the result.
+    magnitudes = numpy_values(*jax.tree.map(np.abs, exact))
+    rounding = float(jnp.finfo(dtype).eps) / 2
+    differences = (np.abs(a - b) / (c * rounding) for a, b, c in zip(found, expected, magnitudes, strict=True))
+    return is_exact, max(float(difference.max()) for difference in differences)
 
 
 def main(seed: int, num_draws: int) -> None:

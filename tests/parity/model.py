@@ -129,7 +129,8 @@ class Model:
             cuts = np.sort(rng.choice(np.arange(1, num_tokens), num_cuts, replace=False))
             starts = np.concatenate([[0], cuts, [num_tokens] if num_tokens < self.length else []]).astype(int)
             lengths = np.diff(starts, append=self.length)
-            ids[:] = np.repeat(np.arange(1, len(starts) + 1), lengths)
+            # Falling, as the data pipeline gives them, or rising.
+            ids[:] = np.repeat(np.arange(1, len(starts) + 1)[:: rng.choice([-1, 1])], lengths)
             ids[num_tokens:] = 0
             places[:] = np.arange(self.length) - np.repeat(starts, lengths)
         return {

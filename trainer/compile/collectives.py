@@ -38,18 +38,26 @@ class CollectiveTotal:
     bytes: int
     """Sum over all executions, on each device, of the larger of a collective's input and its output."""
     is_exact: bool
-    """False if some are in a loop whose number of trips is known only at run time. It counts as one trip."""
+    """False if some are in a loop whose number of trips is known only at run time."""
 
 
-def count_collectives(module: Module) -> tuple[CollectiveTotal, ...]:
+def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[CollectiveTotal, ...]:
     """A total for every operation that occurs, in the order of `OPERATIONS`.
 
     XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
     fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most. Of a
     conditional's branches only the one that moves most counts. Kernels that read what documents leave of the other
     GPU's chunks count as if they read all.
+
+    Args:
+      module: the program.
+      unknown_trips: what a loop whose number of trips is known only at run time counts as.
     """
-    runs = module.runs(lambda computation: sum(_payload(computation, each) for _, each in _collectives(computation)))
+
+    def weigh(computation: Computation) -> int:
+        return sum(_payload(computation, each) for _, each in _collectives(computation))
+
+    runs = module.runs(weigh, unknown_trips)
     totals: dict[str, CollectiveTotal] = {}
     chains: set[str] = set()
     for name, computation in module.computations.items():

@@ -76,7 +76,7 @@ class Runs:
     count: int
     """0: never reached."""
     is_exact: bool
-    """False inside a loop whose number of trips is known only at run time. It counts as one trip."""
+    """False inside a loop whose number of trips is known only at run time."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,13 @@ class Module:
     def num_instructions(self) -> int:
         return sum(len(computation.instructions) for computation in self.computations.values())
 
-    def runs(self, weigh: Callable[[Computation], int]) -> dict[str, Runs]:
+    def runs(self, weigh: Callable[[Computation], int], unknown_trips: int = 1) -> dict[str, Runs]:
         """How often each computation runs, by name.
 
         Args:
           weigh: says of a computation by itself how much is in it that matters. Of a conditional's branches the one
             with most of that counts as taken.
+          unknown_trips: what a loop whose number of trips is known only at run time counts as.
         """
 
         def called(name: str) -> Iterator[tuple[int | None, str]]:
@@ -108,9 +109,13 @@ class Module:
                     names = [max(names, key=weight)]
                 yield from ((trips, each) for each in names)
 
+        def known(trips: int | None) -> int:
+            return unknown_trips if trips is None else trips
+
         @functools.cache
         def weight(name: str) -> int:
-            return weigh(self.computations[name]) + sum((trips or 1) * weight(each) for trips, each in called(name))
+            of_called = sum(known(trips) * weight(each) for trips, each in called(name))
+            return weigh(self.computations[name]) + of_called
 
         counts: dict[str, Runs] = {}
 
@@ -118,7 +123,7 @@ class Module:
             before = counts.get(name, Runs(0, True))
             counts[name] = Runs(before.count + times, before.is_exact and is_exact)
             for trips, each in called(name):
-                visit(each, times * (trips or 1), is_exact and trips is not None)
+                visit(each, times * known(trips), is_exact and trips is not None)
 
         visit(self.entry, 1, True)
         return counts

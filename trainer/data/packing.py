@@ -108,7 +108,7 @@ class PackedSequences:
     """Random access to the packed sequences of some documents.
 
     Each item is one sequence of a batch: arrays [T] `tokens` and `targets` (int32), `target_mask` (bool; False on
-    padding), `segment_ids` (int32; 0 on padding, pieces count from 1) and `positions` (int32, from 0 in each piece).
+    padding), `segment_ids` (int32; pieces count down to 1, padding is 0) and `positions` (int32, from 0 in each piece).
 
     Args:
         documents: what to pack.
@@ -144,13 +144,14 @@ class PackedSequences:
             parts.append((self.pieces.document.item(piece), start, start + length + 1))
         streams = self.documents.streams(parts)
         offset = 0
-        for segment, length in enumerate(lengths, start=1):
+        for index, length in enumerate(lengths):
             place = slice(offset, offset + length)
             # A stream is one token longer than its piece has targets.
-            stream = streams[offset + segment - 1 : offset + segment + length]
+            stream = streams[offset + index : offset + index + length + 1]
             sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
             sequence["target_mask"][place] = True
-            sequence["segment_ids"][place] = segment
+            # Ids that only fall, to the padding's, tell attention by their range which tokens a block of them can see.
+            sequence["segment_ids"][place] = len(lengths) - index
             sequence["positions"][place] = np.arange(length)
             offset += length
         return sequence

@@ -22,13 +22,15 @@ from typing import Any
 
 import numpy as np
 import tyro
+from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.compile_time.sweep import describe_failure
 from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
-from experiments.benchmarks.context_bytes.least import count_missing_keys, least_bytes
+from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
 from experiments.benchmarks.deal import DISTRIBUTIONS, random_row
+from experiments.benchmarks.deal import Row as PackedRow
 from kernels import parse_mask
 from kernels.context import Deal, deal_tokens
 from kernels.context.exchange import EXCHANGES
@@ -38,7 +40,7 @@ from trainer.process.versions import installed_versions
 from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]
-"""A cell's fields and those of its measurement; the least, mean and greatest over the ranks; versions."""
+"""A cell's fields and those of its measurement; what depends on documents; versions."""
 
 WORKLOADS = {
     "causal": ("CausalMask()", False),
@@ -50,7 +52,7 @@ WORKLOADS = {
 _CHOSEN = "chosen"
 _HEADS, _HEAD_DIM, _ITEMSIZE = 16, 128, 2
 _DOCUMENTS = DISTRIBUTIONS["log-normal, median 4,000"]
-_NUM_DRAWN_ROWS = 16
+_NUM_DRAWN_BATCHES = 16
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class BytesArguments:
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "gather")
     """gather, peer (which counts as if all keys were needed), halo, ring, heads; chosen: by the cost model."""
+    deal: Deal | None = None
+    """in_order, zigzag or by_cost; None: by the cost model."""
     limit_s: float = 1800.0
     """Seconds for a cell, after which its compilation is stopped."""
     seed: int = 0
@@ -115,7 +119,7 @@ class BytesArguments:
                 for exchange in self.exchanges:
                     mask, packed = WORKLOADS[name]
                     chosen = None if exchange == _CHOSEN else exchange
-                    yield name, BytesCell(**asdict(case), mask=mask, packed=packed, exchange=chosen)
+                    yield name, BytesCell(**asdict(case), mask=mask, packed=packed, exchange=chosen, deal=self.deal)
 
 
 def main(arguments: BytesArguments) -> int:
@@ -166,20 +170,35 @@ def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Gene
     if done.returncode:
         return row | {"message": describe_failure(done.returncode, done.stderr).removeprefix("error: ")}
     row |= json.loads(done.stdout.splitlines()[-1])
-    return row | least_of(cell, row["deal"], rng)
+    num_drawn = _NUM_DRAWN_BATCHES * row["num_rows"] if cell.packed else 0
+    drawn = [random_row(cell.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
+    if any(row["trip_bytes"]):
+        row["mean_hops"] = mean_hops(cell, [ids for ids, _ in drawn], row["num_rows"])
+        # Of hops, which are one fewer, a ring makes one outside of its loops.
+        of_trips = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
+        row |= {
+            "forward_bytes": row["forward_bytes"] + of_trips[0],
+            "backward_bytes": row["backward_bytes"] + of_trips[1],
+        }
+    return row | least_of(cell, row["deal"], drawn[:_NUM_DRAWN_BATCHES])
 
 
-def least_of(cell: BytesCell, deal: Deal, rng: np.random.Generator) -> Row:
-    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over several drawn ones."""
+def mean_hops(cell: BytesCell, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
+    """Ranks whose keys a ring brings, the mean over batches of `num_rows`. It goes on as far as any row needs."""
+    hops = np.array([count_hops(ids, cell.num_ranks) for ids in rows_ids]).reshape(-1, num_rows)
+    return float(np.maximum(hops.max(1), 2).mean())
+
+
+def least_of(cell: BytesCell, deal: Deal, drawn: Sequence[PackedRow]) -> Row:
+    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over those drawn."""
     mask = parse_mask(cell.mask)
-    drawn = []
-    for _ in range(_NUM_DRAWN_ROWS if cell.packed else 1):
-        ids, positions = random_row(cell.length, _DOCUMENTS, rng) if cell.packed else (None, None)
+    counts = []
+    for ids, positions in drawn if cell.packed else [(None, None)]:
         of_documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
         places = deal_tokens(deal, cell.length, cell.num_ranks, masks={mask: 1.0}, **of_documents)
         missing = count_missing_keys(mask, places, cell.num_ranks, **of_documents)
-        drawn.append((missing.mean(), missing.max()))
-    mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(drawn, axis=0))
+        counts.append((missing.mean(), missing.max()))
+    mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(counts, axis=0))
     return {"least_mean_bytes": mean, "least_greatest_bytes": greatest}
 
 

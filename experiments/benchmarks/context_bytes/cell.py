@@ -44,7 +44,9 @@ class BytesCell:
     packed: bool
     """Whether rows are of several documents, kept apart."""
     exchange: str | None
-    """None: by the cost model, with the deal."""
+    """None: by the cost model."""
+    deal: str | None = None
+    """None: by the cost model."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,19 @@ class Measured:
 
     exchange: str
     deal: str
+    num_rows: int
+    """Of the batch of all devices."""
     forward_bytes: float
     backward_bytes: float
+    """Without the trips of a loop of which documents decide how many there are."""
+    trip_bytes: tuple[float, float]
+    """Of each such trip, forward and backward."""
     predicted_bytes: tuple[float, float]
     """The cost model's, forward and backward."""
     temporaries: int
     """Bytes of the program of both passes."""
     collectives: list[dict[str, Any]]
-    """Of both passes."""
+    """Of both passes, with one trip of each such loop."""
 
 
 def received_bytes(totals: tuple[CollectiveTotal, ...], num_ranks: int) -> float:
@@ -96,18 +103,27 @@ def measure(cell: BytesCell) -> Measured:
     assert exchange is not None
     forward, both, arguments = _functions(config, mesh, exchange.name, exchange.deal)
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
-    totals = [count_collectives(parse_module(program.as_text() or "")) for program in programs]
-    moved = [received_bytes(each, cell.num_ranks) for each in totals]
+    modules = [parse_module(program.as_text() or "") for program in programs]
+    without_trips, with_one = (
+        _of_passes(*(received_bytes(count_collectives(each, trips), cell.num_ranks) for each in modules))
+        for trips in (0, 1)
+    )
     memory = memory_report(programs[1])
     assert memory is not None
     return Measured(
         exchange.name,
         exchange.deal,
-        *PassBytes(moved[0], moved[1] - moved[0]),
+        config.batch_size,
+        *without_trips,
+        (with_one.forward - without_trips.forward, with_one.backward - without_trips.backward),
         exchange.received_bytes,
         memory.temporaries,
-        [dataclasses.asdict(total) for total in totals[1]],
+        [dataclasses.asdict(total) for total in count_collectives(modules[1])],
     )
+
+
+def _of_passes(of_forward: float, of_both: float) -> PassBytes:
+    return PassBytes(of_forward, of_both - of_forward)
 
 
 def topology_of(cell: BytesCell) -> Topology | None:
@@ -137,7 +153,7 @@ def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
         batch_size=num_rows,
         gradient_accumulation=1,
         mesh=MeshConfig(fsdp=num_rows, context=cell.num_ranks),
-        context=ContextConfig(exchange=cell.exchange),  # type: ignore[arg-type]  # the config refuses another
+        context=ContextConfig(cell.exchange, cell.deal),  # type: ignore[arg-type]  # the config refuses others
         model=dataclasses.replace(base.model, masks=(parse_mask(cell.mask),)),
         data=dataclasses.replace(base.data, keep_documents_apart=cell.packed),
     )
@@ -165,7 +181,7 @@ def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal
 
     # As in a model that keeps a layer's output: what is gathered for the forward pass isn't kept for the backward.
     @functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("exchanged_output", "exchanged_lse")
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
     )
     def attend(query, key, value, segment_ids, places):
         segment_ids = segment_ids if config.data.keep_documents_apart else None
@@ -173,8 +189,8 @@ def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal
         return layer.dot_product_attention(query, key, value, mask, segment_ids=segment_ids, places=places)
 
     def both(query, key, value, segment_ids, places, d_output):
-        output, pull = jax.vjp(lambda *heads: attend(*heads, segment_ids, places), query, key, value)
-        return output, pull(d_output)
+        output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, places), query, key, value)
+        return output, vjp(d_output)
 
     query, key = of_heads(model.num_heads), of_heads(model.num_kv_heads)
     return attend, both, [query, key, key, tokens, tokens, query]

@@ -72,6 +72,21 @@ def count_missing_keys(
     return np.array(missing)
 
 
+def count_hops(segment_ids: Int[np.ndarray, " T"], num_ranks: int) -> int:
+    """How many ranks' keys a rank needs at most, its own among them, if ranks hold the tokens of a row in order.
+
+    Args:
+      segment_ids: document of each token, each document in one run.
+      num_ranks: R.
+
+    >>> count_hops(np.array([5, 5, 4, 4, 4, 4, 3, 3]), num_ranks=4)
+    2
+    """
+    of_rank = len(segment_ids) // num_ranks
+    begins, _ = _documents(segment_ids, len(segment_ids))
+    return 1 + int((np.arange(num_ranks) - begins[::of_rank] // of_rank).max())
+
+
 def least_bytes(num_missing: float, num_kv_heads: int, head_dim: int, itemsize: int) -> PassBytes:
     """The bytes of so many missing keys, with their values.
 

@@ -26,7 +26,7 @@ def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
     """Jits a half with its call and tuning static, so that equal calls, as of a model's layers, share a lowering."""
 
     def run_half(inputs, call, tuning, *cotangent, mask_state):
-        return half(inputs, call, tuning, *cotangent)
+        return _as_one_operation(lambda inputs, *cotangent: half(inputs, call, tuning, *cotangent))(inputs, *cotangent)
 
     run_half.__name__ = half.__name__
     jitted = jax.jit(run_half, static_argnames=("call", "tuning", "mask_state"))
@@ -41,6 +41,23 @@ def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
 
     run.cache_clear = jitted.clear_cache  # type: ignore[attr-defined]  # as `functools.lru_cache` has it
     return run
+
+
+def _as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one operation to `jax.checkpoint`, which would look into it otherwise.
+
+    It would find the tile scheduler's counter there. What comes of a mutable array it keeps, whatever the policy; in a
+    `while` loop, where nothing can be kept, it ends with an AssertionError (JAX 0.11.2).
+    """
+    operation = jax.custom_batching.custom_vmap(function)
+
+    @operation.def_vmap
+    def vmap(axis_size, is_batched, *arguments):
+        in_axes = jax.tree.map(lambda each: 0 if each else None, tuple(is_batched))
+        outputs = jax.vmap(function, in_axes, axis_size=axis_size)(*arguments)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return operation
 
 
 @_jit_by_call

@@ -69,11 +69,20 @@ def is_needed_elsewhere(
     )
     needs = (owners[None, :, None] != owners) & (back | forth)
     if segment_ids is not None:
-        ids = cut_into_chunks(segment_ids, split)
-        ends = split.gather(jnp.stack([ids.min(-1), ids.max(-1)], axis=-1))
-        lowest, highest = ends[..., 0], ends[..., 1]
-        needs = needs & (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
+        needs = needs & may_share_documents(cut_into_chunks(segment_ids, split), split)
     return needs.any(-1)
+
+
+def may_share_documents(segment_ids: Int[Array, "B c l"], split: Split) -> Bool[Array, "B C C"]:
+    """Whether the ids of two chunks lie in ranges that overlap, for all chunks in the order of the ranks.
+
+    Args:
+      segment_ids: of the rank's chunks, of whatever length.
+      split: of the rows.
+    """
+    ends = split.gather(jnp.stack([segment_ids.min(-1), segment_ids.max(-1)], axis=-1))
+    lowest, highest = ends[..., 0], ends[..., 1]
+    return (lowest[:, None] <= highest[:, :, None]) & (highest[:, None] >= lowest[:, :, None])
 
 
 def cut_into_chunks(x: Shaped[Array, "B L ..."], split: Split) -> Shaped[Array, "B chunks l ..."]:

@@ -3,6 +3,9 @@
 A rank never holds more than two ranks' keys. Each hop is under way while the kernel works on what has arrived. In the
 backward pass the gradients of keys and values travel with them, and a last hop takes them home.
 
+Keys go no farther than some query needs them. Windows say ahead of time how far that is. Documents say it at run time,
+where ranks hold tokens in their order: then it is a loop whose number of trips the ids decide.
+
 The barriers tie a hop's keys to the kernel's output. Without them XLA may start a hop before the one before it is used,
 and hold more ranks' keys at once.
 
@@ -23,7 +26,9 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.context.exchanges.needed import may_share_documents
 from kernels.context.split import Split
+from kernels.mesh import manual_axes
 
 _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
@@ -60,7 +65,7 @@ class Ring:
     """
 
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
-        self.split, self.num_hops = split, num_hops(call, split)
+        self.split, self.num_hops = split, needed_hops(call, split, inputs.query_segment_ids)
         positions = split.places(inputs) if inputs.query_positions is None else inputs.query_positions
         self.own = _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
 
@@ -93,14 +98,15 @@ class Ring:
             return jax.tree.map(jnp.add, (d_query, *self._to_next(of_keys)), gradients(keys))
 
         d_query, *of_keys = self._over_hops(gradients, add)
-        d_key, d_value = self._shift(of_keys, 1 - self.num_hops)
+        d_key, d_value = self._home(of_keys)
         return d_query.astype(local_call.dtype), d_key.astype(local_call.dtype), d_value.astype(local_call.dtype)
 
     def _over_hops(
         self, first: Callable[[_TravellingKeys], _Sums], add: Callable[[_Sums, _TravellingKeys], _Sums]
     ) -> _Sums:
         """What `first` makes of this rank's own keys, and `add` of that and of each other rank's keys in turn."""
-        if self.num_hops == 1:
+        is_static = isinstance(self.num_hops, int)
+        if is_static and self.num_hops == 1:
             return first(self.own)
 
         # A loop, so that compile time doesn't grow with the number of ranks.
@@ -109,7 +115,7 @@ class Ring:
             return lax.optimization_barrier((self._to_next(keys), add(summed, keys)))
 
         carried = lax.optimization_barrier((self._to_next(self.own), first(self.own)))
-        if self.num_hops > 2:
+        if not is_static or self.num_hops > 2:
             carried = lax.fori_loop(0, self.num_hops - 2, hop, carried)
         keys, summed = carried
         return add(summed, keys)
@@ -129,6 +135,13 @@ class Ring:
     def _to_next(self, tree):
         return self._shift(tree, 1)
 
+    def _home(self, tree):
+        """Back to the ranks that it came from."""
+        if isinstance(self.num_hops, int):
+            return self._shift(tree, 1 - self.num_hops)
+        # How far a shift goes is static, so this one goes rank by rank, as it does on a torus in any case.
+        return lax.fori_loop(0, self.num_hops - 2, lambda _, tree: self._shift(tree, -1), self._shift(tree, -1))
+
     def _shift(self, tree, distance: int):
         ranks = range(self.split.num_ranks)
         moves = [(rank, (rank + distance) % self.split.num_ranks) for rank in ranks]
@@ -144,6 +157,31 @@ def num_hops(call: AttentionCall, split: Split) -> int:
     if split.deal != "in_order" or call.mask.num_heads is not None or call.mask.looks_ahead or lookback is None:
         return split.num_ranks
     return min(split.num_ranks, 1 + -(-lookback // call.q_len))
+
+
+def needed_hops(call: AttentionCall, split: Split, segment_ids: Int[Array, "B t"] | None) -> int | Int[Array, ""]:
+    """As `num_hops`, and no more than this batch's documents need; alike on all devices.
+
+    Args:
+      call: of one rank.
+      split: of the rows.
+      segment_ids: of the rank's tokens; None: one document.
+    """
+    most = num_hops(call, split)
+    if not documents_bound_hops(call, split) or most == 2:
+        return most
+    assert segment_ids is not None, "the call has documents"
+    ranks = jnp.arange(split.num_ranks)
+    hops_to = 1 + jnp.tril(ranks[:, None] - ranks)  # from the keys' rank to the queries', which isn't before it
+    farthest = jnp.max(jnp.where(may_share_documents(segment_ids[:, None], split), hops_to, 1))
+    # A collective is one operation of all devices, so they all go round as often. The first hop is under way before the
+    # loop begins.
+    return jnp.clip(lax.pmax(farthest, tuple(sorted({split.axis} | manual_axes()))), 2, most)
+
+
+def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
+    """Whether a rank needs the keys of those just before it, as far as the documents of its first tokens reach."""
+    return call.has_segment_ids and split.deal == "in_order" and not call.mask.looks_ahead and num_hops(call, split) > 1
 
 
 def merge(

@@ -77,6 +77,12 @@ def test_a_loop_of_unknown_trips_counts_once_and_says_so():
     assert totals(loop(limit="%unknown"))["all-reduce"] == CollectiveTotal("all-reduce", 2, 2, 440, False)
 
 
+@pytest.mark.parametrize("trips", [0, 5])
+def test_a_loop_of_unknown_trips_counts_as_many_as_are_given(trips):
+    (total,) = count_collectives(parse_module(loop(limit="%unknown")), trips)
+    assert total == CollectiveTotal("all-reduce", 2, 1 + trips, 40 + trips * 400, False)
+
+
 def test_loops_in_loops_multiply():
     text = loop().replace("ENTRY %main", "%inner_main").replace("%body", "%inner_body")
     outer = loop().replace("%all-reduce.1 = f32[100]{0:T(128)} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add",

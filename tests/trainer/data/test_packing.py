@@ -50,8 +50,8 @@ def test_every_target_is_predicted_exactly_once(lengths, sequence_length, seed):
         assert row["target_mask"][:num_targets].all()
         assert (row["segment_ids"][:num_targets] > 0).all()
         assert all((array[num_targets:] == 0).all() for array in row.values())
-        assert set(np.diff(row["segment_ids"][:num_targets])) <= {0, 1}
-        assert row["segment_ids"][0] == 1
+        assert set(np.diff(row["segment_ids"][:num_targets])) <= {0, -1}
+        assert row["segment_ids"][num_targets - 1] == 1
         for segment in _segments(row):
             np.testing.assert_array_equal(segment["positions"], np.arange(len(segment["positions"])))
             found.append((tuple(segment["tokens"].tolist()), tuple(segment["targets"].tolist())))
