@@ -80,12 +80,12 @@ _HIDDEN_SHARE_OF_HOPS = 0.75
 # is dealt out by cost.
 _IMBALANCE_OF_DOCUMENTS = 1.5
 _IMBALANCE_BY_COST = 1.02
-# A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so, and the
-# longest of a batch has so many. Nobody knows them before they are read. And the runs that a rank has where each row is
-# dealt out by cost, about.
+# A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so. Nobody
+# knows them before they are read. And the runs that a rank has where each row is dealt out by cost, about.
 _TOKENS_BEFORE = 3_000
-_LONGEST_DOCUMENT = 50_000
 _RUNS_BY_COST = 2
+# The tokens of the longest document of a batch, about.
+_LONGEST_DOCUMENT = 50_000
 # Gathered keys take no more of a device's memory than this, parameters and activations being the rest.
 _MOST_OF_MEMORY = 0.15
 
@@ -142,7 +142,9 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         seconds = seconds / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
-        hidden = min(_HIDDEN_SHARE_OF_HOPS * seconds, kernels)  # hops are under way while kernels run
+        # Hops are under way while kernels run, but for those that take gradients home.
+        home = _gradient_bytes(call) * _ring_hops(call, split)[1] / links.bytes_per_s
+        hidden = min(_HIDDEN_SHARE_OF_HOPS * (seconds - home), kernels)
         seconds -= hidden
     return ExchangeCost((forward, backward), held, kernels + seconds, held <= _MOST_OF_MEMORY * links.memory_bytes)
 
@@ -220,12 +222,23 @@ def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]
 
 
 def _ring_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
-    hops, hops_home = num_hops(call, split) - 1, 1
-    if documents_bound_hops(call, split):
-        hops = hops_home = min(hops, -(-_LONGEST_DOCUMENT // call.q_len))
+    hops, hops_home = _ring_hops(call, split)
     keys = _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
-    gradients = _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
+    gradients = _gradient_bytes(call)
     return hops * keys, hops * keys + (hops + hops_home) * gradients, 2 * (keys + gradients)
+
+
+def _ring_hops(call: AttentionCall, split: Split) -> tuple[int, int]:
+    """Those of keys, and those that take their gradients home, about."""
+    hops = num_hops(call, split) - 1
+    if not documents_bound_hops(call, split):
+        return hops, 1
+    hops = min(hops, -(-_LONGEST_DOCUMENT // call.q_len))
+    return hops, min(hops, split.num_ranks - hops)
+
+
+def _gradient_bytes(call: AttentionCall) -> float:
+    return _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
 
 
 def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:

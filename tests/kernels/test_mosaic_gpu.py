@@ -451,14 +451,20 @@ def test_a_layer_that_is_made_anew_leaves_nothing_behind():
 @NEEDS_JAX_0_11
 def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
     inputs, call = call_of(CausalMask())
-    inputs = inputs._replace(value=jnp.asarray(rng.standard_normal(inputs.value.shape), inputs.value.dtype))
+    ids = jnp.sort(jnp.asarray(rng.integers(0, 5, inputs.query.shape[:2]), jnp.int32))
+    inputs = inputs._replace(query_segment_ids=ids, key_value_segment_ids=ids)
+    call = call._replace(has_segment_ids=True)
     tuning = resolve(MosaicGpuTuning(interpret=True), call)
-    values = jnp.stack([inputs.value, -2 * inputs.value])
-    outputs, lse = jax.vmap(lambda value: mosaic_gpu.forward(inputs._replace(value=value), call, tuning))(values)
-    for i, value in enumerate(values):
-        expected = mosaic_gpu.forward(inputs._replace(value=value), call, tuning)
-        np.testing.assert_array_equal(np.asarray(outputs[i]), np.asarray(expected[0]))
-        np.testing.assert_array_equal(np.asarray(lse[i]), np.asarray(expected[1]))
+
+    def both(value):
+        of_value = inputs._replace(value=value)
+        output, lse = mosaic_gpu.forward(of_value, call, tuning)
+        cotangent = Cotangent.of(output, lse, output, jnp.zeros_like(lse))
+        return output, lse, mosaic_gpu.backward(of_value, call, tuning, cotangent)
+
+    values = jnp.asarray(rng.standard_normal((2, *inputs.value.shape)), inputs.value.dtype)
+    for found, *expected in zip(*map(jax.tree.leaves, (jax.vmap(both)(values), *map(both, values))), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 @NEEDS_JAX_0_11

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import CausalMask, FullMask, LocalMask, PrefixMask
 from kernels.context import MeshLayout, Split, attend_over_mesh
 from kernels.context.costs import exchange_cost
-from kernels.context.exchanges.ring import needed_hops
+from kernels.context.exchanges.ring import Ring, needed_hops
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.kernels.test_context import call_of
 from trainer.compile.collectives import count_collectives
@@ -77,6 +77,24 @@ def test_only_where_every_key_comes_from_a_rank_before_do_documents_bound_the_wa
     assert set(hops_on_ranks(CausalMask(), ids, 8, "zigzag")) == {8}
     for mask in (FullMask(), CausalMask() | PrefixMask(3), LocalMask(3, 3)):
         assert set(hops_on_ranks(mask, ids, 8)) == {8}
+
+
+@pytest.mark.parametrize("num_ranks", [3, 8])
+def test_gradients_come_home_from_any_rank(num_ranks):
+    split = Split.of("context", num_ranks, "in_order", LENGTH)
+    ranks = jnp.arange(num_ranks)
+
+    def there_and_back(rank, num_hops):
+        ring = object.__new__(Ring)
+        ring.split, ring.num_hops = split, num_hops
+        there = jax.lax.fori_loop(1, num_hops, lambda _, x: ring._to_next(x), rank)
+        return there, ring._home(there)
+
+    on_ranks = jax.jit(jax.vmap(there_and_back, in_axes=(0, None), axis_name="context"))
+    for num_hops in range(2, num_ranks + 1):
+        there, back = on_ranks(ranks, num_hops)
+        assert there.tolist() == [(rank - num_hops + 1) % num_ranks for rank in range(num_ranks)]
+        assert back.tolist() == ranks.tolist()
 
 
 def test_the_cost_model_knows_that_documents_end():

@@ -74,7 +74,7 @@ class Runs:
     """How often a computation runs in one run of the module."""
 
     count: int
-    """0: never reached."""
+    """0: never reached, or in a loop of no trips."""
     is_exact: bool
     """False inside a loop whose number of trips is known only at run time."""
 

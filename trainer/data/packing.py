@@ -144,14 +144,15 @@ class PackedSequences:
             parts.append((self.pieces.document.item(piece), start, start + length + 1))
         streams = self.documents.streams(parts)
         offset = 0
-        for index, length in enumerate(lengths):
+        for number, length in enumerate(lengths):
             place = slice(offset, offset + length)
             # A stream is one token longer than its piece has targets.
-            stream = streams[offset + index : offset + index + length + 1]
+            stream = streams[offset + number : offset + number + length + 1]
             sequence["tokens"][place], sequence["targets"][place] = stream[:-1], stream[1:]
             sequence["target_mask"][place] = True
-            # Ids that only fall, to the padding's, tell attention by their range which tokens a block of them can see.
-            sequence["segment_ids"][place] = len(lengths) - index
+            # Ranks compare the lowest and the highest ids of their blocks, to know whose keys they need. Ids that only
+            # fall, to the padding's, make these ranges narrow.
+            sequence["segment_ids"][place] = len(lengths) - number
             sequence["positions"][place] = np.arange(length)
             offset += length
         return sequence

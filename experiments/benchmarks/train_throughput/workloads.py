@@ -70,12 +70,12 @@ class Workload:
 
 
 def pack(lengths: list[int]) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
-    """Segment ids, counted from 1, and positions in the document of documents laid one after another.
+    """Segment ids, counted down to 1, and positions in the document of documents laid one after another.
 
     >>> pack([2, 3])
-    (array([1, 1, 2, 2, 2], dtype=int32), array([0, 1, 0, 1, 2], dtype=int32))
+    (array([2, 2, 1, 1, 1], dtype=int32), array([0, 1, 0, 1, 2], dtype=int32))
     """
-    segment_ids = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)
+    segment_ids = np.repeat(np.arange(len(lengths), 0, -1, dtype=np.int32), lengths)
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     return segment_ids, positions
 

@@ -25,8 +25,11 @@ __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
     """Jits a half with its call and tuning static, so that equal calls, as of a model's layers, share a lowering."""
 
-    def run_half(inputs, call, tuning, *cotangent, mask_state):
+    def as_one(inputs, call, tuning, *cotangent):
         return _as_one_operation(lambda inputs, *cotangent: half(inputs, call, tuning, *cotangent))(inputs, *cotangent)
+
+    def run_half(inputs, call, tuning, *cotangent, mask_state):
+        return as_one(inputs, call, tuning, *cotangent)
 
     run_half.__name__ = half.__name__
     jitted = jax.jit(run_half, static_argnames=("call", "tuning", "mask_state"))
@@ -36,7 +39,7 @@ def _jit_by_call(half: Callable[..., Any]) -> Callable[..., Any]:
         # A mask's function may read what changes between calls. Then equal masks aren't alike.
         state = call.mask.state()
         if state is None:
-            return half(inputs, call, tuning, *cotangent)
+            return as_one(inputs, call, tuning, *cotangent)
         return jitted(inputs, call, tuning, *cotangent, mask_state=state)
 
     run.cache_clear = jitted.clear_cache  # type: ignore[attr-defined]  # as `functools.lru_cache` has it
@@ -54,7 +57,7 @@ def _as_one_operation(function: Callable[..., Any]) -> Callable[..., Any]:
     @operation.def_vmap
     def vmap(axis_size, is_batched, *arguments):
         in_axes = jax.tree.map(lambda each: 0 if each else None, tuple(is_batched))
-        outputs = jax.vmap(function, in_axes, axis_size=axis_size)(*arguments)
+        outputs = _as_one_operation(jax.vmap(function, in_axes, axis_size=axis_size))(*arguments)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return operation

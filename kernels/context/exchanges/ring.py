@@ -1,10 +1,10 @@
 """Ring: keys and values travel from rank to rank, and every rank's queries attend to those that are there.
 
 A rank never holds more than two ranks' keys. Each hop is under way while the kernel works on what has arrived. In the
-backward pass the gradients of keys and values travel with them, and a last hop takes them home.
+backward pass the gradients of keys and values travel with them, and then home, the shorter way.
 
-Keys go no farther than some query needs them. Windows say ahead of time how far that is. Documents say it at run time,
-where ranks hold tokens in their order: then it is a loop whose number of trips the ids decide.
+Windows say ahead of time how far keys have to go. Documents say it at run time, where ranks hold tokens in their order:
+the ranges of their ids do. Then the hops are a loop whose number of trips is data.
 
 The barriers tie a hop's keys to the kernel's output. Without them XLA may start a hop before the one before it is used,
 and hold more ranks' keys at once.
@@ -139,8 +139,17 @@ class Ring:
         """Back to the ranks that it came from."""
         if isinstance(self.num_hops, int):
             return self._shift(tree, 1 - self.num_hops)
-        # How far a shift goes is static, so this one goes rank by rank, as it does on a torus in any case.
-        return lax.fori_loop(0, self.num_hops - 2, lambda _, tree: self._shift(tree, -1), self._shift(tree, -1))
+        # How far a shift goes is static, so these go rank by rank.
+        back = self.num_hops - 1
+        forth = self.split.num_ranks - back
+
+        def go(step: int) -> Callable:
+            def hop(_: Array, tree):
+                return self._shift(tree, step)
+
+            return lambda tree: lax.fori_loop(1, jnp.minimum(back, forth), hop, self._shift(tree, step))
+
+        return lax.cond(back <= forth, go(-1), go(1), tree)
 
     def _shift(self, tree, distance: int):
         ranks = range(self.split.num_ranks)
@@ -180,7 +189,10 @@ def needed_hops(call: AttentionCall, split: Split, segment_ids: Int[Array, "B t"
 
 
 def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
-    """Whether a rank needs the keys of those just before it, as far as the documents of its first tokens reach."""
+    """Whether documents may end a ring early. Their ids tell, at run time.
+
+    A rank then needs the keys of those just before it, for positions count up within a document.
+    """
     return call.has_segment_ids and split.deal == "in_order" and not call.mask.looks_ahead and num_hops(call, split) > 1
 
 
