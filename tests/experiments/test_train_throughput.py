@@ -61,7 +61,7 @@ def test_document_lengths_are_log_normal_around_the_median(rng):
 def test_a_batch_is_packed_documents(rng):
     batch = TINY.batch(256, rng)
     starts = np.flatnonzero(batch["positions"][0] == 0)
-    np.testing.assert_array_equal(starts, np.unique(batch["segment_ids"][0], return_index=True)[1])
+    np.testing.assert_array_equal(starts[::-1], np.unique(batch["segment_ids"][0], return_index=True)[1])
     np.testing.assert_array_equal(batch["targets"][0, :-1], batch["tokens"][0, 1:])
     assert {name: array.shape for name, array in batch.items()} == dict.fromkeys(batch, (1, 128))
 

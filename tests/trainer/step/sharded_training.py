@@ -12,7 +12,7 @@ from kernels import CausalMask
 from layers import GPTConfig
 from trainer.compile.collectives import count_collectives
 from trainer.compile.hlo import parse_module
-from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.config import ContextConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data import BatchShare
 from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
@@ -82,6 +82,7 @@ def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATC
         optimizer=optimizer,
         loss=LossConfig(chunk_size=24),
         mesh=mesh_config,
+        context=ContextConfig(deal="in_order"),  # as the batches are
     )
 
 
