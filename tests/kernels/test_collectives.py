@@ -22,8 +22,9 @@ from trainer.compile.topology import parse_topology
 
 SCRIPT = Path(__file__).parent / "tokens_on_two_devices.py"
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
-# Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel: 64 draws came to 4.9.
-ROUNDINGS = 10
+# Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel. In float32 a sum rounds,
+# too, with each of its terms.
+ROUNDINGS = {"bfloat16": 7, "float16": 7, "float32": 10}
 
 
 def check_draws(environment, num_draws, collectives):
@@ -35,7 +36,7 @@ def check_draws(environment, num_draws, collectives):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [draw["collectives"] for draw in found] == [collectives] * num_draws
     assert [draw for draw in found if not draw["is_exact"]] == []
-    assert [draw for draw in found if not draw["difference"] < ROUNDINGS] == []
+    assert [draw for draw in found if not draw["difference"] < ROUNDINGS[draw["dtype"]]] == []
 
 
 def test_xla_computes_what_numpy_does():

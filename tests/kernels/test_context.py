@@ -232,7 +232,7 @@ def test_layers_are_differentiated_in_a_scan_over_heads_and_tokens():
     assert done.returncode == 0, done.stderr
     differences = {case["exchange"]: case["difference"] for case in map(json.loads, done.stdout.splitlines())}
     assert differences.keys() == set(EXCHANGES) - {"peer"}
-    assert max(differences.values()) < 1e-12
+    assert np.max(list(differences.values())) < 1e-12  # NaN isn't
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic_gpu needs JAX 0.11")

@@ -129,7 +129,7 @@ def compared(expected, actual):
     relative = lambda a, b: float(np.abs(a - b).max() / np.abs(a).max())  # noqa: E731
     return {
         "outputs": relative(expected[0], actual[0]),
-        "gradients": max(jax.tree.leaves(jax.tree.map(relative, expected[1], actual[1]))),
+        "gradients": float(np.max(jax.tree.leaves(jax.tree.map(relative, expected[1], actual[1])))),
     }
 
 

@@ -161,7 +161,7 @@ def main(seed: int) -> None:
 
 def largest_difference(actual, expected) -> float:
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return max(float(np.max(np.abs(a - b))) for a, b in pairs)
+    return float(np.max([np.max(np.abs(a - b)) for a, b in pairs]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""What XLA makes of layers with the Mosaic GPU backend's kernels, compiled for a GPU that isn't here."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels import CausalMask, dot_product_attention
+from tests.gpu_compiler import needs_gpu_compiler
+from trainer.compile.topology import parse_topology
+
+NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_a_scan_over_layers_computes_each_forward_pass_once():
+    """XLA would compute it again where its output goes into the array of all layers' outputs."""
+    device = parse_topology("h100:1").devices()[0]
+
+    def layers(hidden, scales):
+        def layer(hidden, scale):
+            attended = dot_product_attention(hidden * scale, hidden, hidden, CausalMask(), device=device)
+            return hidden + attended, None
+
+        return jax.lax.scan(layer, hidden, scales)[0].astype(jnp.float32).sum()
+
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    hidden = jax.ShapeDtypeStruct((1, 1024, 4, 128), jnp.bfloat16, sharding=on_device)
+    scales = jax.ShapeDtypeStruct((3,), jnp.bfloat16, sharding=on_device)
+    compiled = jax.jit(jax.grad(layers)).lower(hidden, scales).compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2  # a forward and a backward kernel
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_a_layer_that_is_made_anew_leaves_nothing_behind():
+    """Not the outputs of kernels either that share out their work by a counter, as those of documents do."""
+    device = parse_topology("h100:1").devices()[0]
+    of_hidden, num_layers = (1, 32_768, 16, 128), 3
+
+    def temporaries(*names):
+        def layers(hidden, scales, ids):
+            def layer(hidden, scale):
+                x = hidden * scale
+                attended = dot_product_attention(
+                    x, x, x, CausalMask(), query_segment_ids=ids, key_value_segment_ids=ids, device=device
+                )
+                return hidden + attended, None
+
+            policy = jax.checkpoint_policies.save_only_these_names(*names)
+            return jax.lax.scan(jax.checkpoint(layer, policy=policy), hidden, scales)[0].astype(jnp.float32).sum()
+
+        on_device = jax.sharding.SingleDeviceSharding(device)
+        inputs = (
+            jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
+            for shape, dtype in ((of_hidden, "bfloat16"), ((num_layers,), "bfloat16"), (of_hidden[:2], "int32"))
+        )
+        return jax.jit(jax.grad(layers)).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+    of_outputs = num_layers * 2 * np.prod(of_hidden)
+    assert temporaries("attention_output", "attention_lse") - temporaries() > 0.9 * of_outputs
