@@ -26,7 +26,9 @@ from kernels.varying import vary, varying_axes
 class AttentionInputs(NamedTuple):
     """The traced arguments. Segment ids are given for both sides or neither, and so are positions.
 
-    `places` is for `kernels.context` alone: where in its row each token stands, if ranks hold tokens in another order.
+    Two are for `kernels.context` alone. `places`: where in its row each token stands, if ranks hold tokens in another
+    order. `num_keys`: how many keys of a row, its first, there are. No query attends to the others, which may hold
+    anything, and whose gradients a backend may leave unwritten.
     """
 
     query: Float[Array, "B T N H"]
@@ -38,6 +40,7 @@ class AttentionInputs(NamedTuple):
     query_positions: Int[Array, "B T"] | None = None
     key_value_positions: Int[Array, "B S"] | None = None
     places: Int[Array, "B T"] | None = None
+    num_keys: Int[Array, " B"] | None = None
 
 
 class AttentionCall(NamedTuple):

@@ -40,12 +40,14 @@ class Halves(NamedTuple):
       backward: `(inputs, call, tuning, cotangent)` to the gradients of query, key and value.
       tuning: with nothing left open.
       cotangent: `(inputs, call, tuning, output, lse, d_output, d_lse)` to what `backward` starts from.
+      longest_tile: as `Backend` has it.
     """
 
     forward: Callable[..., tuple[Array, Array]]
     backward: Callable[..., Gradients]
     tuning: Any
     cotangent: Callable[..., Cotangent] = lambda inputs, call, tuning, *of_output: Cotangent.of(*of_output)
+    longest_tile: int | None = None
 
     @staticmethod
     def of(backend: Backend, tuning: Tuning | None, call: AttentionCall) -> Halves:
@@ -54,7 +56,8 @@ class Halves(NamedTuple):
         if backend.differentiable is not None:
             function = getattr(module, backend.differentiable)
             return Halves(_function_forward, _function_backward, function)
-        return Halves(module.forward, module.backward, module.resolve(tuning, call))
+        tuning = module.resolve(tuning, call)
+        return Halves(module.forward, module.backward, tuning, longest_tile=backend.longest_tile)
 
 
 def attend(

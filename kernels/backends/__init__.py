@@ -41,6 +41,8 @@ class Backend:
       may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
       differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has halves.
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
+      longest_tile: the most keys that its halves may read past the last of `AttentionInputs.num_keys`; None: they may
+        read all.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
@@ -52,6 +54,7 @@ class Backend:
     may_be_slower: bool = False
     differentiable: str | None = None
     takes_masks_of_heads: bool = False
+    longest_tile: int | None = None
     says_what_varies: bool = False
 
     def load(self) -> ModuleType:
@@ -78,7 +81,7 @@ _UPSTREAM = "backends.splash.upstream"
 
 BACKENDS = (
     Backend("splash", "backends.splash", ("tpu",), "SplashTuning", takes_masks_of_heads=True),
-    Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning"),
+    Backend("mosaic_gpu", "backends.mosaic_gpu", ("gpu",), "MosaicGpuTuning", longest_tile=256),
     Backend("cudnn", "backends.cudnn", ("gpu",), differentiable="attention"),
     Backend("triton", "backends.triton", ("gpu",), "TritonTuning"),
     Backend("blockwise", "backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),

@@ -55,22 +55,23 @@ class _ChunkTiles(NamedTuple):
     """How chunks are cut into tiles.
 
     Attributes:
-      num_chunks: of a row.
+      num_chunks: of a row, its first.
       lines: of a tile.
       of_chunk: tiles of a chunk.
       num_tiles: of all rows.
     """
 
-    num_chunks: int
+    num_chunks: Any
     lines: int
     of_chunk: int
-    num_tiles: int
+    num_tiles: Any
 
     @staticmethod
-    def of(shape: tuple[int, ...], lines: int) -> _ChunkTiles:
-        """Those of an array `[B, chunks, L, 256]`."""
-        batch, num_chunks, length, _ = shape
+    def of(shape: tuple[int, ...], lines: int, num_chunks: Any = None) -> _ChunkTiles:
+        """Those of an array `[B, chunks, L, 256]`, or of the first `num_chunks` of its rows."""
+        batch, num_all, length, _ = shape
         assert length % lines == 0, "chunks are whole tiles"
+        num_chunks = num_all if num_chunks is None else num_chunks
         return _ChunkTiles(num_chunks, lines, length // lines, batch * num_chunks * (length // lines))
 
     def tile(self, number, sources: Any) -> _ChunkTile:
@@ -86,13 +87,17 @@ class _ChunkTiles(NamedTuple):
 
 @jax.named_scope("gather_chunks")
 def peer_gather_chunks(
-    arrays: Sequence[Float[Array, "B n L 256"]], sources: Int[Array, "B C"], axis: str, num_multiprocessors: int | None
+    arrays: Sequence[Float[Array, "B n L 256"]],
+    sources: Int[Array, "B C"],
+    num_places: Int[Array, " 1"],
+    axis: str,
+    num_multiprocessors: int | None,
 ) -> list[Float[Array, "B C L 256"]]:
     """Rows of both GPUs' chunks.
 
     Args:
       arrays: this GPU's, of one shape and dtype.
-      sources: `ChunkTables.of_row`.
+      sources, num_places: as `ChunkTables` has them.
       axis: the mesh axis of the two.
       num_multiprocessors: of a GPU.
     """
@@ -112,6 +117,7 @@ def peer_gather_chunks(
         num_lines=_GATHER_LINES,
         num_stages=_GATHER_STAGES,
         name="gather_chunks",
+        num_places=num_places,
     )
 
 
@@ -135,7 +141,8 @@ def peer_sum_chunks(
     def add(tile: _ChunkTile, there: Sequence[Any], stages: Sequence[Any], theirs: Sequence[Any], arrived):
         @pl.when(tile.source >= num_of_row)
         def add_theirs():
-            for part, buffer in zip(tile.of(there, tile.source - num_of_row), theirs, strict=True):
+            place = lax.div(tile.source, num_of_row) - 1
+            for part, buffer in zip(tile.of(there, place), theirs, strict=True):
                 plgpu.copy_gmem_to_smem(part, buffer, arrived)
             plgpu.barrier_wait(arrived)
             for stage, buffer in zip(stages, theirs, strict=True):
@@ -171,6 +178,7 @@ def _copy_chunks(
     num_stages: int,
     name: str,
     add: Callable | None = None,
+    num_places: Int[Array, " 1"] | None = None,
 ) -> list[Array]:
     """Runs a kernel that copies the chunks of `sources`, tile by tile.
 
@@ -183,19 +191,20 @@ def _copy_chunks(
       num_stages: of shared memory.
       name: of the kernel's dumps.
       add: (tile, references there, what was loaded, buffers, their barrier) → adds to what was loaded.
+      num_places: chunks of a result's rows, their first, that are copied; None: all.
     """
     assert num_multiprocessors is not None, "the target is a GPU"
     (batch, _, *chunk), dtype, num_arrays = arrays[0].shape, arrays[0].dtype, len(arrays)
     result = jax.ShapeDtypeStruct((batch, sources.shape[1], *chunk), dtype)
-    tiles = _ChunkTiles.of(result.shape, num_lines)
     num_programs = _PROGRAMS_OF_A_MULTIPROCESSOR * num_multiprocessors
 
-    def body(sources, *refs):
+    def body(sources, num_places, *refs):
         arrays, results, refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays], refs[2 * num_arrays :]
         stages, loaded, *buffers = refs[:num_arrays], *refs[num_arrays:]
         fix_dump_name("_".join((name, *map(str, result.shape))))
         program, pair = lax.axis_index("program"), GpuPair.of(axis, num_programs)
         there = [pair.reference_there(ref) for ref in arrays]
+        tiles = _ChunkTiles.of(result.shape, num_lines, None if num_places is None else num_places[0])
         num_tiles = lax.div(tiles.num_tiles - program + (num_programs - 1), jnp.int32(num_programs))
 
         def tile_and_slot(i) -> tuple[_ChunkTile, Any]:
@@ -242,4 +251,4 @@ def _copy_chunks(
         grid=(num_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(),
-    )(sources, *arrays)
+    )(sources, num_places, *arrays)

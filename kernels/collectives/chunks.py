@@ -25,14 +25,16 @@ class ChunkTables(NamedTuple):
     """Where chunks are.
 
     Attributes:
-      of_row: what stands in each place of the rows: i for this GPU's i-th chunk, n + i for the other's. Any chunk may
-        stand for one that isn't needed. `[B, C]`, int32.
-      of_own: where in the row each of this GPU's chunks stands: c, or C + c if the other GPU needs it, too.
-        `[B, n]`, int32.
+      of_row: what stands in each place of this GPU's rows: i for its own i-th chunk, n + i for the other's. Any chunk
+        may stand for one that isn't needed. `[B, C]`, int32.
+      of_own: where each of this GPU's chunks stands: in place c of its own row, and in place d of the other's, as
+        c + C·(d + 1); c alone if the other GPU doesn't need it. `[B, n]`, int32.
+      num_places: of a row, its first, that are put together. The others hold anything. `[1]`, int32.
     """
 
     of_row: Int[Array, "B C"]
     of_own: Int[Array, "B n"]
+    num_places: Int[Array, " 1"]
 
 
 def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str | None:
@@ -68,7 +70,7 @@ def gather_chunks(
     """
     from kernels.collectives.chunk_kernels import peer_gather_chunks
 
-    return _by_shape(peer_gather_chunks, arrays, tables.of_row, axis, num_multiprocessors)
+    return _by_shape(peer_gather_chunks, arrays, (tables.of_row, tables.num_places), axis, num_multiprocessors)
 
 
 def _gather_chunks_backward(
@@ -76,7 +78,7 @@ def _gather_chunks_backward(
 ):
     from kernels.collectives.chunk_kernels import peer_sum_chunks
 
-    return _by_shape(peer_sum_chunks, gradients, tables.of_own, axis, num_multiprocessors), None
+    return _by_shape(peer_sum_chunks, gradients, (tables.of_own,), axis, num_multiprocessors), None
 
 
 gather_chunks.defvjp(
@@ -89,14 +91,15 @@ gather_chunks.defvjp(
 
 
 def _by_shape(
-    kernel: Callable, arrays: tuple[Array, ...], sources: Array, axis: str, num_multiprocessors: int | None
+    kernel: Callable, arrays: tuple[Array, ...], tables: tuple[Array, ...], axis: str, num_multiprocessors: int | None
 ) -> tuple[Array, ...]:
     """Calls a kernel once for all arrays of one shape."""
     results: dict[int, Array] = {}
     for shape in dict.fromkeys(x.shape for x in arrays):
         alike = [i for i, x in enumerate(arrays) if x.shape == shape]
         in_lines = [arrays[i].reshape(*shape[:2], -1, LINE) for i in alike]
-        (sources, *in_lines) = without_slice_fusion(sources, *in_lines)
-        outputs = without_slice_fusion(*kernel(in_lines, sources, axis, num_multiprocessors))
+        whole = without_slice_fusion(*tables, *in_lines)
+        outputs = kernel(whole[len(tables) :], *whole[: len(tables)], axis, num_multiprocessors)
+        outputs = without_slice_fusion(*outputs)
         results |= {i: x.reshape(*x.shape[:2], *shape[2:]) for i, x in zip(alike, outputs, strict=True)}
     return tuple(results[i] for i in range(len(arrays)))

@@ -183,7 +183,7 @@ def _attend_one(
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
     if on_mesh.brings:
         inputs = layout.map(
-            lambda inputs: on_mesh.part(inputs).bring(inputs),
+            lambda inputs: on_mesh.part(inputs).bring(inputs, on_mesh.halves),
             (inputs,),
             (layout.specs(inputs),),
             on_mesh.of_inputs(inputs),

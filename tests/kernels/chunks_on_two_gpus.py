@@ -5,6 +5,7 @@ Draws tables, shapes and dtypes, and prints a JSON line for each draw.
 
 import json
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +22,53 @@ NUM_LAYERS = 3
 SHAPES = [(64, (2, 64), (2, 64)), (256, (1, 64), (1, 64)), (128, (1, 192), (1, 128)), (32, (4, 64), (8, 64))]
 
 
-def draw_tables(rng, batch, num_own):
-    """Of both GPUs: chunks in any order, of which each is read by the other GPU or not."""
-    num_chunks = 2 * num_own
-    of_row = np.zeros((2, batch, num_chunks), np.int32)
-    of_own = np.zeros((2, batch, num_own), np.int32)
+class Places(NamedTuple):
+    """Where both GPUs' chunks stand, and the kernels' tables that say so."""
+
+    of_row: np.ndarray
+    of_own: np.ndarray
+    num_places: np.ndarray
+    places: np.ndarray  # [this GPU's rows, B, holder, chunk]; −1: not needed there
+
+
+def draw_places(rng, batch, num_own):
+    """Chunks in any order, of which each is read by the other GPU or not, anywhere in its rows or one after another."""
+    num_chunks, has_gaps = 2 * num_own, rng.integers(2)
+    of_row = rng.integers(num_own, size=(2, batch, num_chunks), dtype=np.int32)
+    of_own, places = np.zeros((2, batch, num_own), np.int32), np.full((2, batch, 2, num_own), -1)
+    num_places = np.zeros((2, 1), np.int32)
     for b in range(batch):
-        places = rng.permutation(num_chunks).reshape(2, num_own)
         is_needed = rng.random((2, num_own)) < rng.choice([0.0, 0.1, 0.5, 1.0])
-        for rank in range(2):
-            of_row[rank, b, places[rank]] = np.arange(num_own)
-            read, not_read = is_needed[rank], ~is_needed[rank]
-            of_row[1 - rank, b, places[rank][read]] = num_own + np.flatnonzero(read)
-            of_row[1 - rank, b, places[rank][not_read]] = rng.integers(num_own, size=not_read.sum())
-            of_own[rank, b] = places[rank] + num_chunks * read
-    return of_row, of_own
+        for here in range(2):
+            is_there = is_needed.copy()
+            is_there[here] = True
+            num_there = is_there.sum() if has_gaps else num_chunks
+            places[here, b][is_there] = rng.permutation(num_there)[: is_there.sum()]
+            for holder in range(2):
+                chunks = np.flatnonzero(is_there[holder])
+                of_row[here, b, places[here, b, holder, chunks]] = chunks + num_own * (holder != here)
+            num_places[here] = max(num_places[here], num_there)
+        for here in range(2):
+            of_own[here, b] = places[here, b, here] + num_chunks * (places[1 - here, b, here] + 1)
+    return Places(of_row, of_own, num_places, places)
 
 
-def numpy_layers(x, of_row, of_own):
-    """Rows and sums of all layers, of both GPUs' chunks `[2, B, n, …]`."""
-    found, dtype, num_own = [], x.dtype, x.shape[2]
+def numpy_layers(x, drawn):
+    """Rows, as far as they are put together, and sums of all layers, of both GPUs' chunks `[2, B, n, …]`."""
+    found, dtype = [], x.dtype
     for _ in range(NUM_LAYERS):
         rows = [
-            np.stack([np.concatenate([x[rank, b], x[1 - rank, b]])[of_row[rank, b]] for b in range(x.shape[1])])
-            for rank in range(2)
+            np.stack([np.concatenate([x[here, b], x[1 - here, b]])[drawn.of_row[here, b]] for b in range(x.shape[1])])
+            for here in range(2)
         ]
-        found += rows
+        found += [rows[here][:, : drawn.num_places[here, 0]] for here in range(2)]
         sums = np.empty_like(x)
-        for rank, b in np.ndindex(2, x.shape[1]):
-            place, is_sum = of_own[rank, b] % (2 * num_own), of_own[rank, b] >= 2 * num_own
-            theirs = rows[1 - rank][b, place].astype(np.float32)
-            own = rows[rank][b, place].astype(np.float32)
-            sums[rank, b] = np.where(is_sum.reshape(-1, *[1] * (own.ndim - 1)), own + theirs, own).astype(dtype)
+        for here, b, chunk in np.ndindex(*x.shape[:3]):
+            own, theirs = (drawn.places[rank, b, here, chunk] for rank in (here, 1 - here))
+            total = rows[here][b, own].astype(np.float32)
+            if theirs >= 0:
+                total = total + rows[1 - here][b, theirs].astype(np.float32)
+            sums[here, b, chunk] = total.astype(dtype)
         x = sums
         found += list(sums)
     return found
@@ -60,14 +76,14 @@ def numpy_layers(x, of_row, of_own):
 
 def is_exact(rng, mesh, batch, num_own, shapes, dtype):
     length, *dims = shapes
-    of_row, of_own = draw_tables(rng, batch, num_own)
+    drawn = draw_places(rng, batch, num_own)
     arrays = [
         np.asarray(jnp.asarray(rng.standard_normal((2, batch, num_own, length, *shape)), dtype)) for shape in dims
     ]
     num_multiprocessors = Target.of(mesh.devices.flat[0]).num_multiprocessors
 
-    def layers(of_row, of_own, *arrays):
-        tables, arrays, found = ChunkTables(of_row[0], of_own[0]), tuple(x[0] for x in arrays), []
+    def layers(tables, *arrays):
+        (tables, arrays), found = jax.tree.map(lambda x: x[0], (tables, arrays)), []
         for _ in range(NUM_LAYERS):
             rows, vjp = jax.vjp(lambda x: gather_chunks(x, tables, "context", num_multiprocessors), arrays)
             (arrays,) = vjp(rows)
@@ -76,10 +92,13 @@ def is_exact(rng, mesh, batch, num_own, shapes, dtype):
 
     mapped = jax.shard_map(layers, mesh=mesh, in_specs=P("context"), out_specs=P("context"), check_vma=False)
     sharding = NamedSharding(mesh, P("context"))
-    found = jax.jit(mapped)(*(jax.device_put(x, sharding) for x in (of_row, of_own, *arrays)))
+    tables = ChunkTables(drawn.of_row, drawn.of_own, drawn.num_places)
+    found = jax.jit(mapped)(*jax.device_put((tables, *arrays), sharding))
     for i, x in enumerate(arrays):
-        expected = numpy_layers(x, of_row, of_own)
-        actual = [np.asarray(each)[rank] for rows, sums in found for each in (rows[i], sums[i]) for rank in range(2)]
+        expected, actual = numpy_layers(x, drawn), []
+        for rows, sums in found:
+            actual += [np.asarray(rows[i])[here][:, : drawn.num_places[here, 0]] for here in range(2)]
+            actual += list(np.asarray(sums[i]))
         if not all(np.array_equal(a.view(np.uint16), b.view(np.uint16)) for a, b in zip(actual, expected, strict=True)):
             return False
     return True

@@ -416,6 +416,43 @@ def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
 
 
 @NEEDS_JAX_0_11
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        MosaicBackwardTuning(1),
+        MosaicBackwardTuning(2, persistent=True, num_l2_heads=1),
+        MosaicBackwardTuning(one_gradient_per_warpgroup=True),
+    ],
+    ids=["one block", "persistent", "one gradient"],
+)
+def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
+    q_len, kv_len = 64, 384
+    num_keys = np.array([int(rng.integers(q_len, 250)), 250])
+    query, d_output = (jnp.asarray(rng.standard_normal((2, q_len, 1, 64)), jnp.bfloat16) for _ in range(2))
+    key, value = (jnp.asarray(rng.standard_normal((2, kv_len, 1, 64)), jnp.bfloat16) for _ in range(2))
+    positions = np.sort(rng.integers(0, num_keys[:, None], (2, q_len)), axis=1).astype(np.int32)
+
+    def gradients(key, value, num_keys):
+        inputs, call = make_call(query, key, value, CausalMask(), query_positions=positions, return_lse=True)
+        call, inputs = call._replace(target=H200), inputs._replace(num_keys=num_keys)
+        tuning = resolve(MosaicGpuTuning("split", backward_tiles=tiles, interpret=True), call)
+        cotangent = Cotangent.of(*mosaic_gpu.forward(inputs, call, tuning), d_output)
+        return mosaic_gpu.backward(inputs, call, tuning, cotangent)
+
+    block = tiles.block_kv
+    num_read = -(-num_keys.max() // block) * block
+    expected = gradients(key[:, :num_read], value[:, :num_read], None)
+    of_nothing = jnp.full_like(key[:, num_read:], jnp.nan)
+    spoiled = (jnp.concatenate([x[:, :num_read], of_nothing], axis=1) for x in (key, value))
+    found = gradients(*spoiled, jnp.asarray(num_keys, jnp.int32))
+    for one, other in zip(found, expected, strict=True):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_array_equal(one[:, : other.shape[1]], other)
+        # The interpreter fills memory with NaN. What is left is what nobody wrote.
+        assert np.isnan(one[:, other.shape[1] :]).all()
+
+
+@NEEDS_JAX_0_11
 def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     distance = [40]
     inputs, call = call_of(MaskFn(lambda q, kv: (kv <= q) & (q - kv < distance[0])))

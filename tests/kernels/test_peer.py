@@ -24,7 +24,7 @@ from kernels import CausalMask, LocalMask, Target
 from kernels.call import AttentionInputs
 from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, deal_tokens, plan_context
 from kernels.context.attention import local_call
-from kernels.context.exchanges.peer import Peer
+from kernels.context.exchanges.peer import Rows
 from layers import GPTConfig
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.kernels.test_collectives import two
@@ -79,9 +79,9 @@ def test_two_gpus_attend_as_numpy_does(preallocates):
 
 
 @pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
-@pytest.mark.parametrize("has_documents", [True, False])
-def test_what_is_read_is_what_is_needed(deal, has_documents, rng):
-    length, batch, chunk = 512, 3, 16
+@pytest.mark.parametrize(("has_documents", "has_gaps"), [(True, True), (True, False), (False, False)])
+def test_what_is_read_is_what_is_needed(deal, has_documents, has_gaps, rng):
+    length, batch, chunk, past_the_last = 512, 3, 16, 40
     split = Split.of("context", 2, deal, length, None)._replace(chunk_size=chunk if deal == "by_cost" else None)
     chunk = split.run_chunk
     # Where ids rise, a chunk is needed just if the other rank holds a later one of a document that it has.
@@ -97,28 +97,40 @@ def test_what_is_read_is_what_is_needed(deal, has_documents, rng):
 
     def tables(ids, places):
         inputs = AttentionInputs(local, local, local, places=places if deal == "by_cost" else None)
-        return Peer(inputs, call, split)._tables(inputs._replace(query_segment_ids=ids if has_documents else None))
+        inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
+        rows = Rows.of(inputs, call, split, has_gaps=has_gaps)
+        return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
 
     def of_ranks(x):
         return jnp.asarray(np.moveaxis(x.reshape(batch, 2, -1), 1, 0))
 
     dealt_ids = np.take_along_axis(ids, places, axis=1)
-    found = jax.vmap(tables, axis_name="context")(of_ranks(dealt_ids), of_ranks(places))
-    num_own = length // chunk // 2
-    for rank, b in np.ndindex(2, batch):
-        own, others = (chunks[b].reshape(2, num_own)[r] for r in (rank, 1 - rank))
-        in_chunk = [set(ids[b, c * chunk : (c + 1) * chunk]) if has_documents else {0} for c in range(2 * num_own)]
+    found, num_keys, places_of_own = jax.tree.map(
+        np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(dealt_ids), of_ranks(places))
+    )
+    num_own, num_chunks = length // chunk // 2, length // chunk
+    for b in range(batch):
+        held = chunks[b].reshape(2, num_own)
+        in_chunk = [set(ids[b, c * chunk : (c + 1) * chunk]) if has_documents else {0} for c in range(num_chunks)]
 
         def attends(readers, c, in_chunk=in_chunk):
             return any(q > c and in_chunk[q] & in_chunk[c] for q in readers)
 
-        of_row, of_own = np.asarray(found.of_row)[rank, b], np.asarray(found.of_own)[rank, b]
-        read = {int(c) for c in others if attends(own, c)}
-        assert {c for c in range(2 * num_own) if of_row[c] >= num_own} == read
-        assert all(others[of_row[c] - num_own] == c for c in read)
-        assert [of_row[c] for c in own] == list(range(num_own))
-        assert (of_own % (2 * num_own) == own).all()
-        assert [bool(x) for x in of_own >= 2 * num_own] == [attends(others, c) for c in own]
+        # What a rank holds or reads, in the row's order, and all others where there are no gaps.
+        read = [{int(c) for c in held[1 - rank] if attends(held[rank], c)} for rank in range(2)]
+        rows = [sorted(read[rank] | {*held[rank].tolist()} if has_gaps else range(num_chunks)) for rank in range(2)]
+        for rank in range(2):
+            own, row, by_rank = held[rank], rows[rank], np.concatenate([held[rank], held[1 - rank]])
+            of_row, of_own, num_places = (x[rank, b] if x.ndim > 2 else x[rank] for x in found)
+            assert num_keys[rank, b] == len(row) * chunk
+            assert num_places == min(num_keys[rank].max() // chunk + -(-past_the_last // chunk), num_chunks)
+            assert all(by_rank[of_row[i]] == c for i, c in enumerate(row) if c in {*own} | read[rank])
+            assert {c for i, c in enumerate(row) if of_row[i] >= num_own} == read[rank]
+            assert (of_row[len(row) :] < num_own).all()
+            there = [rows[1 - rank].index(c) + 1 if c in read[1 - rank] else 0 for c in own]
+            assert of_own.tolist() == [row.index(c) + num_chunks * place for c, place in zip(own, there, strict=True)]
+            first = np.array([row.index(c) for c in own]) * chunk
+            assert (places_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
 
 
 @needs_gpu_compiler

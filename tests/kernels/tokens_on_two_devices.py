@@ -71,8 +71,8 @@ def numpy_gradients(tokens, matrices, back, gradients):
         of_tokens = 0.0
         for i in range(2):
             of_features = gradients[i][layer] + of_sums @ back[i].T
-            of_back[i] = of_back[i] + np.einsum("btf,btw->fw", features[i][layer], of_sums)
-            of_matrices[i] = of_matrices[i] + np.einsum("btw,btf->wf", inputs[layer], of_features)
+            of_back[i] = of_back[i] + np.tensordot(features[i][layer], of_sums, ((0, 1), (0, 1)))
+            of_matrices[i] = of_matrices[i] + np.tensordot(inputs[layer], of_features, ((0, 1), (0, 1)))
             of_tokens = of_tokens + of_features @ matrices[i].T
     return of_tokens, *of_matrices, *of_back
 

@@ -5,6 +5,7 @@ Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -41,6 +42,7 @@ class BackwardArrays(NamedTuple):
     offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
     rows: Rows  # the tiles of each block
     tokens: TokenArrays
+    num_in_use: Any = None  # blocks of keys of each head, its first, that there are, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter
     d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
@@ -140,7 +142,7 @@ def launch_pass(
     """
     if persistent:
         arrays = arrays._replace(num_claimed=zeroed_ref((1,), jnp.int32, arrays.query))
-    operands: tuple[Any, ...] = arrays[:11] if transposed else arrays[:10]
+    operands: tuple[Any, ...] = arrays[:12] if transposed else arrays[:11]
     outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
     block_length = tuning.block_kv if transposed else tuning.block_q_dq
     heads_per_block = call.group_size if transposed else 1
@@ -172,16 +174,22 @@ def launch_pass(
         return program if persistent else context_of(program, scheduler.block(number))
 
     def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim):
+        num_in_use = None if given.gmem.num_in_use is None else given.gmem.num_in_use[0]
         if isinstance(given, BackwardContext):
-            role(given)
-            return given.num_steps
+            if num_in_use is None:
+                role(given)
+                return given.num_steps
+            is_in_use = given.block.number < num_in_use
+            pl.when(is_in_use)(lambda: role(given))
+            return jnp.where(is_in_use, given.num_steps, 0)
 
         def visit(block: WorkBlock, last_num_steps):
             context = context_of(given, block, last_num_steps)
             role(context)
             return context.num_steps
 
-        return scheduler.for_each_block(given.number, visit, jnp.int32(0), next_claim)
+        in_use = dataclasses.replace(scheduler, num_in_use=num_in_use)
+        return in_use.for_each_block(given.number, visit, jnp.int32(0), next_claim)
 
     def produce(given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None

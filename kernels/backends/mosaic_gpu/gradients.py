@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
@@ -46,6 +47,7 @@ def run_backward(
             offsets=None,
             rows=make_rows(inputs, call, block_q, block_kv, transposed=transposed),
             tokens=TokenArrays.of(inputs, block_q, block_kv),
+            num_in_use=_num_blocks_in_use(inputs, block_kv) if transposed else None,
         )
         return kernel(arrays, call, how, machine)
 
@@ -61,3 +63,10 @@ def run_backward(
         d_query = (d_query * call.scale).astype(call.dtype)
     d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]
     return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value
+
+
+def _num_blocks_in_use(inputs: AttentionInputs, block_kv: int) -> Int[Array, " 1"] | None:
+    """The blocks of each head that hold some of a row's keys; None: all do."""
+    if inputs.num_keys is None:
+        return None
+    return ((inputs.num_keys.max(keepdims=True) + (block_kv - 1)) // block_kv).astype(jnp.int32)

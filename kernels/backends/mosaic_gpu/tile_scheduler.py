@@ -48,6 +48,7 @@ class TileScheduler:
     num_l2_heads: int  # number of heads processed together, counted over the batch
     last_blocks_first: bool = True  # under a causal mask the last queries and the first keys have the most work
     num_multiprocessors: int | None = None
+    num_in_use: Any = None  # within a kernel: blocks of each head, its first, that there are; None: all
 
     @property
     def num_blocks(self) -> int:
@@ -61,14 +62,14 @@ class TileScheduler:
 
     def block(self, index) -> WorkBlock:
         """The index-th block of the schedule."""
-        num_heads = self.batch * self.num_heads
+        num_heads, num_blocks = self.batch * self.num_heads, self._num_blocks_of_head
         at_once = min(self.num_l2_heads, num_heads)
-        group, place = (0, index) if at_once == num_heads else _div_rem(index, at_once * self.num_blocks_per_head)
+        group, place = (0, index) if at_once == num_heads else _div_rem(index, at_once * num_blocks)
         # The last group may have fewer heads.
         size = at_once if num_heads % at_once == 0 else jnp.minimum(at_once, num_heads - group * at_once)
         rank, member = _div_rem(place, size)
         batch, head = _div_rem(group * at_once + member, self.num_heads)
-        return WorkBlock(batch, head, self.num_blocks_per_head - 1 - rank if self.last_blocks_first else rank)
+        return WorkBlock(batch, head, num_blocks - 1 - rank if self.last_blocks_first else rank)
 
     def for_each_block(
         self,
@@ -91,7 +92,12 @@ class TileScheduler:
             num_before = index if next_claim is None else next_claim(num_done)
             return self.num_programs + num_before, num_done + 1, carried
 
-        return jax.lax.while_loop(lambda state: state[0] < self.num_blocks, visit, (program, jnp.int32(0), start))[2]
+        num_blocks = self.batch * self.num_heads * self._num_blocks_of_head
+        return jax.lax.while_loop(lambda state: state[0] < num_blocks, visit, (program, jnp.int32(0), start))[2]
+
+    @property
+    def _num_blocks_of_head(self) -> Any:
+        return self.num_blocks_per_head if self.num_in_use is None else self.num_in_use
 
 
 class BlockClaims(NamedTuple):

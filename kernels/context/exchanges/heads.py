@@ -58,8 +58,9 @@ class Heads:
         self.call, self.split = call, split
         self.order = split.row_order(inputs)
 
-    def bring(self, inputs: AttentionInputs) -> AttentionInputs:
+    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
         """Whole rows of this rank's heads; differentiable."""
+        del halves  # all take whole rows
         of_tokens = inputs.query_segment_ids, inputs.query_positions
         ids, positions = (None if x is None else self.order.gather(x) for x in of_tokens)
         return AttentionInputs(

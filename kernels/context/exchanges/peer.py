@@ -1,7 +1,8 @@
 """Peer: each of two GPUs reads the keys and values that its queries need from the other's memory.
 
 Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
-learn how much it is. The kernel sees whole rows. Own chunks stand in them for those that no query attends to.
+learn how much it is. The kernel sees rows of as many places as whole rows have. Where documents bound what is needed,
+the chunks that are come first, in their order, and the kernels skip the places after them.
 
 Keys and values are brought before the custom gradient begins. So whole rows of them are kept for the backward pass, and
 not brought again, but where a remat policy makes a layer anew. dK and dV come home in the same way, added up in
@@ -14,9 +15,11 @@ Dimensions: B batch, t tokens of a rank, T of a row, R = 2 ranks, n chunks of a 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
@@ -24,7 +27,7 @@ from kernels.collectives import chunks as chunk_collectives
 from kernels.context.exchanges import gather
 from kernels.context.exchanges.collected import arange_like
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, is_needed_elsewhere
-from kernels.context.split import Split
+from kernels.context.split import Split, take
 
 local_call = gather.local_call
 
@@ -55,52 +58,117 @@ class Peer:
 
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
         self.call, self.split = call, split
-        self.order = split.row_order(inputs)
 
-    def bring(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The rank's queries, and whole rows of keys; differentiable."""
-        own = tuple(cut_into_chunks(x, self.split) for x in (inputs.key, inputs.value))
-        tables, target = self._tables(inputs), self.call.target
-        whole = chunk_collectives.gather_chunks(own, tables, self.split.axis, target.num_multiprocessors)
-        key, value = (x.reshape(x.shape[0], self.split.length, *x.shape[3:]) for x in whole)
-        of_tokens = inputs.query_segment_ids, inputs.query_positions
-        ids, positions = (None if x is None else self.order.gather(x) for x in of_tokens)
-        return inputs._replace(key=key, value=value, key_value_segment_ids=ids, key_value_positions=positions)
+    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
+        """The rank's queries, and rows of keys; differentiable."""
+        split, target = self.split, self.call.target
+        rows = Rows.of(inputs, self.call, split, has_gaps=_may_have_gaps(self.call) and halves.longest_tile is not None)
+        tables = rows.tables(halves.longest_tile or 0)
+        own = tuple(cut_into_chunks(x, split) for x in (inputs.key, inputs.value))
+        whole = chunk_collectives.gather_chunks(own, tables, split.axis, target.num_multiprocessors)
+        key, value = (x.reshape(x.shape[0], split.length, *x.shape[3:]) for x in whole)
+        ids, positions = inputs.query_segment_ids, inputs.query_positions
+        return inputs._replace(
+            key=key,
+            value=value,
+            key_value_segment_ids=None if ids is None else rows.gather(ids),
+            query_positions=rows.places_of_own if positions is None else positions,
+            key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
+            num_keys=rows.num_keys if rows.has_gaps else None,
+        )
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
         """Output and lse of this rank's queries."""
-        return halves.forward(self._of_kernel(inputs), local_call, halves.tuning)
+        return halves.forward(inputs._replace(places=None), local_call, halves.tuning)
 
     def backward(
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
     ) -> Gradients:
         """Gradients of what `bring` returned."""
-        return halves.backward(self._of_kernel(inputs), local_call, halves.tuning, cotangent)
+        return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
 
-    def _of_kernel(self, inputs: AttentionInputs) -> AttentionInputs:
-        if inputs.query_positions is not None:
-            return inputs._replace(places=None)
-        places, of_keys = self.split.places(inputs), arange_like(inputs.key)
-        return inputs._replace(query_positions=places, key_value_positions=of_keys, places=None)
 
-    def _tables(self, inputs: AttentionInputs) -> chunk_collectives.ChunkTables:
-        split, rank = self.split, lax.axis_index(self.split.axis)
-        chunks = split.chunks(self.order, self.call.batch)
-        num_chunks = chunks.shape[1]
-        num_own = num_chunks // split.num_ranks
-        is_needed = jnp.asarray(is_needed_elsewhere(self.call, split, chunks, inputs.query_segment_ids))
-        chunks = jnp.asarray(chunks, jnp.int32)
+class Rows(NamedTuple):
+    """The rows of keys that each rank puts together.
 
-        places = jnp.argsort(chunks, axis=1)
-        holder, number = jnp.divmod(places, num_own)
-        is_read = (holder != rank) & jnp.take_along_axis(is_needed, places, axis=1)
+    "By rank": first rank 0's chunks as it holds them, then rank 1's.
+
+    Attributes:
+      split: of the rows.
+      has_gaps: whether chunks that a rank doesn't need come last in its rows, whatever they hold. Otherwise all are in
+        the row's order.
+      is_needed: whether the rank that doesn't hold a chunk needs it, by rank.
+      order: the chunk in each place of this rank's rows, by rank.
+      places: the place of each chunk in rank 0's rows and in rank 1's, by rank.
+      num_places: chunks of each of this rank's rows that there are.
+    """
+
+    split: Split
+    has_gaps: bool
+    is_needed: Bool[Array, "B C"]
+    order: Int[Array, "B C"]
+    places: Int[Array, "2 B C"]
+    num_places: Int[Array, " B"]
+
+    @staticmethod
+    def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, has_gaps: bool) -> Rows:
+        """Those of a call of one rank."""
+        chunks = split.chunks(split.row_order(inputs), call.batch)
+        is_needed = jnp.asarray(is_needed_elsewhere(call, split, chunks, inputs.query_segment_ids))
+        chunks, num_chunks = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
+        ranks = jnp.arange(split.num_ranks)[:, None, None]
+        is_there = is_needed | (jnp.arange(num_chunks) // (num_chunks // split.num_ranks) == ranks)
+        is_there = is_there if has_gaps else jnp.ones_like(is_there)
+        order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_chunks), axis=-1)
+        places = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
+        here, num_places = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
+        return Rows(split, has_gaps, is_needed, order[here], places, num_places[here])
+
+    @property
+    def num_keys(self) -> Int[Array, " B"]:
+        """Keys of each of this rank's rows that there are."""
+        return self.num_places * self.split.run_chunk
+
+    @property
+    def places_of_own(self) -> Int[Array, "B t"]:
+        """Where in its rows this rank's tokens stand."""
+        length = self.split.run_chunk
+        first = self._own(self.places[self._rank]) * length
+        return (first[..., None] + jnp.arange(length, dtype=jnp.int32)).reshape(first.shape[0], -1)
+
+    def gather(self, x: Shaped[Array, "B t"]) -> Shaped[Array, "B T"]:
+        """All ranks' tokens, in the order of this rank's rows."""
+        by_rank = cut_into_chunks(self.split.gather(x), self.split)
+        return take(by_rank, self.order, unique_indices=True).reshape(x.shape[0], -1)
+
+    def tables(self, num_past_the_last: int) -> chunk_collectives.ChunkTables:
+        """Where chunks are, for this rank's kernels, which put so many keys together past a row's last, too."""
+        num_chunks = self.is_needed.shape[1]
+        num_own = num_chunks // self.split.num_ranks
+        holder, number = jnp.divmod(self.order, num_own)
+        is_read = (holder != self._rank) & jnp.take_along_axis(self.is_needed, self.order, axis=1)
         of_row = number + num_own * is_read
+        here, there = self.places[self._rank], self.places[1 - self._rank]
+        of_own = self._own(here + num_chunks * jnp.where(self.is_needed, there + 1, 0))
+        num_more = -(-num_past_the_last // self.split.run_chunk)
+        num_places = jnp.minimum(self.num_places.max(keepdims=True) + num_more, num_chunks)
+        return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_places)))
 
-        def own(x: Shaped[Array, "B C"]) -> Shaped[Array, "B n"]:
-            return x.reshape(-1, split.num_ranks, num_own)[:, rank]
+    @property
+    def _rank(self) -> Int[Array, ""]:
+        return lax.axis_index(self.split.axis)
 
-        of_own = own(chunks) + num_chunks * own(is_needed)
-        return chunk_collectives.ChunkTables(of_row.astype(jnp.int32), of_own.astype(jnp.int32))
+    def _own(self, x: Shaped[Array, "B C"]) -> Shaped[Array, "B n"]:
+        return x.reshape(x.shape[0], self.split.num_ranks, -1)[:, self._rank]
+
+
+def _may_have_gaps(call: AttentionCall) -> bool:
+    """Whether a rank's rows may do without chunks that it doesn't need, which documents tell.
+
+    Tokens then count on over what is left out. So the mask has to look at the tokens' order alone, and not ahead: what
+    comes after a row's last key lies behind all queries.
+    """
+    return call.has_segment_ids and not call.has_positions and call.mask.window == (None, 0)
 
 
 part = Peer
