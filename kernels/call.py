@@ -27,8 +27,8 @@ class AttentionInputs(NamedTuple):
     """The traced arguments. Segment ids are given for both sides or neither, and so are positions.
 
     Two are for `kernels.context` alone. `places`: where in its row each token stands, if ranks hold tokens in another
-    order. `num_keys`: how many keys of a row, its first, there are. No query attends to the others, which may hold
-    anything, and whose gradients a backend may leave unwritten.
+    order. `num_keys`: the first so many keys of a row are there. No query attends to the others. But for the first few
+    (`kernels.backends.Backend.longest_tile`) they may hold anything, and a backend may leave their gradients unwritten.
     """
 
     query: Float[Array, "B T N H"]
@@ -40,7 +40,7 @@ class AttentionInputs(NamedTuple):
     query_positions: Int[Array, "B T"] | None = None
     key_value_positions: Int[Array, "B S"] | None = None
     places: Int[Array, "B T"] | None = None
-    num_keys: Int[Array, " B"] | None = None
+    num_keys: Int[Array, "B 1"] | None = None
 
 
 class AttentionCall(NamedTuple):

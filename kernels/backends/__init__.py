@@ -41,8 +41,8 @@ class Backend:
       may_be_slower: whether `slower_reason(call)` says for which calls a backend further down is faster.
       differentiable: name of its function of `(inputs, call)` that JAX differentiates; None if it has halves.
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
-      longest_tile: the most keys that its halves may read past the last of `AttentionInputs.num_keys`; None: they may
-        read all.
+      longest_tile: the most keys of a tile, where its halves visit tiles of `AttentionInputs.num_keys` alone, so that
+        they read fewer than so many past the last of these; None: they may read all.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 

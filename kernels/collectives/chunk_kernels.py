@@ -55,7 +55,7 @@ class _ChunkTiles(NamedTuple):
     """How chunks are cut into tiles.
 
     Attributes:
-      num_chunks: of a row, its first.
+      num_chunks: the first so many of each row.
       lines: of a tile.
       of_chunk: tiles of a chunk.
       num_tiles: of all rows.
@@ -89,7 +89,7 @@ class _ChunkTiles(NamedTuple):
 def peer_gather_chunks(
     arrays: Sequence[Float[Array, "B n L 256"]],
     sources: Int[Array, "B C"],
-    num_places: Int[Array, " 1"],
+    num_chunks: Int[Array, " 1"],
     axis: str,
     num_multiprocessors: int | None,
 ) -> list[Float[Array, "B C L 256"]]:
@@ -97,7 +97,7 @@ def peer_gather_chunks(
 
     Args:
       arrays: this GPU's, of one shape and dtype.
-      sources, num_places: as `ChunkTables` has them.
+      sources, num_chunks: as `ChunkTables` has them.
       axis: the mesh axis of the two.
       num_multiprocessors: of a GPU.
     """
@@ -117,7 +117,7 @@ def peer_gather_chunks(
         num_lines=_GATHER_LINES,
         num_stages=_GATHER_STAGES,
         name="gather_chunks",
-        num_places=num_places,
+        num_chunks=num_chunks,
     )
 
 
@@ -178,7 +178,7 @@ def _copy_chunks(
     num_stages: int,
     name: str,
     add: Callable | None = None,
-    num_places: Int[Array, " 1"] | None = None,
+    num_chunks: Int[Array, " 1"] | None = None,
 ) -> list[Array]:
     """Runs a kernel that copies the chunks of `sources`, tile by tile.
 
@@ -191,20 +191,20 @@ def _copy_chunks(
       num_stages: of shared memory.
       name: of the kernel's dumps.
       add: (tile, references there, what was loaded, buffers, their barrier) → adds to what was loaded.
-      num_places: chunks of a result's rows, their first, that are copied; None: all.
+      num_chunks: the first so many of each of the results' rows are copied, `[1]`; None: all.
     """
     assert num_multiprocessors is not None, "the target is a GPU"
     (batch, _, *chunk), dtype, num_arrays = arrays[0].shape, arrays[0].dtype, len(arrays)
     result = jax.ShapeDtypeStruct((batch, sources.shape[1], *chunk), dtype)
     num_programs = _PROGRAMS_OF_A_MULTIPROCESSOR * num_multiprocessors
 
-    def body(sources, num_places, *refs):
+    def body(sources, num_chunks, *refs):
         arrays, results, refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays], refs[2 * num_arrays :]
         stages, loaded, *buffers = refs[:num_arrays], *refs[num_arrays:]
         fix_dump_name("_".join((name, *map(str, result.shape))))
         program, pair = lax.axis_index("program"), GpuPair.of(axis, num_programs)
         there = [pair.reference_there(ref) for ref in arrays]
-        tiles = _ChunkTiles.of(result.shape, num_lines, None if num_places is None else num_places[0])
+        tiles = _ChunkTiles.of(result.shape, num_lines, None if num_chunks is None else num_chunks[0])
         num_tiles = lax.div(tiles.num_tiles - program + (num_programs - 1), jnp.int32(num_programs))
 
         def tile_and_slot(i) -> tuple[_ChunkTile, Any]:
@@ -251,4 +251,4 @@ def _copy_chunks(
         grid=(num_programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(),
-    )(sources, num_places, *arrays)
+    )(sources, num_chunks, *arrays)

@@ -29,12 +29,12 @@ class ChunkTables(NamedTuple):
         may stand for one that isn't needed. `[B, C]`, int32.
       of_own: where each of this GPU's chunks stands: in place c of its own row, and in place d of the other's, as
         c + C·(d + 1); c alone if the other GPU doesn't need it. `[B, n]`, int32.
-      num_places: of a row, its first, that are put together. The others hold anything. `[1]`, int32.
+      num_chunks: the first so many places of each row are put together. The others hold anything. `[1]`, int32.
     """
 
     of_row: Int[Array, "B C"]
     of_own: Int[Array, "B n"]
-    num_places: Int[Array, " 1"]
+    num_chunks: Int[Array, " 1"]
 
 
 def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str | None:
@@ -70,7 +70,7 @@ def gather_chunks(
     """
     from kernels.collectives.chunk_kernels import peer_gather_chunks
 
-    return _by_shape(peer_gather_chunks, arrays, (tables.of_row, tables.num_places), axis, num_multiprocessors)
+    return _by_shape(peer_gather_chunks, arrays, (tables.of_row, tables.num_chunks), axis, num_multiprocessors)
 
 
 def _gather_chunks_backward(

@@ -70,9 +70,10 @@ class _OnMesh(NamedTuple):
         """The partition of what the backward half starts from."""
         return Cotangent._make([self.of_lse] * 3)
 
-    def of_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+    @property
+    def of_inputs(self) -> AttentionInputs:
         """The partition of the halves' inputs."""
-        return self.layout.specs(inputs, by_heads=self.by_heads)
+        return self.layout.specs(by_heads=self.by_heads)
 
 
 def attend_over_mesh(
@@ -179,14 +180,14 @@ def _attend_one(
         def attend_on_device(inputs: AttentionInputs):
             return attend(backend, inputs, local, tuning)[0]
 
-        return layout.map(attend_on_device, (inputs,), (layout.specs(inputs),), layout.heads), None
+        return layout.map(attend_on_device, (inputs,), (layout.specs(),), layout.heads), None
     on_mesh = _OnMesh(layout, split, name, of_device, local, Halves.of(backend, tuning, local))
     if on_mesh.brings:
         inputs = layout.map(
             lambda inputs: on_mesh.part(inputs).bring(inputs, on_mesh.halves),
             (inputs,),
-            (layout.specs(inputs),),
-            on_mesh.of_inputs(inputs),
+            (layout.specs(),),
+            on_mesh.of_inputs,
         )
     return attend_by_halves(Halves(_forward, _backward, on_mesh, _cotangent), inputs, call)
 
@@ -198,7 +199,7 @@ def _forward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh) -> 
         return on_mesh.part(inputs).forward(inputs, on_mesh.local_call, on_mesh.halves)
 
     out_specs = on_mesh.layout.heads, on_mesh.of_lse
-    return on_mesh.layout.map(forward, (inputs,), (on_mesh.of_inputs(inputs),), out_specs)
+    return on_mesh.layout.map(forward, (inputs,), (on_mesh.of_inputs,), out_specs)
 
 
 def _cotangent(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, *of_output: Array) -> Cotangent:
@@ -209,7 +210,7 @@ def _cotangent(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, *
         return on_mesh.part(inputs).cotangent(*of_output)
 
     of_tokens, of_lse = on_mesh.layout.heads, on_mesh.of_lse
-    in_specs = on_mesh.of_inputs(inputs), of_tokens, of_lse, of_tokens, of_lse
+    in_specs = on_mesh.of_inputs, of_tokens, of_lse, of_tokens, of_lse
     return on_mesh.layout.map(bring, (inputs, *of_output), in_specs, on_mesh.of_cotangent)
 
 
@@ -219,5 +220,5 @@ def _backward(inputs: AttentionInputs, call: AttentionCall, on_mesh: _OnMesh, co
             return on_mesh.halves.backward(inputs, on_mesh.local_call, on_mesh.halves.tuning, cotangent)
         return on_mesh.part(inputs).backward(inputs, on_mesh.local_call, on_mesh.halves, cotangent)
 
-    of_inputs = on_mesh.of_inputs(inputs)
+    of_inputs = on_mesh.of_inputs
     return on_mesh.layout.map(backward, (inputs, cotangent), (of_inputs, on_mesh.of_cotangent), of_inputs[:3])

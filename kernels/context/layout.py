@@ -75,12 +75,12 @@ class MeshLayout(NamedTuple):
         """Of arrays `[B, T, N, …]` of which every rank of the sequence axis has whole rows of some heads."""
         return P(self.batch_axes, None, (self.head_axis, self.sequence_axis))
 
-    def specs(self, inputs: AttentionInputs, *, by_heads: bool = False) -> AttentionInputs:
+    def specs(self, *, by_heads: bool = False) -> AttentionInputs:
         """The partition of each input, there or not; `by_heads`: where every rank has whole rows of some heads."""
         tokens = P(self.batch_axes, self.sequence_axis)
         heads, of_rows = (self.whole_rows, P(self.batch_axes)) if by_heads else (self.heads, tokens)
         sinks = P(heads[2])
-        return AttentionInputs._make([heads, heads, heads, sinks, *[of_rows] * 4, tokens, P(self.batch_axes)])
+        return AttentionInputs._make([heads, heads, heads, sinks, *[of_rows] * 4, tokens, tokens])
 
     def map(self, function: Callable, arguments: tuple, in_specs: tuple, out_specs: Any) -> Any:
         """`jax.shard_map` over the mesh; inside a caller's own, over the axes that are left, if any are."""

@@ -27,30 +27,30 @@ class Places(NamedTuple):
 
     of_row: np.ndarray
     of_own: np.ndarray
-    num_places: np.ndarray
+    num_chunks: np.ndarray
     places: np.ndarray  # [this GPU's rows, B, holder, chunk]; −1: not needed there
 
 
 def draw_places(rng, batch, num_own):
     """Chunks in any order, of which each is read by the other GPU or not, anywhere in its rows or one after another."""
-    num_chunks, has_gaps = 2 * num_own, rng.integers(2)
-    of_row = rng.integers(num_own, size=(2, batch, num_chunks), dtype=np.int32)
+    num_all, is_compact = 2 * num_own, rng.integers(2)
+    of_row = rng.integers(num_own, size=(2, batch, num_all), dtype=np.int32)
     of_own, places = np.zeros((2, batch, num_own), np.int32), np.full((2, batch, 2, num_own), -1)
-    num_places = np.zeros((2, 1), np.int32)
+    num_chunks = np.zeros((2, 1), np.int32)
     for b in range(batch):
         is_needed = rng.random((2, num_own)) < rng.choice([0.0, 0.1, 0.5, 1.0])
         for here in range(2):
             is_there = is_needed.copy()
             is_there[here] = True
-            num_there = is_there.sum() if has_gaps else num_chunks
+            num_there = is_there.sum() if is_compact else num_all
             places[here, b][is_there] = rng.permutation(num_there)[: is_there.sum()]
             for holder in range(2):
                 chunks = np.flatnonzero(is_there[holder])
                 of_row[here, b, places[here, b, holder, chunks]] = chunks + num_own * (holder != here)
-            num_places[here] = max(num_places[here], num_there)
+            num_chunks[here] = max(num_chunks[here], num_there)
         for here in range(2):
-            of_own[here, b] = places[here, b, here] + num_chunks * (places[1 - here, b, here] + 1)
-    return Places(of_row, of_own, num_places, places)
+            of_own[here, b] = places[here, b, here] + num_all * (places[1 - here, b, here] + 1)
+    return Places(of_row, of_own, num_chunks, places)
 
 
 def numpy_layers(x, drawn):
@@ -61,7 +61,7 @@ def numpy_layers(x, drawn):
             np.stack([np.concatenate([x[here, b], x[1 - here, b]])[drawn.of_row[here, b]] for b in range(x.shape[1])])
             for here in range(2)
         ]
-        found += [rows[here][:, : drawn.num_places[here, 0]] for here in range(2)]
+        found += [rows[here][:, : drawn.num_chunks[here, 0]] for here in range(2)]
         sums = np.empty_like(x)
         for here, b, chunk in np.ndindex(*x.shape[:3]):
             own, theirs = (drawn.places[rank, b, here, chunk] for rank in (here, 1 - here))
@@ -92,12 +92,12 @@ def is_exact(rng, mesh, batch, num_own, shapes, dtype):
 
     mapped = jax.shard_map(layers, mesh=mesh, in_specs=P("context"), out_specs=P("context"), check_vma=False)
     sharding = NamedSharding(mesh, P("context"))
-    tables = ChunkTables(drawn.of_row, drawn.of_own, drawn.num_places)
+    tables = ChunkTables(drawn.of_row, drawn.of_own, drawn.num_chunks)
     found = jax.jit(mapped)(*jax.device_put((tables, *arrays), sharding))
     for i, x in enumerate(arrays):
         expected, actual = numpy_layers(x, drawn), []
         for rows, sums in found:
-            actual += [np.asarray(rows[i])[here][:, : drawn.num_places[here, 0]] for here in range(2)]
+            actual += [np.asarray(rows[i])[here][:, : drawn.num_chunks[here, 0]] for here in range(2)]
             actual += list(np.asarray(sums[i]))
         if not all(np.array_equal(a.view(np.uint16), b.view(np.uint16)) for a, b in zip(actual, expected, strict=True)):
             return False

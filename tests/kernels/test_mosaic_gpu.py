@@ -23,7 +23,7 @@ from kernels import (
     dot_product_attention,
     select_backend,
 )
-from kernels.backends import mosaic_gpu
+from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
 from kernels.backends.mosaic_gpu.key_value_pass import _shift
@@ -163,6 +163,18 @@ def test_programs_make_each_block_once(num_l2_heads, last_blocks_first, num_mult
     np.testing.assert_array_equal(by_program.sum(0), np.ones(sizes))
     num_made = by_program.sum((1, 2, 3))
     assert num_made.max() - num_made.min() <= 1
+
+
+@pytest.mark.parametrize(("num_l2_heads", "last_blocks_first"), [(100, False), (1, False), (3, True)])
+@pytest.mark.parametrize("num_multiprocessors", [2, 7, 1000])
+def test_programs_make_each_block_in_use_once(num_l2_heads, last_blocks_first, num_multiprocessors, rng):
+    sizes = tuple(map(int, rng.integers(1, 6, 3)))
+    num_in_use = int(rng.integers(0, sizes[-1] + 1))
+    scheduler = TileScheduler(*sizes, num_l2_heads, last_blocks_first, num_multiprocessors)
+    in_use = dataclasses.replace(scheduler, num_blocks_in_use=jnp.int32(num_in_use))
+    by_program = jax.vmap(lambda program: visits(in_use, program))(jnp.arange(scheduler.num_programs))
+    expected = np.broadcast_to(np.arange(sizes[-1]) < num_in_use, sizes)
+    np.testing.assert_array_equal(by_program.sum(0), expected)
     assert scheduler.num_programs <= (num_multiprocessors or np.prod(sizes))
 
 
@@ -415,6 +427,15 @@ def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
+def test_no_tile_of_keys_is_longer_than_the_backend_says():
+    longest = next(backend.longest_tile for backend in BACKENDS if backend.name == "mosaic_gpu")
+    backward = [MosaicBackwardTuning(1), MosaicBackwardTuning(3), ONE_GRADIENT, MosaicBackwardTuning(block_kv_dq=128)]
+    assert max(max(tiles.block_kv, tiles.block_kv_dq) for tiles in backward) <= longest
+    assert MosaicForwardTuning(block_kv=longest).block_kv == longest
+    with pytest.raises(ValueError, match="must be 64, 128, 192 or 256"):
+        MosaicForwardTuning(block_kv=2 * longest)
+
+
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize(
     "tiles",
@@ -427,24 +448,25 @@ def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
 )
 def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
     q_len, kv_len = 64, 384
-    num_keys = np.array([int(rng.integers(q_len, 250)), 250])
+    # In the longest row, they fill blocks, or just begin one.
+    num_keys = np.array([int(rng.integers(q_len, 128)), int(rng.choice([128, 129, 255, 256]))])
     query, d_output = (jnp.asarray(rng.standard_normal((2, q_len, 1, 64)), jnp.bfloat16) for _ in range(2))
     key, value = (jnp.asarray(rng.standard_normal((2, kv_len, 1, 64)), jnp.bfloat16) for _ in range(2))
+    lse, delta = (jnp.asarray(rng.uniform(3, 6, (2, q_len, 1)), jnp.float32) for _ in range(2))
     positions = np.sort(rng.integers(0, num_keys[:, None], (2, q_len)), axis=1).astype(np.int32)
 
     def gradients(key, value, num_keys):
         inputs, call = make_call(query, key, value, CausalMask(), query_positions=positions, return_lse=True)
         call, inputs = call._replace(target=H200), inputs._replace(num_keys=num_keys)
         tuning = resolve(MosaicGpuTuning("split", backward_tiles=tiles, interpret=True), call)
-        cotangent = Cotangent.of(*mosaic_gpu.forward(inputs, call, tuning), d_output)
-        return mosaic_gpu.backward(inputs, call, tuning, cotangent)
+        return mosaic_gpu.backward(inputs, call, tuning, Cotangent(d_output, lse, delta))
 
     block = tiles.block_kv
     num_read = -(-num_keys.max() // block) * block
     expected = gradients(key[:, :num_read], value[:, :num_read], None)
     of_nothing = jnp.full_like(key[:, num_read:], jnp.nan)
     spoiled = (jnp.concatenate([x[:, :num_read], of_nothing], axis=1) for x in (key, value))
-    found = gradients(*spoiled, jnp.asarray(num_keys, jnp.int32))
+    found = gradients(*spoiled, jnp.asarray(num_keys[:, None], jnp.int32))
     for one, other in zip(found, expected, strict=True):
         one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
         np.testing.assert_array_equal(one[:, : other.shape[1]], other)

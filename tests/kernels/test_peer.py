@@ -24,7 +24,9 @@ from kernels import CausalMask, LocalMask, Target
 from kernels.call import AttentionInputs
 from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, deal_tokens, plan_context
 from kernels.context.attention import local_call
-from kernels.context.exchanges.peer import Rows
+from kernels.context.exchanges.peer import KeyRows
+from kernels.context.exchanges.peer import local_call as call_of_kernel
+from kernels.plan import make_rows
 from layers import GPTConfig
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.kernels.test_collectives import two
@@ -79,13 +81,13 @@ def test_two_gpus_attend_as_numpy_does(preallocates):
 
 
 @pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
-@pytest.mark.parametrize(("has_documents", "has_gaps"), [(True, True), (True, False), (False, False)])
-def test_what_is_read_is_what_is_needed(deal, has_documents, has_gaps, rng):
-    length, batch, chunk, past_the_last = 512, 3, 16, 40
+@pytest.mark.parametrize(("has_documents", "is_compact"), [(True, True), (True, False), (False, False)])
+def test_what_is_read_is_what_is_needed(deal, has_documents, is_compact, rng):
+    length, batch, chunk, past_the_last = 2 * 2 * 17 * 16, 3, 16, 40
     split = Split.of("context", 2, deal, length, None)._replace(chunk_size=chunk if deal == "by_cost" else None)
     chunk = split.run_chunk
     # Where ids rise, a chunk is needed just if the other rank holds a later one of a document that it has.
-    ids = np.sort(rng.integers(0, 9, (batch, length)), axis=1).astype(np.int32)
+    ids = np.sort(rng.integers(0, 20, (batch, length)), axis=1).astype(np.int32)
     if deal == "by_cost":
         order = np.stack([rng.permutation(length // chunk) for _ in range(batch)])
         places = (order[:, :, None] * chunk + np.arange(chunk)).reshape(batch, length).astype(np.int32)
@@ -98,7 +100,7 @@ def test_what_is_read_is_what_is_needed(deal, has_documents, has_gaps, rng):
     def tables(ids, places):
         inputs = AttentionInputs(local, local, local, places=places if deal == "by_cost" else None)
         inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
-        rows = Rows.of(inputs, call, split, has_gaps=has_gaps)
+        rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
         return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
 
     def of_ranks(x):
@@ -116,14 +118,14 @@ def test_what_is_read_is_what_is_needed(deal, has_documents, has_gaps, rng):
         def attends(readers, c, in_chunk=in_chunk):
             return any(q > c and in_chunk[q] & in_chunk[c] for q in readers)
 
-        # What a rank holds or reads, in the row's order, and all others where there are no gaps.
+        # What a rank holds or reads, in the row's order, and all others where rows aren't compact.
         read = [{int(c) for c in held[1 - rank] if attends(held[rank], c)} for rank in range(2)]
-        rows = [sorted(read[rank] | {*held[rank].tolist()} if has_gaps else range(num_chunks)) for rank in range(2)]
+        rows = [sorted(read[rank] | {*held[rank].tolist()} if is_compact else range(num_chunks)) for rank in range(2)]
         for rank in range(2):
             own, row, by_rank = held[rank], rows[rank], np.concatenate([held[rank], held[1 - rank]])
-            of_row, of_own, num_places = (x[rank, b] if x.ndim > 2 else x[rank] for x in found)
+            of_row, of_own, num_filled = (x[rank, b] if x.ndim > 2 else x[rank] for x in found)
             assert num_keys[rank, b] == len(row) * chunk
-            assert num_places == min(num_keys[rank].max() // chunk + -(-past_the_last // chunk), num_chunks)
+            assert num_filled == min(num_keys[rank].max() // chunk + -(-past_the_last // chunk), num_chunks)
             assert all(by_rank[of_row[i]] == c for i, c in enumerate(row) if c in {*own} | read[rank])
             assert {c for i, c in enumerate(row) if of_row[i] >= num_own} == read[rank]
             assert (of_row[len(row) :] < num_own).all()
@@ -131,6 +133,41 @@ def test_what_is_read_is_what_is_needed(deal, has_documents, has_gaps, rng):
             assert of_own.tolist() == [row.index(c) + num_chunks * place for c, place in zip(own, there, strict=True)]
             first = np.array([row.index(c) for c in own]) * chunk
             assert (places_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
+
+
+def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
+    length, batch = 16_384, 2
+    split = Split.of("context", 2, "by_cost", length, None)
+    ids = jnp.asarray(np.sort(rng.integers(0, rng.choice([2, 5, 12]), (batch, length)))[:, ::-1], jnp.int32)
+    places = jnp.asarray(
+        np.stack([deal_tokens("by_cost", length, 2, masks={CausalMask(): 1.0}, segment_ids=row) for row in ids])
+    )
+    call = call_of(length=length, num_ranks=2, batch=batch, has_segment_ids=True, target=H200)
+
+    def tiles(rank_ids, rank_places, is_compact):
+        local = jnp.zeros((batch, length // 2, 1, 8))
+        inputs = AttentionInputs(local, local, local, query_segment_ids=rank_ids, places=rank_places)
+        rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
+        inputs = inputs._replace(
+            key_value_segment_ids=rows.gather(rank_ids),
+            query_positions=rows.places_of_own,
+            key_value_positions=jnp.broadcast_to(jnp.arange(length), (batch, length)),
+        )
+        start, full_start, full_stop, stop = jnp.moveaxis(
+            make_rows(inputs, call_of_kernel(call, split), 64, 64).bounds, -1, 0
+        )
+        return (stop - start).sum(), (full_stop - full_start).sum(), rows.num_keys
+
+    def of_ranks(x):
+        return jnp.moveaxis(jnp.take_along_axis(x, places, axis=1).reshape(batch, 2, -1), 1, 0)
+
+    dealt = of_ranks(ids), of_ranks(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+    whole, compact = (
+        jax.tree.map(np.asarray, jax.vmap(lambda *x, c=is_compact: tiles(*x, c), axis_name="context")(*dealt))
+        for is_compact in (False, True)
+    )
+    assert (whole[1] > 0).all()
+    np.testing.assert_array_equal(compact[:2], whole[:2])
 
 
 @needs_gpu_compiler

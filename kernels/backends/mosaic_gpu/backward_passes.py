@@ -42,7 +42,7 @@ class BackwardArrays(NamedTuple):
     offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
     rows: Rows  # the tiles of each block
     tokens: TokenArrays
-    num_in_use: Any = None  # blocks of keys of each head, its first, that there are, int32 `[1]`; None: all
+    num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter
     d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
@@ -174,12 +174,12 @@ def launch_pass(
         return program if persistent else context_of(program, scheduler.block(number))
 
     def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim):
-        num_in_use = None if given.gmem.num_in_use is None else given.gmem.num_in_use[0]
+        num_blocks_in_use = None if given.gmem.num_blocks_in_use is None else given.gmem.num_blocks_in_use[0]
         if isinstance(given, BackwardContext):
-            if num_in_use is None:
+            if num_blocks_in_use is None:
                 role(given)
                 return given.num_steps
-            is_in_use = given.block.number < num_in_use
+            is_in_use = given.block.number < num_blocks_in_use
             pl.when(is_in_use)(lambda: role(given))
             return jnp.where(is_in_use, given.num_steps, 0)
 
@@ -188,7 +188,7 @@ def launch_pass(
             role(context)
             return context.num_steps
 
-        in_use = dataclasses.replace(scheduler, num_in_use=num_in_use)
+        in_use = dataclasses.replace(scheduler, num_blocks_in_use=num_blocks_in_use)
         return in_use.for_each_block(given.number, visit, jnp.int32(0), next_claim)
 
     def produce(given: _PersistentProgram | BackwardContext) -> None:

@@ -48,7 +48,7 @@ class TileScheduler:
     num_l2_heads: int  # number of heads processed together, counted over the batch
     last_blocks_first: bool = True  # under a causal mask the last queries and the first keys have the most work
     num_multiprocessors: int | None = None
-    num_in_use: Any = None  # within a kernel: blocks of each head, its first, that there are; None: all
+    num_blocks_in_use: Any = None  # within a kernel: the first so many of each head are computed; None: all
 
     @property
     def num_blocks(self) -> int:
@@ -83,7 +83,7 @@ class TileScheduler:
         `next_claim(number of blocks done before the last one)` is how many blocks all programs had claimed before the
         program's next one. Without it the schedule is static, and blocks go round the programs.
         """
-        if self.num_programs == self.num_blocks:
+        if self.num_programs == self.num_blocks and self.num_blocks_in_use is None:
             return body(self.block(program), start)
 
         def visit(state):
@@ -97,7 +97,7 @@ class TileScheduler:
 
     @property
     def _num_blocks_of_head(self) -> Any:
-        return self.num_blocks_per_head if self.num_in_use is None else self.num_in_use
+        return self.num_blocks_per_head if self.num_blocks_in_use is None else self.num_blocks_in_use
 
 
 class BlockClaims(NamedTuple):

@@ -1,8 +1,8 @@
 """Peer: each of two GPUs reads the keys and values that its queries need from the other's memory.
 
 Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
-learn how much it is. The kernel sees rows of as many places as whole rows have. Where documents bound what is needed,
-the chunks that are come first, in their order, and the kernels skip the places after them.
+learn how much it is. The kernel sees rows of as many places as whole rows have. Under a causal mask, documents leave
+some chunks out of a rank's rows: those that it holds or needs come first, and the kernels skip the places after them.
 
 Keys and values are brought before the custom gradient begins. So whole rows of them are kept for the backward pass, and
 not brought again, but where a remat policy makes a layer anew. dK and dV come home in the same way, added up in
@@ -62,7 +62,9 @@ class Peer:
     def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
         """The rank's queries, and rows of keys; differentiable."""
         split, target = self.split, self.call.target
-        rows = Rows.of(inputs, self.call, split, has_gaps=_may_have_gaps(self.call) and halves.longest_tile is not None)
+        rows = KeyRows.of(
+            inputs, self.call, split, is_compact=_may_be_compact(self.call) and halves.longest_tile is not None
+        )
         tables = rows.tables(halves.longest_tile or 0)
         own = tuple(cut_into_chunks(x, split) for x in (inputs.key, inputs.value))
         whole = chunk_collectives.gather_chunks(own, tables, split.axis, target.num_multiprocessors)
@@ -74,7 +76,7 @@ class Peer:
             key_value_segment_ids=None if ids is None else rows.gather(ids),
             query_positions=rows.places_of_own if positions is None else positions,
             key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
-            num_keys=rows.num_keys if rows.has_gaps else None,
+            num_keys=rows.num_keys[:, None] if rows.is_compact else None,
         )
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
@@ -88,46 +90,46 @@ class Peer:
         return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
 
 
-class Rows(NamedTuple):
+class KeyRows(NamedTuple):
     """The rows of keys that each rank puts together.
 
     "By rank": first rank 0's chunks as it holds them, then rank 1's.
 
     Attributes:
       split: of the rows.
-      has_gaps: whether chunks that a rank doesn't need come last in its rows, whatever they hold. Otherwise all are in
-        the row's order.
+      is_compact: whether the chunks that a rank holds or needs come first in its rows, and what comes after them may
+        hold anything. Otherwise all chunks are there, in the row's order.
       is_needed: whether the rank that doesn't hold a chunk needs it, by rank.
       order: the chunk in each place of this rank's rows, by rank.
       places: the place of each chunk in rank 0's rows and in rank 1's, by rank.
-      num_places: chunks of each of this rank's rows that there are.
+      num_chunks: the first so many places of each of this rank's rows hold chunks.
     """
 
     split: Split
-    has_gaps: bool
+    is_compact: bool
     is_needed: Bool[Array, "B C"]
     order: Int[Array, "B C"]
     places: Int[Array, "2 B C"]
-    num_places: Int[Array, " B"]
+    num_chunks: Int[Array, " B"]
 
     @staticmethod
-    def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, has_gaps: bool) -> Rows:
+    def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, is_compact: bool) -> KeyRows:
         """Those of a call of one rank."""
         chunks = split.chunks(split.row_order(inputs), call.batch)
         is_needed = jnp.asarray(is_needed_elsewhere(call, split, chunks, inputs.query_segment_ids))
-        chunks, num_chunks = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
+        chunks, num_all = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
         ranks = jnp.arange(split.num_ranks)[:, None, None]
-        is_there = is_needed | (jnp.arange(num_chunks) // (num_chunks // split.num_ranks) == ranks)
-        is_there = is_there if has_gaps else jnp.ones_like(is_there)
-        order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_chunks), axis=-1)
+        is_there = is_needed | (jnp.arange(num_all) // (num_all // split.num_ranks) == ranks)
+        is_there = is_there if is_compact else jnp.ones_like(is_there)
+        order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1)
         places = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
-        here, num_places = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
-        return Rows(split, has_gaps, is_needed, order[here], places, num_places[here])
+        here, num_chunks = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
+        return KeyRows(split, is_compact, is_needed, order[here], places, num_chunks[here])
 
     @property
     def num_keys(self) -> Int[Array, " B"]:
-        """Keys of each of this rank's rows that there are."""
-        return self.num_places * self.split.run_chunk
+        """The first so many places of tokens in each of this rank's rows hold keys."""
+        return self.num_chunks * self.split.run_chunk
 
     @property
     def places_of_own(self) -> Int[Array, "B t"]:
@@ -137,22 +139,27 @@ class Rows(NamedTuple):
         return (first[..., None] + jnp.arange(length, dtype=jnp.int32)).reshape(first.shape[0], -1)
 
     def gather(self, x: Shaped[Array, "B t"]) -> Shaped[Array, "B T"]:
-        """All ranks' tokens, in the order of this rank's rows."""
+        """What there is of each token, in this rank's rows; past the last key, what the last one has.
+
+        So documents have no more parts in a row than where all of it is there, and a plan's tiles stay FULL.
+        """
         by_rank = cut_into_chunks(self.split.gather(x), self.split)
-        return take(by_rank, self.order, unique_indices=True).reshape(x.shape[0], -1)
+        row = take(by_rank, self.order, unique_indices=True).reshape(x.shape[0], -1)
+        last = jnp.take_along_axis(row, self.num_keys[:, None] - 1, axis=1)
+        return jnp.where(arange_like(row) < self.num_keys[:, None], row, last)
 
     def tables(self, num_past_the_last: int) -> chunk_collectives.ChunkTables:
         """Where chunks are, for this rank's kernels, which put so many keys together past a row's last, too."""
-        num_chunks = self.is_needed.shape[1]
-        num_own = num_chunks // self.split.num_ranks
+        num_all = self.is_needed.shape[1]
+        num_own = num_all // self.split.num_ranks
         holder, number = jnp.divmod(self.order, num_own)
         is_read = (holder != self._rank) & jnp.take_along_axis(self.is_needed, self.order, axis=1)
         of_row = number + num_own * is_read
         here, there = self.places[self._rank], self.places[1 - self._rank]
-        of_own = self._own(here + num_chunks * jnp.where(self.is_needed, there + 1, 0))
+        of_own = self._own(here + num_all * jnp.where(self.is_needed, there + 1, 0))
         num_more = -(-num_past_the_last // self.split.run_chunk)
-        num_places = jnp.minimum(self.num_places.max(keepdims=True) + num_more, num_chunks)
-        return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_places)))
+        num_chunks = jnp.minimum(self.num_chunks.max(keepdims=True) + num_more, num_all)
+        return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_chunks)))
 
     @property
     def _rank(self) -> Int[Array, ""]:
@@ -162,11 +169,11 @@ class Rows(NamedTuple):
         return x.reshape(x.shape[0], self.split.num_ranks, -1)[:, self._rank]
 
 
-def _may_have_gaps(call: AttentionCall) -> bool:
-    """Whether a rank's rows may do without chunks that it doesn't need, which documents tell.
+def _may_be_compact(call: AttentionCall) -> bool:
+    """Whether a rank's rows may do without the chunks that, by the documents, it doesn't need.
 
-    Tokens then count on over what is left out. So the mask has to look at the tokens' order alone, and not ahead: what
-    comes after a row's last key lies behind all queries.
+    Places then count on over what is left out. So the mask has to look at the tokens' order alone, and not ahead: the
+    places after a row's last key come after all queries.
     """
     return call.has_segment_ids and not call.has_positions and call.mask.window == (None, 0)
 
