@@ -69,4 +69,4 @@ def _num_blocks_in_use(inputs: AttentionInputs, block_kv: int) -> Int[Array, " 1
     """The blocks of each head that hold some of a row's keys; None: all do."""
     if inputs.num_keys is None:
         return None
-    return ((inputs.num_keys.max(keepdims=True)[0] + (block_kv - 1)) // block_kv).astype(jnp.int32)
+    return -(-inputs.num_keys.max(keepdims=True)[0] // block_kv)
