@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -42,14 +42,19 @@ _Smem = namedtuple("_Smem", "left right stored")
 class TileOperands(NamedTuple):
     """References to a tile's operands in global memory, by the step along the sum.
 
-    A sum over several products has as many references on each side, and numbers of steps. Rows of the tile from
-    `num_rows` on need no product.
+    A sum over several products has as many references on each side, and numbers of steps. On the right a step has a
+    reference for each matrix that the kernel multiplies the left operand by. Rows of the tile from `num_rows` on need
+    no product.
+
+    Where programs are paired, a pair's two tiles have the same numbers of steps. `shares_right` says whether they have
+    the same operands on the right, which are then loaded once for both.
     """
 
     num_rows: Any
     num_steps: Sequence[Any]
     left: Sequence[Callable[[Any], Any]]
-    right: Sequence[Callable[[Any], Any]]
+    right: Sequence[Callable[[Any], Sequence[Any]]]
+    shares_right: Any = False
 
     @property
     def total_steps(self) -> Any:
@@ -64,8 +69,8 @@ class Phase(NamedTuple):
       num_tiles: of the phase, shared out among the programs.
       operands: a tile's.
       multiply: (accumulator, left stage, right stage, warpgroup) → issues the product of a step.
-      store: (product, tile, warpgroup, buffers) → stores a consumer's rows of a tile, by way of its buffers in shared
-        memory; the product is `[64, columns]`, float32.
+      store: (products, tile, warpgroup, buffers) → stores a consumer's rows of a tile, by way of its buffers in shared
+        memory; there is a product by each matrix, `[64, columns]`, float32.
       before_loads: (tile) → what the producer does before it copies a tile's operands.
       before_steps: (tile, warpgroup, buffers) → what a consumer does before a tile's steps.
       in_step: (tile, step, left stage, warpgroup) → what a consumer does while a step's product is computed. If it
@@ -132,13 +137,27 @@ def store_columns(product, buffers, start_copy: Callable[[int, Any], None]) -> N
       buffers: of the consumer.
       start_copy: (first column, buffer) → starts to copy a buffer.
     """
-    for i in range(product.shape[1] // STORED_COLUMNS):
-        buffer, column = buffers.at[i % STORE_BUFFERS], i * STORED_COLUMNS
-        # The copy engine has read what the buffer held. At the first columns, that is the last tile's.
+    columns = range(0, product.shape[1], STORED_COLUMNS)
+    parts = (
+        (product[:, column : column + STORED_COLUMNS], functools.partial(start_copy, column)) for column in columns
+    )
+    store_parts(parts, buffers)
+
+
+def store_parts(parts: Iterable[tuple[Any, Callable[[Any], None]]], buffers) -> None:
+    """Copies parts of a consumer's rows to global memory.
+
+    Args:
+      parts: each `[64, STORED_COLUMNS]`, and what starts to copy the buffer that it is put in.
+      buffers: of the consumer.
+    """
+    for i, (part, start_copy) in enumerate(parts):
+        buffer = buffers.at[i % STORE_BUFFERS]
+        # The copy engine has read what the buffer held. At the first part, that is the last tile's.
         plgpu.wait_smem_to_gmem(STORE_BUFFERS - 1 if i else 0, wait_read_only=True)
-        buffer[...] = product[:, column : column + STORED_COLUMNS].astype(buffers.dtype)
+        buffer[...] = part.astype(buffers.dtype)
         plgpu.commit_smem()
-        start_copy(column, buffer)
+        start_copy(buffer)
 
 
 def launch_matmul(
@@ -151,6 +170,8 @@ def launch_matmul(
     *,
     name: str,
     scratch: Sequence[Any] = (),
+    num_matrices: int = 1,
+    pair_size: int = 1,
     interpret: Any = None,
 ) -> Sequence[Array]:
     """Runs a kernel.
@@ -164,42 +185,57 @@ def launch_matmul(
       num_programs: as many as run at the same time, one to a multiprocessor. They may wait for each other.
       name: of the kernel's dumps.
       scratch: memory and barriers that the kernel needs besides.
+      num_matrices: that each left operand is multiplied by.
+      pair_size: programs that share operands, 1 or 2. Two compute tiles 2·i and 2·i + 1 at the same time, and each
+        phase has an even number of tiles.
       interpret: parameters of Pallas's interpreter; None on a GPU.
     """
     dtype = outputs[0].dtype
     smem = _Smem(
         left=matrix(_NUM_STAGES, *stages[0], dtype=dtype),
-        right=matrix(_NUM_STAGES, *stages[1], dtype=dtype),
+        right=matrix(_NUM_STAGES, num_matrices, *stages[1], dtype=dtype),
         stored=matrix(NUM_CONSUMERS, STORE_BUFFERS, WGMMA_ROWS, STORED_COLUMNS, dtype=dtype),
     )
-    ring = Pipeline.memory(_NUM_STAGES, num_consumers=NUM_CONSUMERS, num_copies=2)
+    pair_axis = "of_pair" if pair_size > 1 else None
+    ring = Pipeline.memory(
+        _NUM_STAGES, num_consumers=NUM_CONSUMERS, num_copies=1 + num_matrices, cluster_axis=pair_axis
+    )
+    num_programs = num_programs // pair_size * pair_size
 
     def body(*refs):
         gmem, (smem, ring, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
         if interpret is None:
             fix_dump_name("_".join((name, *map(str, outputs[0].shape))))
         phases = make_phases(gmem, *own)
-        warpgroup = jax.lax.axis_index("warpgroup")
+        warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
+        if pair_axis is not None:
+            program = program * pair_size + jax.lax.axis_index(pair_axis)
 
         @pl.when(warpgroup == NUM_CONSUMERS)
         def produce():
             plgpu.set_max_registers(_LOAD_REGISTERS, action="decrease")
-            num_steps = _visit_tiles(phases, num_programs, functools.partial(_load_tile, smem, ring))
+            num_steps = _visit_tiles(
+                phases, program, num_programs, functools.partial(_load_tile, smem, ring, pair_axis)
+            )
             ring.producer_tail(num_steps)
 
         @pl.when(warpgroup < NUM_CONSUMERS)
         def consume():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             multiply_tile = functools.partial(_multiply_tile, smem, ring, warpgroup, columns)
-            _visit_tiles(phases, num_programs, multiply_tile, lambda phase, tile: phase.finish(tile, warpgroup))
+            _visit_tiles(
+                phases, program, num_programs, multiply_tile, lambda phase, tile: phase.finish(tile, warpgroup)
+            )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         body,
         out_type=list(outputs),
         scratch_types=(smem, ring, *scratch),
-        grid=(num_programs,),
+        grid=(num_programs // pair_size,),
         grid_names=("program",),
+        cluster=(pair_size,) if pair_axis else (),
+        cluster_names=(pair_axis,) if pair_axis else (),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
@@ -209,6 +245,7 @@ def launch_matmul(
 
 def _visit_tiles(
     phases: Sequence[Phase],
+    program: Any,
     num_programs: int,
     visit: Callable[[Phase, Any, TileOperands, Any], None],
     finish: Callable[[Phase, Any], None] = lambda *_: None,
@@ -219,7 +256,6 @@ def _visit_tiles(
       visit: of (phase, tile, its operands, steps before it).
       finish: of (phase, last of the program's tiles), after each phase.
     """
-    program = jax.lax.axis_index("program")
     num_before, num_steps = 0, jnp.int32(0)
     for phase in phases:
 
@@ -239,7 +275,9 @@ def _visit_tiles(
     return num_steps
 
 
-def _load_tile(smem: _Smem, ring: Pipeline, phase: Phase, tile, operands: TileOperands, num_before) -> None:
+def _load_tile(
+    smem: _Smem, ring: Pipeline, pair_axis: str | None, phase: Phase, tile, operands: TileOperands, num_before
+) -> None:
     """Producer: copies the operands of a tile into the ring."""
     phase.before_loads(tile)
     for num_steps, left, right in zip(operands.num_steps, operands.left, operands.right, strict=True):
@@ -250,7 +288,16 @@ def _load_tile(smem: _Smem, ring: Pipeline, phase: Phase, tile, operands: TileOp
             slot = ring.slot(step_of_all)
             ring.producer_acquire(step_of_all, slot)
             ring.copy(left(step), smem.left, slot)
-            ring.copy(right(step), smem.right, slot)
+
+            def copy_right(cluster_axis: str | None = None):
+                for i, part in enumerate(right(step)):
+                    ring.copy(part, smem.right.at[:, i], slot, cluster_axis)
+
+            if pair_axis is None:
+                copy_right()
+            else:
+                pl.when(operands.shares_right)(lambda: copy_right(pair_axis))
+                pl.when(jnp.logical_not(operands.shares_right))(copy_right)
 
         num_before += num_steps
 
@@ -270,21 +317,22 @@ def _multiply_tile(
         ring.consumer_wait(slot)
         ring.consumer_release(slot)
 
-    def multiply(acc):
+    def multiply(*accumulators):
         def next_step(step, _):
             slot = ring.slot(num_before + step)
             ring.consumer_wait(slot)
-            phase.multiply(acc, smem.left.at[slot], smem.right.at[slot], warpgroup)
+            for i, acc in enumerate(accumulators):
+                phase.multiply(acc, smem.left.at[slot], smem.right.at[slot, i], warpgroup)
             phase.in_step(tile, step, smem.left.at[slot], warpgroup)
-            # One product may be on its way. The one before it has read its stage.
-            plgpu.wgmma_wait(1)
+            # One step's products may be on their way. Those before them have read their stage.
+            plgpu.wgmma_wait(len(accumulators))
             pl.when(step > 0)(lambda: ring.consumer_release(ring.slot(num_before + step - 1)))
             return ()
 
         jax.lax.fori_loop(0, num_steps, next_step, ())
-        product = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+        products = [plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accumulators]
         phase.after_steps(tile, warpgroup)
         pl.when(num_steps > 0)(lambda: ring.consumer_release(ring.slot(num_before + num_steps - 1)))
-        phase.store(product, tile, warpgroup, smem.stored.at[warpgroup])
+        phase.store(products, tile, warpgroup, smem.stored.at[warpgroup])
 
-    pl.run_scoped(multiply, accumulator(columns))
+    pl.run_scoped(multiply, *[accumulator(columns)] * smem.right.shape[1])

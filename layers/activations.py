@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from layers.config import MLPKind
@@ -57,55 +58,72 @@ def activate(
         raise ValueError(f"kind={kind!r} takes {expected}, got {got}")
     dtype = jnp.promote_types(features.dtype, jnp.float32)
     hidden = features.astype(dtype)
-    hidden = _gelu(hidden) if gate is None else _GATES[kind](gate.astype(dtype), hidden)
+    hidden = _gelu(hidden) if gate is None else _apply(GATES[kind], gate.astype(dtype), hidden)
     if weights is not None:
         hidden *= weights[..., None]
     return hidden.astype(features.dtype)
 
 
-def _swiglu(gate: Array, features: Array) -> Array:
-    return gate * _sigmoid(gate) * features
+def _sigmoid(x: Array) -> Array:
+    # GPUs have an instruction for 1/√y; a division takes ten.
+    return jnp.square(lax.rsqrt(1 + jnp.exp(-x)))
 
 
-def _geglu(gate: Array, features: Array) -> Array:
-    return _gelu(gate) * features
+def _silu_and_slope(x: Array, steepness: float = 1.0) -> tuple[Array, Array]:
+    sigmoid = _sigmoid(steepness * x if steepness != 1 else x)
+    value = x * sigmoid
+    return value, sigmoid + steepness * (value - value * sigmoid)
 
 
-def _clamped_swiglu(gate: Array, features: Array) -> Array:
-    gate = jnp.minimum(gate, _CLAMPED_LIMIT)
-    features = jnp.clip(features, -_CLAMPED_LIMIT, _CLAMPED_LIMIT)
-    return gate * _sigmoid(_CLAMPED_SLOPE * gate) * (features + 1)
+def _gelu_and_slope(x: Array) -> tuple[Array, Array]:
+    square = jnp.square(x)
+    sigmoid = _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))
+    slope = sigmoid + (sigmoid - jnp.square(sigmoid)) * (_GELU_SLOPE * x) * (1 + 3 * _GELU_CUBIC * square)
+    return x * sigmoid, slope
 
 
-_GATES: dict[str, Callable[[Array, Array], Array]] = {
+def _swiglu(gate: Array, features: Array) -> tuple[Array, Array, Array]:
+    silu, slope = _silu_and_slope(gate)
+    return silu * features, slope * features, silu
+
+
+def _geglu(gate: Array, features: Array) -> tuple[Array, Array, Array]:
+    gelu, slope = _gelu_and_slope(gate)
+    return gelu * features, slope * features, gelu
+
+
+def _clamped_swiglu(gate: Array, features: Array) -> tuple[Array, Array, Array]:
+    silu, slope = _silu_and_slope(jnp.minimum(gate, _CLAMPED_LIMIT), _CLAMPED_SLOPE)
+    clamped = jnp.minimum(jnp.maximum(features, -_CLAMPED_LIMIT), _CLAMPED_LIMIT)
+    to_gate = jnp.where(gate <= _CLAMPED_LIMIT, slope * (clamped + 1), 0.0)
+    return silu * (clamped + 1), to_gate, jnp.where(features == clamped, silu, 0.0)
+
+
+GATES: dict[str, Callable[[Array, Array], tuple[Array, Array, Array]]] = {
     "swiglu": _swiglu,
     "geglu": _geglu,
     "clamped_swiglu": _clamped_swiglu,
 }
+"""(gate, features) → the hidden features, and their slopes in the gate and in the features."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _apply(gated: Callable[[Array, Array], tuple[Array, Array, Array]], gate: Array, features: Array) -> Array:
+    return gated(gate, features)[0]
+
+
+@_apply.defjvp
+def _apply_jvp(gated: Callable, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    hidden, *slopes = gated(*primals)
+    return hidden, slopes[0] * tangents[0] + slopes[1] * tangents[1]
 
 
 @jax.custom_jvp
 def _gelu(x: Array) -> Array:
-    return x * _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * jnp.square(x)))
+    return _gelu_and_slope(x)[0]
 
 
 @_gelu.defjvp
 def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (tangent,) = primals, tangents
-    square = jnp.square(x)
-    gate = _sigmoid(_GELU_SLOPE * x * (1 + _GELU_CUBIC * square))
-    slope = gate + (gate - jnp.square(gate)) * (_GELU_SLOPE * x) * (1 + 3 * _GELU_CUBIC * square)
-    return x * gate, slope * tangent
-
-
-@jax.custom_jvp
-def _sigmoid(x: Array) -> Array:
-    # GPUs have an instruction for 1/√y; a division takes ten.
-    return jnp.square(jax.lax.rsqrt(1 + jnp.exp(-x)))
-
-
-@_sigmoid.defjvp
-def _sigmoid_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (x,), (tangent,) = primals, tangents
-    y = _sigmoid(x)
-    return y, (y - jnp.square(y)) * tangent
+    value, slope = _gelu_and_slope(*primals)
+    return value, slope * tangents[0]

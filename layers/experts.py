@@ -19,8 +19,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Target
-from kernels.grouped_matmul import RowGroups, choose_grouped_matmul, group_rows, grouped_matmul
-from layers.activations import activate
+from kernels.grouped_matmul import (
+    GatedMatrices,
+    GroupedMatmul,
+    RowGroups,
+    choose_grouped_matmul,
+    copy_rows,
+    group_rows,
+    grouped_gated_mlp,
+    grouped_matmul,
+    own_groups,
+    sum_copies,
+)
+from layers.activations import GATES, activate
 from layers.config import MLPKind, MoEConfig
 
 
@@ -36,13 +47,14 @@ class Experts(nnx.Module):
         param_dtype: jnp.dtype,
         kernel_init: nnx.Initializer,
         output_kernel_init: nnx.Initializer,
+        implementation: GroupedMatmul | None,
         rngs: nnx.Rngs,
     ):
         projection = functools.partial(
             GroupedLinear, config.num_experts, use_bias=config.expert_bias, param_dtype=param_dtype, rngs=rngs
         )
         self.kind = kind
-        self.num_experts = config.num_experts
+        self.num_experts, self.implementation = config.num_experts, implementation
         self.up = projection(width, config.expert_width, kernel_init=kernel_init)
         if kind != "gelu":
             self.gate = projection(width, config.expert_width, kernel_init=kernel_init)
@@ -59,20 +71,28 @@ class Experts(nnx.Module):
     ) -> Float[Array, "N W"]:
         """The weighted sums of the chosen experts' outputs, in the tokens' type, computed on a device like `target`."""
         width, hidden_features = self.up.kernel.shape[1:]
-        choice = choose_grouped_matmul(tokens.dtype, (width, hidden_features), target)
+        choice = choose_grouped_matmul(tokens.dtype, (width, hidden_features), target, self.implementation)
         groups = group_rows(chosen.reshape(-1), self.num_experts, choice.alignment)
 
-        copies = _copy_tokens(tokens, groups, chosen.shape[1])
-        into = [self.up] if self.kind == "gelu" else [self.up, self.gate]
-        products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups, choice)
-        features, *gate = (
-            checkpoint_name(each.add_bias(product, groups), "projection")
-            for each, product in zip(into, products, strict=True)
-        )
+        copies = copy_rows(tokens, groups, chosen.shape[1], choice)
         # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
-        hidden = activate(self.kind, features, gate[0] if gate else None, _sort_weights(weights, groups))
-        (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups, choice)
-        mixed = _sum_copies(outputs, groups, chosen.shape[1], weights.dtype)
+        sorted_weights = _sort_weights(weights, groups)
+        if choice.is_fused and self.kind != "gelu":
+            matrices = (each.matrices(copies.dtype) for each in (self.up, self.gate, self.down))
+            biases = (each.biases(copies.dtype) for each in (self.up, self.gate))
+            parameters = GatedMatrices(*matrices, *biases)
+            gated = GATES[self.kind]
+            outputs = grouped_gated_mlp(copies, sorted_weights, parameters, groups, gated, choice, "projection")
+        else:
+            into = [self.up] if self.kind == "gelu" else [self.up, self.gate]
+            products = grouped_matmul(copies, [each.matrices(copies.dtype) for each in into], groups, choice)
+            features, *gate = (
+                checkpoint_name(each.add_bias(product, groups), "projection")
+                for each, product in zip(into, products, strict=True)
+            )
+            hidden = activate(self.kind, features, gate[0] if gate else None, sorted_weights)
+            (outputs,) = grouped_matmul(hidden, [self.down.matrices(hidden.dtype)], groups, choice)
+        mixed = sum_copies(outputs, groups, chosen.shape[1], choice)
         if features_over is not None:
             mixed = lax.psum(mixed, features_over)
         if self.down.bias is not None:  # once for all ranks, and so apart from the matmul
@@ -102,67 +122,23 @@ class GroupedLinear(nnx.Module):
         """The experts' matrices, for operands of this type."""
         return self.kernel[...].astype(dtype)
 
+    def biases(self, dtype: jnp.dtype) -> Float[Array, "E N"] | None:
+        """The experts' biases, for operands of this type."""
+        return None if self.bias is None else self.bias[...].astype(dtype)
+
     def add_bias(self, products: Float[Array, "R N"], groups: RowGroups) -> Float[Array, "R N"]:
         """The products of sorted copies and their experts' matrices, with the biases, if there are any."""
-        if self.bias is None:
-            return products
-        ends = jnp.cumsum(groups.sizes)
-        experts = jnp.searchsorted(ends, jnp.arange(products.shape[0]), side="right", method="compare_all")
-        # A matmul and no lookup, whose gradient would add up copy by copy.
-        is_own = jax.nn.one_hot(experts, groups.sizes.size, dtype=products.dtype)
-        return products + jnp.dot(is_own, self.bias[...].astype(products.dtype))
+        biases = self.biases(products.dtype)
+        return products if biases is None else products + jnp.dot(own_groups(groups, products.dtype), biases)
 
 
-# Each copy is read once by its own token, so all gradients are lookups, too. JAX would add up copy by copy. Where no
-# copy lies, rows and gradients are 0, so that those rows don't reach the experts' gradients.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _copy_tokens(tokens: Float[Array, "N W"], groups: RowGroups, num_copies: int) -> Float[Array, "R W"]:
-    """The copies of tokens, sorted by expert: each token has `num_copies`. Where no copy lies are zeros."""
-    return _take_rows(tokens, groups.sources // num_copies)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _sum_copies(
-    copies: Float[Array, "R W"], groups: RowGroups, num_copies: int, dtype: jnp.dtype
-) -> Float[Array, "N W"]:
-    """The sum of each token's copies, added up in `dtype`."""
-    places = groups.places.reshape(-1, num_copies)
-    total = jnp.zeros((len(places), copies.shape[1]), dtype)
-    for k in range(num_copies):
-        total += copies[places[:, k]].astype(dtype)
-    return total.astype(copies.dtype)
-
-
+# Each copy has a weight of its own, so the gradient is a lookup, too. JAX would add up copy by copy.
 @jax.custom_vjp
 def _sort_weights(weights: Float[Array, "N K"], groups: RowGroups) -> Float[Array, " R"]:
     """The weights of sorted copies."""
     return weights.reshape(-1).at[groups.sources].get(mode="fill", fill_value=0)
 
 
-def _take_rows(rows: Float[Array, "N W"], numbers: Int[Array, " R"]) -> Float[Array, "R W"]:
-    """Rows by their numbers, and zeros for those that there aren't.
-
-    Two features of 16 bits go as one number: XLA's lookups take a time for each number.
-    """
-    if rows.dtype.itemsize != 2 or rows.shape[1] % 2:
-        return rows.at[numbers].get(mode="fill", fill_value=0)
-    pairs = lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 2), jnp.uint32)
-    taken = pairs.at[numbers].get(mode="fill", fill_value=0)
-    return lax.bitcast_convert_type(taken, rows.dtype).reshape(numbers.size, -1)
-
-
-def _wide(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-_copy_tokens.defvjp(
-    lambda tokens, groups, num_copies: (_copy_tokens(tokens, groups, num_copies), groups),
-    lambda num_copies, groups, gradient: (_sum_copies(gradient, groups, num_copies, _wide(gradient.dtype)), None),
-)
-_sum_copies.defvjp(
-    lambda copies, groups, num_copies, dtype: (_sum_copies(copies, groups, num_copies, dtype), groups),
-    lambda num_copies, dtype, groups, gradient: (_copy_tokens(gradient, groups, num_copies), None),
-)
 _sort_weights.defvjp(
     lambda weights, groups: (_sort_weights(weights, groups), (groups.places, weights.shape)),
     lambda residuals, gradient: (gradient[residuals[0]].reshape(residuals[1]), None),

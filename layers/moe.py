@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
+from kernels.grouped_matmul import GroupedMatmul
 from kernels.mesh import manual_axes
 from kernels.varying import vary, varying_axes
 from layers.activation_sharding import ActivationSharding
@@ -93,6 +94,8 @@ class MoE(nnx.Module):
       kernel_init: initialiser of the router, and of the experts' `up` and `gate`; None: `small_init(width)`.
       output_kernel_init: initialiser of the experts' `down`; None: `kernel_init`.
       activation_sharding: where tokens and hidden features lie on a mesh; None: on one device.
+      implementation: of the experts' matmuls, as `kernels.grouped_matmul` names it; None: the fastest that has been
+        checked on the device.
       rngs: source of the initial values.
 
     Source: Shazeer et al., arXiv:1701.06538; dropless, with grouped matmuls: MegaBlocks, arXiv:2211.15841.
@@ -115,6 +118,7 @@ class MoE(nnx.Module):
         kernel_init: nnx.Initializer | None = None,
         output_kernel_init: nnx.Initializer | None = None,
         activation_sharding: ActivationSharding | None = None,
+        implementation: GroupedMatmul | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
@@ -138,6 +142,7 @@ class MoE(nnx.Module):
             param_dtype=jnp.dtype(param_dtype),
             kernel_init=kernel_init,
             output_kernel_init=output_kernel_init or kernel_init,
+            implementation=implementation,
             rngs=rngs,
         )
 

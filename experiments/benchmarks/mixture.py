@@ -27,6 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
+from kernels import Target
+from kernels.grouped_matmul import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
 from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE
@@ -61,6 +63,8 @@ class MixtureArguments:
 
     cases: tuple[str, ...] = MEASURED
     """Names from CASES."""
+    implementation: GroupedMatmul | None = None
+    """Of the experts' matmuls; None: the fastest that has been checked on the device."""
     num_rounds: int = 7
     """Rounds, of which the median counts."""
     sample_ms: float = 150.0
@@ -82,11 +86,21 @@ def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> Forwa
     return timed
 
 
-def measure(name: str, case: MixtureShape, arguments: MixtureArguments) -> dict[str, Any]:
+def choice_of(case: MixtureShape, arguments: MixtureArguments) -> GroupedMatmulChoice:
+    """What multiplies a case's experts; UserMistake for one that can't."""
+    features = case.width, case.expert_width
+    try:
+        return choose_grouped_matmul("bfloat16", features, Target.of(), arguments.implementation)
+    except ValueError as error:
+        raise UserMistake(str(error)) from error
+
+
+def measure(name: str, choice: GroupedMatmulChoice, arguments: MixtureArguments) -> dict[str, Any]:
     """The row of a case."""
+    case = CASES[name]
     config = MoEConfig(case.num_experts, case.num_experts_per_token, case.expert_width)
     rngs = nnx.Rngs(time.time_ns() % 2**31)
-    mixture = MoE(case.width, config, kind="swiglu", param_dtype="bfloat16", rngs=rngs)
+    mixture = MoE(case.width, config, kind="swiglu", param_dtype="bfloat16", implementation=choice.name, rngs=rngs)
     hidden_width = case.num_experts_per_token * case.expert_width
     dense = MLP(case.width, hidden_width, kind="swiglu", param_dtype="bfloat16", rngs=rngs)
     inputs, cotangent = (
@@ -98,7 +112,7 @@ def measure(name: str, case: MixtureShape, arguments: MixtureArguments) -> dict[
     for _ in range(arguments.num_rounds):
         for contender in contenders:
             contender.measure(arguments.sample_ms)
-    row: dict[str, Any] = {"case": name, "device": jax.devices()[0].device_kind}
+    row: dict[str, Any] = {"case": name, "grouped_matmul": choice.name, "device": jax.devices()[0].device_kind}
     row |= {"versions": installed_versions(("jax", "jaxlib", "flax")), "date": datetime.date.today().isoformat()}
     row["busiest"] = float(load.max() / load.mean())
     ours, theirs = (contender.seconds for contender in contenders)
@@ -117,12 +131,13 @@ def main(command_line: Sequence[str]) -> int:
     try:
         if unknown := sorted(set(arguments.cases) - set(CASES)):
             raise UserMistake(f"unknown cases {', '.join(unknown)}; expected some of {', '.join(CASES)}")
+        choices = {name: choice_of(CASES[name], arguments) for name in arguments.cases}
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         return 2
     table = Table("case", "forward ms", "backward ms", "dense, both", "times the dense", "TFLOP/s", "busiest")
     for name in arguments.cases:
-        row = measure(name, CASES[name], arguments)
+        row = measure(name, choices[name], arguments)
         if arguments.output is not None:
             with arguments.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

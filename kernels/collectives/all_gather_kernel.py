@@ -79,7 +79,7 @@ def peer_all_gather_matmul(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
         def store_at(first):
-            def store(product, tile, warpgroup, buffers):
+            def store(products, tile, warpgroup, buffers):
                 sequence, first_token, first_column = tiles.place(tile)
                 here = pl.ds(first + first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
 
@@ -87,7 +87,7 @@ def peer_all_gather_matmul(
                     across = pl.ds(first_column + column, STORED_COLUMNS)
                     plgpu.copy_smem_to_gmem(buffer, result.at[sequence, here, across])
 
-                store_columns(product, buffers, start_copy)
+                store_columns(products[0], buffers, start_copy)
 
             return store
 

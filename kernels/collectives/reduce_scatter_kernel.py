@@ -79,13 +79,13 @@ def peer_matmul_reduce_scatter(
         def announce(tile, warpgroup):
             pl.when(tile >= 0)(lambda: pair.signal(flag(tile, warpgroup)))
 
-        def send(product, tile, warpgroup, buffers):
+        def send(products, tile, warpgroup, buffers):
             announce(tile - num_multiprocessors, warpgroup)  # the program's tile before, whose copies have had time
 
             def start_copy(column, buffer):
                 plgpu.copy_smem_to_gmem(buffer, sent.at[some_columns(tile, warpgroup, column)])
 
-            store_columns(product, buffers, start_copy)
+            store_columns(products[0], buffers, start_copy)
 
         def start_load(tile, warpgroup, part, buffers):
             buffer = part % STORE_BUFFERS
@@ -98,12 +98,12 @@ def peer_matmul_reduce_scatter(
             for part in range(min(STORE_BUFFERS, num_parts)):
                 start_load(tile, warpgroup, part, buffers)
 
-        def add(product, tile, warpgroup, buffers):
+        def add(products, tile, warpgroup, buffers):
             for part in range(num_parts):
                 column, buffer = part * STORED_COLUMNS, buffers.at[part % STORE_BUFFERS]
                 plgpu.barrier_wait(arrived.at[warpgroup * STORE_BUFFERS + part % STORE_BUFFERS])
                 theirs = plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
-                buffer[...] = (product[:, column : column + STORED_COLUMNS] + theirs).astype(buffers.dtype)
+                buffer[...] = (products[0][:, column : column + STORED_COLUMNS] + theirs).astype(buffers.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(buffer, result.at[some_columns(tile, warpgroup, column)])
                 if part + STORE_BUFFERS < num_parts:

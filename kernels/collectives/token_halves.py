@@ -73,7 +73,7 @@ class HalfTiles(NamedTuple):
 
         def right(matrix, step):
             along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-            return matrix.at[across, along] if transpose else matrix.at[along, across]
+            return [matrix.at[across, along] if transpose else matrix.at[along, across]]
 
         return TileOperands(
             BLOCK_ROWS,

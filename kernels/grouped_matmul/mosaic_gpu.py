@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +61,99 @@ def unsupported_reason(
     return None
 
 
+class RowTiles(NamedTuple):
+    """The tiles of a result that has the rows of all groups.
+
+    Programs may be paired. A pair's two tiles lie in two blocks of rows, one below the other, mostly of the same group.
+
+    Attributes:
+      num_rows, num_columns: of the result.
+      columns: of a tile.
+      groups: of each block of rows, `[blocks]`; as many as there are groups: none.
+      ends: where the rows of each block's group end that don't pad it, from the block's first row, `[blocks]`.
+      num_groups: G.
+      pair_size: programs that share matrices, 1 or 2.
+    """
+
+    num_rows: int
+    num_columns: int
+    columns: int
+    groups: Any
+    ends: Any
+    num_groups: int
+    pair_size: int
+
+    @staticmethod
+    def of(groups: RowGroups, num_columns: int, columns: int, pair_size: int) -> RowTiles:
+        num_rows, ends = groups.sources.size, jnp.cumsum(groups.sizes)
+        # The last pair may have one block of rows, and then the other is of no group.
+        firsts = jnp.arange(pair_size * pl.cdiv(num_rows, pair_size * BLOCK_ROWS), dtype=jnp.int32) * BLOCK_ROWS
+        block_groups = jnp.searchsorted(ends, firsts, side="right", method="compare_all").astype(jnp.int32)
+        block_ends = (ends - groups.sizes + groups.counts)[jnp.minimum(block_groups, ends.size - 1)] - firsts
+        return RowTiles(num_rows, num_columns, columns, block_groups, block_ends, ends.size, pair_size)
+
+    def on(self, groups: Any, ends: Any) -> RowTiles:
+        """The same, within a kernel: with references in the place of arrays."""
+        return self._replace(groups=groups, ends=ends)
+
+    @property
+    def num_tiles(self) -> int:
+        """A multiple of `pair_size`."""
+        return self.groups.shape[0] * pl.cdiv(self.num_columns, self.columns)
+
+    def _place(self, tile) -> tuple[Any, Any, Any]:
+        """The first block of the tile's pair, which of the pair it is, and how far across the result."""
+        pair, of_pair = div_rem(tile, self.pair_size)
+        num_down = self.groups.shape[0] // self.pair_size
+        down, across = place_tile(pair, num_down, pl.cdiv(self.num_columns, self.columns))
+        return self.pair_size * down, of_pair, across
+
+    def place(self, tile, warpgroup=0) -> tuple[Any, Any]:
+        """The first row of a tile, or of a consumer's part of it, and the first column."""
+        first, of_pair, across = self._place(tile)
+        return (first + of_pair) * BLOCK_ROWS + warpgroup * WGMMA_ROWS, across * self.columns
+
+    def group(self, tile) -> Any:
+        """Of a tile's rows; of rows of no group, some group."""
+        first, of_pair, _ = self._place(tile)
+        return jnp.minimum(self.groups[first + of_pair], self.num_groups - 1)
+
+    def operands(
+        self, tile, rows: Sequence[Any], matrices: Sequence[Sequence[Any]], *, transpose: bool
+    ) -> TileOperands:
+        """A tile's, of a sum over products of rows and their group's matrices; a row may have several at a time."""
+        first, of_pair, _ = self._place(tile)
+        first_row, first_column = self.place(tile)
+        here, across = pl.ds(first_row, BLOCK_ROWS), pl.ds(first_column, self.columns)
+        group = self.group(tile)
+
+        def left(rows, step):
+            return rows.at[here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
+
+        def right(matrices, step):
+            along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+            return [each.at[group, across, along] if transpose else each.at[group, along, across] for each in matrices]
+
+        has_rows = self.groups[first] < self.num_groups
+        return TileOperands(
+            self.ends[first + of_pair],
+            [jnp.where(has_rows, each.shape[1] // BLOCK_DEPTH, 0) for each in rows],
+            [functools.partial(left, each) for each in rows],
+            [functools.partial(right, each) for each in matrices],
+            self.groups[first] == self.groups[first + self.pair_size - 1],
+        )
+
+    def store(self, result, tile, warpgroup, column, buffer) -> None:
+        """Starts to copy a buffer to a consumer's rows and to the columns from the tile's `column` on, if there are."""
+        first_row, first_column = self.place(tile, warpgroup)
+        first_column += column
+        here, across = pl.ds(first_row, WGMMA_ROWS), pl.ds(first_column, STORED_COLUMNS)
+        is_inside = (first_row < self.num_rows) & (first_column < self.num_columns)
+        pl.when(is_inside)(lambda: plgpu.copy_smem_to_gmem(buffer, result.at[here, across], commit_group=False))
+        # Also a group of no copy: who waits for a buffer counts groups.
+        plgpu.commit_smem_to_gmem_group()
+
+
 def multiply_rows(
     rows: Sequence[Float[Array, "R K"]],
     matrices: Sequence[Float[Array, "G K N"]],
@@ -70,57 +163,31 @@ def multiply_rows(
     transpose: bool,
 ) -> Float[Array, "R N"]:
     """Rows times their group's matrix, or its transpose (then matrices are `[G, N, K]`); the sum over all products."""
-    num_rows, depth = rows[0].shape
     num_columns, num_products = matrices[0].shape[1 if transpose else 2], len(rows)
     columns = tile_columns(num_columns)
-    num_across = num_columns // columns
-    ends = jnp.cumsum(groups.sizes)
-    firsts = jnp.arange(num_rows // BLOCK_ROWS, dtype=jnp.int32) * BLOCK_ROWS
-    # The group of each block of rows; as many as there are groups: none.
-    block_groups = jnp.searchsorted(ends, firsts, side="right", method="compare_all").astype(jnp.int32)
-    # Where the rows of each block's group end that don't pad it, from the block's first row.
-    block_ends = (ends - groups.sizes + groups.counts)[jnp.minimum(block_groups, ends.size - 1)] - firsts
+    tiles = RowTiles.of(groups, num_columns, columns, choice.pair_size)
 
     def make_phases(gmem) -> list[Phase]:
         *factors, block_groups, block_ends, result = gmem
+        rows, matrices = factors[:num_products], [[each] for each in factors[num_products:]]
+        here = tiles.on(block_groups, block_ends)
 
-        def place(tile):
-            block, across = place_tile(tile, num_rows // BLOCK_ROWS, num_across)
-            return block, across * columns
+        def store(products, tile, warpgroup, buffers):
+            store_columns(products[0], buffers, functools.partial(here.store, result, tile, warpgroup))
 
-        def operands(tile) -> TileOperands:
-            block, first_column = place(tile)
-            group = block_groups[block]
-            here, across = pl.ds(block * BLOCK_ROWS, BLOCK_ROWS), pl.ds(first_column, columns)
+        operands = functools.partial(here.operands, rows=rows, matrices=matrices, transpose=transpose)
+        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=transpose), store)]
 
-            def left(rows, step):
-                return rows.at[here, pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)]
-
-            def right(matrices, step):
-                along = pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-                return matrices.at[group, across, along] if transpose else matrices.at[group, along, across]
-
-            return TileOperands(
-                block_ends[block],
-                [jnp.where(group < ends.size, depth // BLOCK_DEPTH, 0)] * num_products,
-                [functools.partial(left, rows) for rows in factors[:num_products]],
-                [functools.partial(right, matrices) for matrices in factors[num_products:]],
-            )
-
-        def store(product, tile, warpgroup, buffers):
-            block, first_column = place(tile)
-            here = pl.ds(block * BLOCK_ROWS + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
-
-            def start_copy(column, buffer):
-                plgpu.copy_smem_to_gmem(buffer, result.at[here, pl.ds(first_column + column, STORED_COLUMNS)])
-
-            store_columns(product, buffers, start_copy)
-
-        return [Phase(num_rows // BLOCK_ROWS * num_across, operands, multiply_rows_by(transpose=transpose), store)]
-
-    stages = stages_of_rows(columns, transpose=transpose)
-    result = jax.ShapeDtypeStruct((num_rows, num_columns), rows[0].dtype)
-    return _launch(make_phases, (*rows, *matrices, block_groups, block_ends), result, stages, columns, choice)
+    (product,) = launch(
+        make_phases,
+        (*rows, *matrices, tiles.groups, tiles.ends),
+        [jax.ShapeDtypeStruct((tiles.num_rows, num_columns), rows[0].dtype)],
+        stages_of_rows(columns, transpose=transpose),
+        columns,
+        choice,
+        pair_size=choice.pair_size,
+    )
+    return product
 
 
 def multiply_groups(
@@ -130,6 +197,7 @@ def multiply_groups(
     num_groups, num_rows, num_columns = groups.sizes.size, left.shape[1], right.shape[1]
     columns = tile_columns(num_columns)
     num_across, num_down = num_columns // columns, pl.cdiv(num_rows, BLOCK_ROWS)
+    pair_size = choice.pair_size if num_down % 2 == 0 else 1
     starts = jnp.cumsum(groups.sizes) - groups.sizes
     num_steps = pl.cdiv(groups.counts, BLOCK_DEPTH)
 
@@ -138,8 +206,9 @@ def multiply_groups(
 
         def place(tile):
             group, tile = div_rem(tile, num_down * num_across)
-            down, across = place_tile(tile, num_down, num_across)
-            return group, down * BLOCK_ROWS, across * columns
+            tile, of_pair = div_rem(tile, pair_size)
+            down, across = place_tile(tile, num_down // pair_size, num_across)
+            return group, (pair_size * down + of_pair) * BLOCK_ROWS, across * columns
 
         def operands(tile) -> TileOperands:
             group, first_row, first_column = place(tile)
@@ -152,14 +221,15 @@ def multiply_groups(
                 BLOCK_ROWS,
                 [num_steps[group]],
                 [lambda step: left.at[along(step), pl.ds(first_row, BLOCK_ROWS)]],
-                [lambda step: right.at[along(step), pl.ds(first_column, columns)]],
+                [lambda step: [right.at[along(step), pl.ds(first_column, columns)]]],
+                shares_right=True,
             )
 
         def multiply(accumulator, left, right, warpgroup):
             left = left.at[:, pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)]
             plgpu.wgmma(accumulator, left.transpose((1, 0)), right)
 
-        def store(product, tile, warpgroup, buffers):
+        def store(products, tile, warpgroup, buffers):
             group, first_row, first_column = place(tile)
             first_row += warpgroup * WGMMA_ROWS
 
@@ -168,29 +238,48 @@ def multiply_groups(
                 # The last tile may have rows for the first consumer alone.
                 pl.when(first_row < num_rows)(lambda: plgpu.copy_smem_to_gmem(buffer, result.at[group, here, across]))
 
-            store_columns(product, buffers, start_copy)
+            store_columns(products[0], buffers, start_copy)
 
         return [Phase(num_groups * num_down * num_across, operands, multiply, store)]
 
-    stages = (BLOCK_DEPTH, BLOCK_ROWS), (BLOCK_DEPTH, columns)
-    result = jax.ShapeDtypeStruct((num_groups, num_rows, num_columns), left.dtype)
-    return _launch(make_phases, (left, right, starts, num_steps), result, stages, columns, choice)
+    (product,) = launch(
+        make_phases,
+        (left, right, starts, num_steps),
+        [jax.ShapeDtypeStruct((num_groups, num_rows, num_columns), left.dtype)],
+        ((BLOCK_DEPTH, BLOCK_ROWS), (BLOCK_DEPTH, columns)),
+        columns,
+        choice,
+        pair_size=pair_size,
+    )
+    return product
 
 
-def _launch(
+def launch(
     make_phases: Callable[[Any], Sequence[Phase]],
     operands: tuple[Array, ...],
-    result: jax.ShapeDtypeStruct,
+    results: Sequence[jax.ShapeDtypeStruct],
     stages: tuple[tuple[int, int], tuple[int, int]],
     columns: int,
     choice: GroupedMatmulChoice,
-) -> Array:
-    """Runs a kernel, whose stages of the left and the right operand have these shapes."""
+    *,
+    pair_size: int,
+    num_matrices: int = 1,
+) -> tuple[Array, ...]:
+    """Runs a kernel; arguments as of `launch_matmul`."""
     num_programs = _INTERPRETED_PROGRAMS if choice.interpret else choice.target.num_multiprocessors
     assert num_programs is not None, f"{choice.target} is a GPU"
-    # New in JAX 0.11.
-    interpret = plgpu.InterpretGPUParams() if choice.interpret else None  # type: ignore[attr-defined]
-    results = launch_matmul(
-        make_phases, operands, [result], stages, columns, num_programs, name="grouped_matmul", interpret=interpret
+    return without_slice_fusion(
+        *launch_matmul(
+            make_phases,
+            operands,
+            results,
+            stages,
+            columns,
+            num_programs,
+            name="grouped_matmul",
+            num_matrices=num_matrices,
+            pair_size=pair_size,
+            # New in JAX 0.11.
+            interpret=plgpu.InterpretGPUParams() if choice.interpret else None,  # type: ignore[attr-defined]
+        )
     )
-    return without_slice_fusion(*results)[0]

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.target import Target
 
-GroupedMatmul = Literal["mosaic_gpu", "xla"]
-"""mosaic_gpu: our kernel for Hopper GPUs. xla: `jax.lax.ragged_dot`, everywhere; on a GPU XLA multiplies every row by
-every group's matrix, and masks."""
+GroupedMatmul = Literal["mosaic_gpu", "mosaic_gpu_fused", "xla"]
+"""mosaic_gpu: our kernels for Hopper GPUs. mosaic_gpu_fused: the same, which also compute gated activations. xla:
+`jax.lax.ragged_dot`, everywhere; on a GPU XLA multiplies every row by every group's matrix, and masks."""
 
 _log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
 
@@ -42,6 +42,16 @@ class GroupedMatmulChoice(NamedTuple):
     target: Target
     interpret: bool = False
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether `grouped_gated_mlp` serves, and a kernel copies rows."""
+        return self.name == "mosaic_gpu_fused"
+
+    @property
+    def pair_size(self) -> int:
+        """Programs that share a group's matrix, each of which loads a part of it for all."""
+        return 2 if self.is_fused else 1
+
 
 def choose_grouped_matmul(
     dtype: jnp.dtype | str,
@@ -59,7 +69,8 @@ def choose_grouped_matmul(
       dtype: of the operands.
       features: K and N.
       target: the device.
-      implementation: None for the fastest that serves the device.
+      implementation: None for the fastest that serves the device and has been checked on it. `mosaic_gpu_fused` has
+        only been checked in Pallas's interpreter.
       interpret: run the kernel in Pallas's interpreter, on any device: for tests. As `MosaicGpuTuning.interpret`.
 
     Raises:
@@ -71,13 +82,13 @@ def choose_grouped_matmul(
         names = ", ".join(get_args(GroupedMatmul))
         raise ValueError(f"implementation={implementation!r} is not one of {names}, or None for the fastest")
     reason = mosaic_gpu.unsupported_reason(jnp.dtype(dtype), features, target, interpret=interpret)
-    if implementation == "mosaic_gpu" and reason is not None:
-        raise ValueError(f"implementation='mosaic_gpu' can't serve this grouped matmul: it {reason}")
+    if implementation not in (None, "xla") and reason is not None:
+        raise ValueError(f"implementation={implementation!r} can't serve this grouped matmul: it {reason}")
     if implementation == "xla" or reason is not None:
         if target.platform == "gpu" and reason is not None:
             _log_once("grouped matmul uses xla; mosaic_gpu passed over: it %s", reason)
         return GroupedMatmulChoice("xla", 1, reason, target)
-    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
+    return GroupedMatmulChoice(implementation or "mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
 
 
 def grouped_matmul(

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 
 class RowGroups(NamedTuple):
@@ -69,3 +70,13 @@ def group_rows(groups: Int[Array, " C"], num_groups: int, alignment: int = 1) ->
     size = num_places(groups.size, num_groups, alignment)
     sources = jnp.full(size, groups.size, jnp.int32).at[sorted_places].set(order, unique_indices=True)
     return RowGroups(places, sources, counts, sizes)
+
+
+def own_groups(groups: RowGroups, dtype: jnp.dtype) -> Float[Array, "R G"]:
+    """1 for the group of each row, which may pad it, and 0 for the others.
+
+    By a matmul with it the gradient of what rows look up is a matmul, too. JAX would add it up row by row.
+    """
+    ends = jnp.cumsum(groups.sizes)
+    own = jnp.searchsorted(ends, jnp.arange(groups.sources.size), side="right", method="compare_all")
+    return jax.nn.one_hot(own, groups.sizes.size, dtype=dtype)

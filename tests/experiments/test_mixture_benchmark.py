@@ -11,7 +11,7 @@ def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
     output = tmp_path / "rows.jsonl"
     assert main(["--cases", "smoke", "--num-rounds", "2", "--sample-ms", "1", "--output", str(output)]) == 0
     (row,) = map(json.loads, output.read_text().splitlines())
-    assert row["case"] == "smoke"
+    assert (row["case"], row["grouped_matmul"]) == ("smoke", "xla")
     assert row["busiest"] >= 1
     seconds = row["forward_s"] + row["backward_s"]
     assert seconds > 0
@@ -19,6 +19,11 @@ def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
     # 256 tokens, 2 experts each, three matrices of 64 × 32: once forward, twice backward.
     assert row["tflops_per_s"] == pytest.approx(3 * 2 * 3 * 256 * 2 * 64 * 32 / seconds / 1e12)
     assert "smoke" in capsys.readouterr().out
+
+
+def test_kernels_that_the_device_lacks_are_refused(capsys):
+    assert main(["--cases", "smoke", "--implementation", "mosaic_gpu_fused"]) == 2
+    assert "implementation='mosaic_gpu_fused' can't serve this grouped matmul: it " in capsys.readouterr().err
 
 
 def test_unknown_cases_are_refused(capsys):

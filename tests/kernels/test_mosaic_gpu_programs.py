@@ -1,11 +1,16 @@
 """What XLA makes of layers with the Mosaic GPU backend's kernels, compiled for a GPU that isn't here."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from kernels import CausalMask, dot_product_attention
+from kernels import CausalMask, Target, dot_product_attention
+from layers import MoEConfig
+from layers.moe import MoE
 from tests.gpu_compiler import needs_gpu_compiler
 from trainer.compile.topology import parse_topology
 
@@ -60,3 +65,28 @@ def test_a_layer_that_is_made_anew_leaves_nothing_behind():
 
     of_outputs = num_layers * 2 * np.prod(of_hidden)
     assert temporaries("attention_output", "attention_lse") - temporaries() > 0.9 * of_outputs
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch):
+    device = parse_topology("h100:1").devices()[0]
+    monkeypatch.setattr(MoE, "_target", Target.of(device))
+    config = MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=192, expert_bias=True)
+    graphdef, params = nnx.split(MoE(128, config, implementation="mosaic_gpu_fused", rngs=nnx.Rngs(0)))
+
+    policy = jax.checkpoint_policies.save_only_these_names("projection")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def loss(params, inputs):
+        return nnx.merge(graphdef, params)(inputs)[0].astype(jnp.float32).sum()
+
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device),
+        (params, jax.ShapeDtypeStruct((1, 256, 128), jnp.bfloat16)),
+    )
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*arguments).compile()
+    # Forward: copies, features with gates, outputs. Backward: the tokens' copies again, the gradient's, that of
+    # features and gates, that of tokens, and those of three matrices.
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 3 + 7

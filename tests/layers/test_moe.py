@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,9 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from kernels import Target
-from kernels.grouped_matmul import group_rows
-from layers import MoEConfig
-from layers.experts import _copy_tokens
+from kernels.grouped_matmul import choose_grouped_matmul, copy_rows, group_rows
+from layers import MoEConfig, experts
 from layers.moe import MoE, RouterSums
 
 WIDTH = 12
@@ -198,9 +199,35 @@ def test_the_router_is_wider_than_the_experts(rng):
 def test_a_tokens_gradient_is_summed_over_its_copies_in_float32(rng):
     # 1 + 2⁻⁹ is 1 in bfloat16: added there one by one, eight of them would be lost.
     groups = group_rows(jnp.asarray(rng.permutation(9)), 9)
-    _, vjp = jax.vjp(lambda tokens: _copy_tokens(tokens, groups, 9), jnp.ones((1, 1), jnp.bfloat16))
+    choice = choose_grouped_matmul("bfloat16", (1,), Target.of(jax.devices("cpu")[0]))
+    _, vjp = jax.vjp(lambda tokens: copy_rows(tokens, groups, 9, choice), jnp.ones((1, 1), jnp.bfloat16))
     gradients = jnp.asarray([1, *[2.0**-9] * 8], jnp.bfloat16)[groups.sources][:, None]
     assert vjp(gradients)[0].item() == 1 + 2.0**-6
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_gpu_fused"])
+def test_on_the_kernels_of_a_gpu_in_the_interpreter(implementation, rng, monkeypatch):
+    """Values and gradients in bfloat16, of the layer with its copies, activation and sums, are XLA's in float32."""
+    config = MoEConfig(num_experts=3, num_experts_per_token=2, expert_width=64, expert_bias=True)
+    inputs, cotangent = (jnp.asarray(rng.standard_normal((1, 40, 64)), jnp.bfloat16) for _ in range(2))
+
+    def with_gradients(dtype, implementation=None):
+        given = {"kind": "clamped_swiglu", "compute_dtype": dtype, "implementation": implementation}
+        moe = MoE(64, config, **given, rngs=nnx.Rngs(seed))
+        graphdef, params = nnx.split(moe)
+        run = jax.jit(lambda params, inputs: nnx.merge(graphdef, params)(inputs)[0])
+        outputs, vjp = jax.vjp(run, params, inputs.astype(dtype))
+        return outputs, vjp(cotangent.astype(dtype))
+
+    seed = int(rng.integers(2**31))
+    expected = with_gradients("float32")
+    choose = functools.partial(choose_grouped_matmul, interpret=True)
+    monkeypatch.setattr(experts, "choose_grouped_matmul", choose)
+    found = with_gradients("bfloat16", implementation)
+    for actual, alone in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, alone = np.asarray(actual, np.float64), np.asarray(alone, np.float64)
+        np.testing.assert_allclose(actual, alone, rtol=2**-5, atol=2**-5 * abs(alone).max())
 
 
 def test_a_gradient_within_a_shard_map_that_checks_what_varies(rng, monkeypatch):

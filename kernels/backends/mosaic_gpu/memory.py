@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -75,11 +76,20 @@ class Pipeline(NamedTuple):
     empty: Any = None  # every consumer has read a stage; None for stages that are filled once
 
     @staticmethod
-    def memory(num_stages: int = 1, *, num_consumers: int, num_copies: int = 1) -> Pipeline:
-        """What a kernel allocates, for stages that `num_copies` copies fill."""
+    def memory(
+        num_stages: int = 1, *, num_consumers: int, num_copies: int = 1, cluster_axis: str | None = None
+    ) -> Pipeline:
+        """What a kernel allocates, for stages that `num_copies` copies fill.
+
+        With `cluster_axis` the copies may go to all programs of a cluster: a stage is empty when the consumers of all
+        of them have read it.
+        """
+        empty = (
+            functools.partial(plgpu.ClusterBarrier, collective_axes=(cluster_axis,)) if cluster_axis else plgpu.Barrier
+        )
         return Pipeline(
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=num_stages),
-            plgpu.Barrier(num_arrivals=num_consumers, num_barriers=num_stages),
+            empty(num_arrivals=num_consumers, num_barriers=num_stages),
         )
 
     @property
@@ -106,9 +116,9 @@ class Pipeline(NamedTuple):
             for pipeline in (self, *in_step):
                 plgpu.barrier_wait(pipeline.empty.at[pipeline.slot(step)])
 
-    def copy(self, source, memory, slot) -> None:
-        """Starts to copy from global memory to a stage."""
-        plgpu.copy_gmem_to_smem(source, memory.at[slot], self.full.at[slot])
+    def copy(self, source, memory, slot, cluster_axis: str | None = None) -> None:
+        """Starts to copy from global memory to a stage, or to the stages of a cluster, whose programs all call this."""
+        plgpu.copy_gmem_to_smem(source, memory.at[slot], self.full.at[slot], collective_axes=cluster_axis)
 
     def consumer_wait(self, slot) -> None:
         """Waits for a stage's copies."""

@@ -1,0 +1,182 @@
+"""The Hopper kernels of gated MLPs for groups of rows: matmuls that compute the activation before they store.
+
+Dimensions: R rows, G groups, W features of a row, F hidden features of a group's MLP.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, spread
+from kernels.grouped_matmul.mosaic_gpu import RowTiles, launch
+from kernels.grouped_matmul.row_groups import RowGroups
+from kernels.persistent_matmul import (
+    STORED_COLUMNS,
+    Phase,
+    multiply_rows_by,
+    stages_of_rows,
+    store_parts,
+    tile_columns,
+)
+
+if TYPE_CHECKING:
+    from kernels.grouped_matmul.gated_mlp import Activation, GatedMatrices
+    from kernels.grouped_matmul.multiply import GroupedMatmulChoice
+
+_GATED_COLUMNS = 128  # of a tile, of features and of their gates
+
+
+class GatedFeatures(NamedTuple):
+    """What lies between the matrices of the groups' MLPs."""
+
+    features: Float[Array, "R F"]
+    gates: Float[Array, "R F"]
+    hidden: Float[Array, "R F"]
+
+
+def multiply_gated(
+    rows: Float[Array, "R W"],
+    matrices: GatedMatrices,
+    weights: Float[Array, " R"],
+    groups: RowGroups,
+    activation: Activation,
+    choice: GroupedMatmulChoice,
+) -> GatedFeatures:
+    """Features, gates, and the hidden features of both, each row's times its weight."""
+    num_columns = matrices.up.shape[2]
+    tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS, choice.pair_size)
+    biases = [each for each in (matrices.up_bias, matrices.gate_bias) if each is not None]
+
+    def make_phases(gmem) -> list[Phase]:
+        rows, up, gate, weights, block_groups, block_ends, *biases, features, gates, hidden = gmem
+        here = tiles.on(block_groups, block_ends)
+
+        def store(products, tile, warpgroup, buffers):
+            first_row, first_column = here.place(tile, warpgroup)
+            # The last pair may have one block of rows.
+            first_row = jnp.minimum(first_row, tiles.num_rows - WGMMA_ROWS)
+            own_weights = load_vector(weights.at[pl.ds(first_row, WGMMA_ROWS)], rows=True, shared=False)
+
+            def parts() -> Iterator[tuple[Any, Callable]]:
+                for column in range(0, _GATED_COLUMNS, STORED_COLUMNS):
+                    linear = [product[:, column : column + STORED_COLUMNS] for product in products]
+                    if biases:
+                        group = here.group(tile)
+                        # The last tile may have half the columns.
+                        across = pl.ds(jnp.minimum(first_column + column, num_columns - STORED_COLUMNS), STORED_COLUMNS)
+                        linear = [
+                            each + _load_columns(bias.at[group, across], each.shape)
+                            for each, bias in zip(linear, biases, strict=True)
+                        ]
+                    of_rows, of_gates = linear
+                    weighted = activation(of_gates, of_rows)[0] * spread(own_weights, of_rows.shape, rows=True)
+                    for part, result in ((of_rows, features), (of_gates, gates), (weighted, hidden)):
+                        yield part, functools.partial(here.store, result, tile, warpgroup, column)
+
+            store_parts(parts(), buffers)
+
+        operands = functools.partial(here.operands, rows=[rows], matrices=[[up, gate]], transpose=False)
+        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=False), store)]
+
+    return GatedFeatures(
+        *launch(
+            make_phases,
+            (rows, matrices.up, matrices.gate, weights, tiles.groups, tiles.ends, *biases),
+            [jax.ShapeDtypeStruct((tiles.num_rows, num_columns), rows.dtype)] * 3,
+            stages_of_rows(_GATED_COLUMNS, transpose=False),
+            _GATED_COLUMNS,
+            choice,
+            pair_size=choice.pair_size,
+            num_matrices=2,
+        )
+    )
+
+
+def differentiate_gated(
+    gradients: Float[Array, "R W"],
+    down: Float[Array, "G F W"],
+    features: Float[Array, "R F"],
+    gates: Float[Array, "R F"],
+    weights: Float[Array, " R"],
+    groups: RowGroups,
+    activation: Activation,
+    choice: GroupedMatmulChoice,
+) -> tuple[GatedFeatures, Float[Array, " R"]]:
+    """The gradients of features and gates beside the hidden features, and those of the weights.
+
+    Args:
+      gradients: of the products of hidden features and `down`.
+      down: the groups' last matrices.
+    """
+    num_columns = down.shape[1]
+    columns = tile_columns(num_columns)
+    tiles = RowTiles.of(groups, num_columns, columns, choice.pair_size)
+
+    def make_phases(gmem) -> list[Phase]:
+        gradients, down, features, gates, weights, block_groups, block_ends, *results, of_weights = gmem
+        here = tiles.on(block_groups, block_ends)
+
+        def store(products, tile, warpgroup, buffers):
+            first_row, first_column = here.place(tile, warpgroup)
+            # The last pair may have one block of rows.
+            own = pl.ds(jnp.minimum(first_row, tiles.num_rows - WGMMA_ROWS), WGMMA_ROWS)
+            own_weights = load_vector(weights.at[own], rows=True, shared=False)
+            sums = []
+
+            def load(column):
+                across = pl.ds(first_column + column, STORED_COLUMNS)
+                return [_load_matrix(each.at[own, across]) for each in (features, gates)]
+
+            def parts() -> Iterator[tuple[Any, Callable]]:
+                following = load(0)
+                for column in range(0, columns, STORED_COLUMNS):
+                    of_rows, of_gates = (each.astype(jnp.float32) for each in following)
+                    if column + STORED_COLUMNS < columns:
+                        following = load(column + STORED_COLUMNS)
+                    of_hidden = products[0][:, column : column + STORED_COLUMNS]
+                    spread_weights = spread(own_weights, of_hidden.shape, rows=True)
+                    activated, in_gates, in_rows = activation(of_gates, of_rows)
+                    sums.append((of_hidden * activated).sum(axis=1))
+                    weighted = of_hidden * spread_weights
+                    for part, result in zip(
+                        (weighted * in_rows, weighted * in_gates, activated * spread_weights), results, strict=True
+                    ):
+                        yield part, functools.partial(here.store, result, tile, warpgroup, column)
+
+            store_parts(parts(), buffers)
+
+            @pl.when(first_row < tiles.num_rows)
+            def store_sums():
+                of_weights.at[first_column // columns, own][...] = functools.reduce(jnp.add, sums)
+
+        operands = functools.partial(here.operands, rows=[gradients], matrices=[[down]], transpose=True)
+        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=True), store)]
+
+    result = jax.ShapeDtypeStruct((tiles.num_rows, num_columns), gradients.dtype)
+    sums = jax.ShapeDtypeStruct((num_columns // columns, tiles.num_rows), jnp.float32)
+    *results, of_weights = launch(
+        make_phases,
+        (gradients, down, features, gates, weights, tiles.groups, tiles.ends),
+        [result, result, result, sums],
+        stages_of_rows(columns, transpose=True),
+        columns,
+        choice,
+        pair_size=choice.pair_size,
+    )
+    return GatedFeatures(*results), of_weights.sum(0)
+
+
+def _load_columns(vector, shape: tuple[int, int]) -> jax.Array:
+    return spread(load_vector(vector, rows=False, shared=False).astype(jnp.float32), shape, rows=False)
+
+
+def _load_matrix(matrix) -> jax.Array:
+    return plgpu.load(matrix, layout=plgpu.Layout.WGMMA, optimized=False)  # type: ignore[call-arg]

@@ -1,0 +1,97 @@
+"""Gated MLPs of groups of rows on Hopper GPUs, whose matmuls compute the activation, and the gradient.
+
+Dimensions: R rows, G groups, W features of a row, F hidden features of a group's MLP.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from kernels.grouped_matmul.multiply import GroupedMatmulChoice
+from kernels.grouped_matmul.row_groups import RowGroups, own_groups
+
+Activation = Callable[[Any, Any], tuple[Any, Any, Any]]
+"""(gate, features) → hidden features, and their slopes in the gate and in the features, element by element."""
+
+
+class GatedMatrices(NamedTuple):
+    """The parameters of the groups' MLPs, in the rows' dtype; the biases may be None, both at a time."""
+
+    up: Float[Array, "G W F"]
+    gate: Float[Array, "G W F"]
+    down: Float[Array, "G F W"]
+    up_bias: Float[Array, "G F"] | None = None
+    gate_bias: Float[Array, "G F"] | None = None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def grouped_gated_mlp(
+    rows: Float[Array, "R W"],
+    weights: Float[Array, " R"],
+    matrices: GatedMatrices,
+    groups: RowGroups,
+    activation: Activation,
+    choice: GroupedMatmulChoice,
+    residual_name: str,
+) -> Float[Array, "R W"]:
+    """Each row through its group's MLP, its hidden features times the row's weight.
+
+    Args:
+      rows: sorted by group; zeros pad a group as by `copy_rows`.
+      weights: float32; 0 where no row lies.
+      matrices: of the groups.
+      groups: as by `group_rows`, at the choice's alignment.
+      activation: computes in float32. A function that is the same one in each call: programs are told apart by it.
+      choice: one that `is_fused`.
+      residual_name: `checkpoint_name` of features and gates, all that the gradient needs beside the arguments.
+
+    Returns:
+      In the rows' dtype. The rows that pad a group may have any values.
+    """
+    return _forward(rows, weights, matrices, groups, activation, choice, residual_name)[0]
+
+
+def _forward(
+    rows: Array,
+    weights: Array,
+    matrices: GatedMatrices,
+    groups: RowGroups,
+    activation: Activation,
+    choice: GroupedMatmulChoice,
+    residual_name: str,
+) -> tuple[Array, tuple]:
+    from kernels.grouped_matmul import gated, mosaic_gpu
+
+    features, gates, hidden = gated.multiply_gated(rows, matrices, weights, groups, activation, choice)
+    features, gates = checkpoint_name(features, residual_name), checkpoint_name(gates, residual_name)
+    outputs = mosaic_gpu.multiply_rows([hidden], [matrices.down], groups, choice, transpose=False)
+    return outputs, (rows, weights, matrices, groups, features, gates)
+
+
+def _backward(
+    activation: Activation, choice: GroupedMatmulChoice, residual_name: str, residuals: tuple, gradients: Array
+) -> tuple[Array, Array, GatedMatrices, None]:
+    from kernels.grouped_matmul import gated, mosaic_gpu
+
+    rows, weights, matrices, groups, features, gates = residuals
+    (of_features, of_gates, hidden), of_weights = gated.differentiate_gated(
+        gradients, matrices.down, features, gates, weights, groups, activation, choice
+    )
+    between = [of_features, of_gates]
+    of_rows = mosaic_gpu.multiply_rows(between, [matrices.up, matrices.gate], groups, choice, transpose=True)
+    of_up, of_gate = (mosaic_gpu.multiply_groups(rows, each, groups, choice) for each in between)
+    of_down = mosaic_gpu.multiply_groups(hidden, gradients, groups, choice)
+    of_biases: list[Array] = []
+    if matrices.up_bias is not None:
+        of_biases = [jnp.dot(own_groups(groups, each.dtype).T, each) for each in between]
+    return of_rows, of_weights, GatedMatrices(of_up, of_gate, of_down, *of_biases), None
+
+
+grouped_gated_mlp.defvjp(_forward, _backward)
