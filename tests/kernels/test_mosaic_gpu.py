@@ -42,14 +42,14 @@ WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 ROWS_OUT_OF_ORDER = MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos ^ 64)
 
 
-def call_of(mask=None, *, length=512, dtype=jnp.bfloat16, head_dim=64, target=H200, **given):
+def call_of(mask=None, *, length=512, dtype=jnp.bfloat16, head_dim=64, value_dim=None, target=H200, **given):
     """Inputs and call of a self-attention, as compiled for a target."""
-    array = jnp.ones((2, length, 2, head_dim), dtype)
+    array, value = (jnp.ones((2, length, 2, dim), dtype) for dim in (head_dim, value_dim or head_dim))
     nothing = dict.fromkeys(
         ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale",
          "logits_soft_cap", "sinks"),
     )  # fmt: skip
-    inputs, call = make_call(array, array, array, mask, **{**nothing, **given}, return_lse=False)
+    inputs, call = make_call(array, array, value, mask, **{**nothing, **given}, return_lse=False)
     return inputs, call._replace(target=target)
 
 
@@ -165,29 +165,45 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
 
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize(
-    ("tuning", "head_dim", "reason"),
+    ("tuning", "head_dims", "reason"),
     [
         (
             MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
-            192,
-            "needs backward_tiles with one_gradient_per_warpgroup above a head dim of 128, got 192",
+            (192, 192),
+            "takes backward_tiles without one_gradient_per_warpgroup for head dims up to 128, or 192 beside 128, not",
+        ),
+        (
+            MosaicGpuTuning("fused"),
+            (136, 192),
+            "has a fused backward for head dims up to 128, or 192 beside 128, not 136 and 192; use backward='split'",
+        ),
+        (
+            MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning(3)),
+            (192, 128),
+            r"= \(2, 64\) or with one_gradient_per_warpgroup above a head dim of 128, not \(3, 64\)",
+        ),
+        (
+            MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(persistent=True)),
+            (192, 128),
+            "takes persistent backward_tiles for head dims up to 128, not 192",
         ),
         (
             MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True)),
-            192,
+            (192, 192),
             "takes persistent forward_tiles for head dims up to 128, not 192",
         ),
         (
             MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
-            64,
+            (64, 64),
             "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to 64",
         ),
     ],
-    ids=["backward", "forward", "narrow"],
+    ids=["backward", "fused", "three warpgroups", "persistent", "forward", "narrow"],
 )
-def test_tiles_that_are_not_for_the_head_dim_are_refused(tuning, head_dim, reason):
+def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, reason):
+    head_dim, value_dim = head_dims
     with pytest.raises(ValueError, match=reason):
-        select_backend(call_of(head_dim=head_dim)[1], tuning)
+        select_backend(call_of(head_dim=head_dim, value_dim=value_dim)[1], tuning)
 
 
 @NEEDS_JAX_0_11
@@ -273,7 +289,7 @@ def test_an_endless_offset_is_a_large_one(dtype):
     assert (columns[..., 0] * 2.0**15 <= -(2.0**30)).all()
 
 
-def random_call(rng, head_dim: int):
+def random_call(rng, head_dim: int, value_dim: int):
     """A call that draws what its shared memory depends on."""
     numbers = jnp.zeros((2, 256), jnp.int32)
     given = {}
@@ -283,24 +299,30 @@ def random_call(rng, head_dim: int):
         given["query_positions"] = numbers
     if rng.integers(2):
         given["logits_soft_cap"] = 5.0
-    return call_of(CausalMask(), length=256, head_dim=head_dim, **given)
+    return call_of(CausalMask(), length=256, head_dim=head_dim, value_dim=value_dim, **given)
 
 
-def random_tuning(rng, head_dim: int) -> MosaicGpuTuning:
-    """A tuning whose kernels exist for the head dim, whether or not they fit."""
+def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
+    """A tuning whose kernels exist for the head dims, whether or not they fit."""
+    narrower, widest = sorted((head_dim, value_dim))
+    holds_both = widest <= 128 or (widest <= 192 and narrower <= 128)
 
     def one_of(*values):
         return values[rng.integers(len(values))]
 
-    fused, wide = head_dim <= 128 and one_of(False, True), head_dim > 128 or one_of(False, True)
+    fused, wide = holds_both and one_of(False, True), not holds_both or one_of(False, True)
     num_warpgroups, block_q = one_of((1, 64), (2, 128)) if fused else (one_of(1, 2, 3), one_of(64, 128))
+    if widest > 128 and holds_both:
+        num_warpgroups, block_q = 2, 64
     tiles_dq = {"block_kv_dq": one_of(64, 128), "num_stages_dq": one_of(1, 2, 3)}
     backward = (
         MosaicBackwardTuning(2, block_q, one_of(2, 3), one_gradient_per_warpgroup=True, **tiles_dq)
         if wide and not fused
-        else MosaicBackwardTuning(num_warpgroups, block_q, one_of(1, 2, 3), persistent=one_of(False, True), **tiles_dq)
+        else MosaicBackwardTuning(
+            num_warpgroups, block_q, one_of(1, 2, 3), persistent=widest <= 128 and one_of(False, True), **tiles_dq
+        )
     )
-    persistent = head_dim <= 128 and one_of(False, True)
+    persistent = widest <= 128 and one_of(False, True)
     forward = MosaicForwardTuning(one_of(1, 2, 3), one_of(64, 128, 192, 256), one_of(1, 2, 3), True, persistent)
     return MosaicGpuTuning("fused" if fused else "split", forward, backward)
 
@@ -469,10 +491,12 @@ def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list
 
 
 @NEEDS_JAX_0_11
-@pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
-def test_shared_memory_is_counted_as_mosaic_gpu_requests_it(head_dim, rng):
+@pytest.mark.parametrize(
+    "head_dims", [(32, 32), (64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (64, 192)], ids=repr
+)
+def test_shared_memory_is_counted_as_mosaic_gpu_requests_it(head_dims, rng):
     for _ in range(4):
-        (inputs, call), tuning = random_call(rng, head_dim), random_tuning(rng, head_dim)
+        (inputs, call), tuning = random_call(rng, *head_dims), random_tuning(rng, *head_dims)
         requested, refusal = requested_shared_memory(inputs, call, tuning)
         assert list(shared_memory_bytes(call, tuning).values())[: len(requested)] == requested
         excess = shared_memory_excess(call, tuning)
@@ -500,17 +524,22 @@ def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy():
 
 
 @NEEDS_JAX_0_11
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    [*((dim, dim) for dim in (16, 32, 64, 80, 128, 192, 256)), (192, 128), (16, 192), (256, 128)],
+)
 @pytest.mark.parametrize("given", [(), ("segment_ids",), ("positions",), ("segment_ids", "positions")], ids=repr)
-def test_the_best_tunings_known_fit(head_dim, given):
+def test_the_best_tunings_known_serve(head_dim, value_dim, given):
     numbers = jnp.zeros((2, 512), jnp.int32)
     tokens = {f"{side}_{name}": numbers for side in ("query", "key_value") for name in given}
     for length in (512, 32768):
         for mask in (None, CausalMask(), LocalMask(100, 0)):
             for cap in (None, 5.0):
-                _, call = call_of(mask, head_dim=head_dim, logits_soft_cap=cap, **tokens)
+                _, call = call_of(mask, head_dim=head_dim, value_dim=value_dim, logits_soft_cap=cap, **tokens)
+                call = call._replace(q_len=length)
                 for tuning in (None, MosaicGpuTuning("split")):
-                    assert shared_memory_excess(call, resolve(tuning, call._replace(q_len=length))) is None
+                    resolved = resolve(tuning, call)
+                    assert mosaic_gpu.unsupported_reason(call, resolved) is None
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])

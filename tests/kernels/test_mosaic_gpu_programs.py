@@ -90,3 +90,24 @@ def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch)
     # Forward: copies, features with gates, outputs. Backward: the tokens' copies again, the gradient's, that of
     # features and gates, that of tokens, and those of three matrices.
     assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 3 + 7
+
+
+@needs_gpu_compiler
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (80, 192)])
+def test_a_wide_head_dim_beside_a_narrow_one_has_one_backward_kernel(head_dim, value_dim, is_packed):
+    device = parse_topology("h100:1").devices()[0]
+
+    def loss(query, key, value, ids):
+        documents = {"query_segment_ids": ids, "key_value_segment_ids": ids} if is_packed else {}
+        output = dot_product_attention(query, key, value, CausalMask(), device=device, **documents)
+        return output.astype(jnp.float32).sum()
+
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    query, value = (
+        jax.ShapeDtypeStruct((1, 1024, 2, dim), jnp.bfloat16, sharding=on_device) for dim in (head_dim, value_dim)
+    )
+    ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32, sharding=on_device)
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(query, query, value, ids).compile()
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2  # a forward and a backward kernel

@@ -125,6 +125,7 @@ CASES = {
     "gpt2_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
     "gpt2_documents": Case(1, 32_768, 12, 12, 64, CAUSAL, document_length=4096, document_spread=0.5),
     "4x16/2x4096x256": Case(4, 4096, 16, 2, 256, CAUSAL),
+    "1x16x32768x192/128": Case(1, 32_768, 16, 16, 192, CAUSAL, value_dim=128),
     **HOPPER,
     **FA3,
     **TRITON,

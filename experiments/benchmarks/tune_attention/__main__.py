@@ -56,6 +56,7 @@ class SearchArguments:
         "4x16/2x4096x256",
         "4x24x4096x32",
         "1x16x32768x128_full",
+        "1x16x32768x192/128",
     )
     """Names from the attention benchmark's CASES: each stands for its head dim, kind of mask and length."""
     searches: tuple[str, ...] = tuple(table.SECTIONS)

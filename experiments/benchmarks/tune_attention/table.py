@@ -19,7 +19,13 @@ import tyro
 import kernels.backends.mosaic_gpu
 from experiments.benchmarks.attention.cases import Case
 from experiments.benchmarks.attention.speed_table import REPOSITORY, read_rows
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, TunedCall, call_family
+from kernels.backends.mosaic_gpu.tuning import (
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    TunedCall,
+    call_family,
+    tuned_head_dim,
+)
 from kernels.masks import parse_mask
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -43,7 +49,8 @@ class TableArguments:
 
 def key_of(case: Case) -> TunedCall:
     """The row that a case's winner goes into."""
-    return TunedCall(case.head_dim, call_family(case.mask, packed=case.document_length is not None), case.length)
+    family = call_family(case.mask, packed=case.document_length is not None)
+    return TunedCall(tuned_head_dim(case.head_dim, case.output_dim), family, case.length)
 
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -52,14 +59,15 @@ def render(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["chosen"]:
             family = call_family(parse_mask(row["mask"]), packed=row["document_length"] is not None)
-            winners[row["search"]][TunedCall(row["head_dim"], family, row["length"])] = row
+            head_dim = tuned_head_dim(row["head_dim"], row.get("value_dim") or row["head_dim"])
+            winners[row["search"]][TunedCall(head_dim, family, row["length"])] = row
     made = {
         ", ".join([row["device"], f"JAX {row['jax']}", row["date"], *row.get("remarks", ())])
         for table in winners.values()
         for row in table.values()
     }
     sections = [_section(*SECTIONS[search], table) for search, table in winners.items()]
-    return _HEADER.format(made="; ".join(sorted(made))) + "".join(sections)
+    return _HEADER.format(made=textwrap.fill("; ".join(sorted(made)), _LINE_LENGTH)) + "".join(sections)
 
 
 _LINE_LENGTH = 120
@@ -67,7 +75,7 @@ _HEADER = '''"""The best tunings found, written by `python -m experiments.benchm
 
 {made}
 
-Each key is (head dim, family of the mask, length in tokens).
+Each key is (head dim, family of the mask, length in tokens); two head dims are tuned as one (`tuned_head_dim`).
 """
 
 from typing import Literal

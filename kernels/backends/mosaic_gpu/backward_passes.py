@@ -19,7 +19,7 @@ from kernels.backends.mosaic_gpu.machine import Hopper, launch
 from kernels.backends.mosaic_gpu.memory import padded_head_dim, zeroed_ref
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.call import AttentionCall
 from kernels.plan import Row, Rows
 
@@ -113,7 +113,8 @@ def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
     # The halves of a fused dQ are 64 wide, too.
     head_dim, value_dim = (max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim))
-    return (head_dim, value_dim) if tuning.one_gradient_per_warpgroup else (max(head_dim, value_dim),) * 2
+    keeps_both = tuning.one_gradient_per_warpgroup or max(head_dim, value_dim) > MAX_EQUAL_HEAD_DIM
+    return (head_dim, value_dim) if keeps_both else (max(head_dim, value_dim),) * 2
 
 
 def launch_pass(

@@ -11,6 +11,8 @@ the last block's dK and dV leave through the memory of dS; in the split form, th
 the next ones wait for them.
 
 The tensor cores also subtract delta from dP, and lse from S: see `kernels.backends.mosaic_gpu.offset_columns`.
+
+Wide heads (`_is_wide`) leave few registers beside dK and dV, and have steps of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, BackwardContext, launch_pass, padded_head_dims
+from kernels.backends.mosaic_gpu.backward_passes import (
+    DELTA,
+    LSE,
+    BackwardArrays,
+    BackwardContext,
+    launch_pass,
+    padded_head_dims,
+)
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, zeroed_ref
 from kernels.backends.mosaic_gpu.offset_columns import (
@@ -36,11 +45,11 @@ from kernels.backends.mosaic_gpu.offset_columns import (
     offset_columns,
     offset_weights,
 )
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.call import AttentionCall
 
 # Indices of what the producer tells the consumers of a step.
@@ -51,11 +60,11 @@ _SHIFTS = (4, 2, 1)
 _HALF_OF_L2_BYTES = 25_000_000
 
 
-KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse steps tokens ds dq operand weights")
+KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse_delta steps tokens ds dq operand weights")
 
 
 class KeyValueBarriers(NamedTuple):
-    """Barriers: k and v are full once a block; q and do share the stages that q's `empty` frees."""
+    """Barriers: k and v are full once a block; q's `empty` frees the stages of do, too, unless do has its own."""
 
     k: Any
     v: Any
@@ -97,36 +106,44 @@ def key_value_scratch(
     """Shared memory and barriers: k and v of the block, rings of stages for q, do and what belongs to them."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, num_stages = tuning.num_warpgroups, tuning.num_stages
-    block_q, block_kv, has_lse_offset = tuning.block_q, tuning.block_kv, lse_is_offset(call)
+    block_q, block_kv, is_wide = tuning.block_q, tuning.block_kv, _is_wide(call)
+    # Of lse and delta, those that are loaded: both, lse, or neither.
+    num_loaded = 2 if is_wide else int(not lse_is_offset(call))
     # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
-    # one has read the first: it has written the third since. Tall tiles leave room for two, and a barrier tells it.
-    num_ds_buffers = 2 if _is_tall(tuning) else 3
+    # one has read the first: it has written the third since. Tall tiles leave room for two, wide heads for one, and a
+    # barrier tells it.
+    num_ds_buffers = 1 if is_wide else 2 if _is_tall(tuning) else 3
     dq_columns = head_dim // num_consumers if tuning.divides_dq_by_columns else head_dim
+    # A consumer's dQ begins at its own columns of the keys. Products take operands that are tiled alike.
+    of_keys = functools.partial(matrix, dtype=call.dtype, column_multiple=dq_columns if fused else None)
     smem = KeyValueSmem(
-        k=matrix(block_kv, head_dim, dtype=call.dtype),
+        k=of_keys(block_kv, head_dim),
         v=matrix(block_kv, value_dim, dtype=call.dtype),
-        q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
+        q=of_keys(num_stages, block_q, head_dim),
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
-        offsets=matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
-        lse=None if has_lse_offset else plgpu.SMEM((num_stages, block_q), jnp.float32),
+        offsets=None if is_wide else matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
+        lse_delta=plgpu.SMEM((num_loaded, num_stages, block_q), jnp.float32) if num_loaded else None,
         steps=plgpu.SMEM((num_stages, 3), jnp.int32),
         tokens=token_memory(call, num_stages, block_q),
         # By 64 queries, so that what a product reads, and what a consumer stores, is in one piece.
-        ds=matrix(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS, dtype=call.dtype) if fused else None,
-        dq=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=jnp.float32) if fused else None,
+        ds=of_keys(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS) if fused else None,
+        dq=matrix(num_consumers, *_dq_buffers(call, dq_columns), dtype=jnp.float32) if fused else None,
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
         weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
     )
-    num_copies = 3 + (not has_lse_offset) + num_token_arrays(call)
+    # Of queries, of what the producer tells the consumers, and of offsets, lse and delta.
+    num_copies = 2 + (not is_wide) + num_loaded + num_token_arrays(call)
     return smem, KeyValueBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=num_copies),
-        do=Pipeline(plgpu.Barrier(num_barriers=num_stages)),
+        do=Pipeline.memory(num_stages, num_consumers=num_consumers)
+        if is_wide
+        else Pipeline(plgpu.Barrier(num_barriers=num_stages)),
         done=plgpu.Barrier(num_arrivals=num_consumers),
         ds_full=plgpu.Barrier(num_arrivals=num_consumers) if fused else None,
-        ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers == 2 else None,
+        ds_read=plgpu.Barrier(num_arrivals=num_consumers) if fused and num_ds_buffers < 3 else None,
         claims=machine.block_claims(num_consumers) if tuning.persistent else None,
     )
 
@@ -135,15 +152,16 @@ def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
     """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
-    has_lse_offset = lse_is_offset(call)
-    offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if has_lse_offset else [])]
     d_query = zeroed_ref(arrays.query.shape, jnp.float32, arrays.query) if fused else None
-    arrays = arrays._replace(
-        lse=None if has_lse_offset else arrays.lse,
-        delta=None,
-        offsets=offset_columns(*offsets, dtype=call.dtype),
-        d_query=d_query,
-    )
+    arrays = arrays._replace(d_query=d_query)
+    if not _is_wide(call):
+        has_lse_offset = lse_is_offset(call)
+        offsets = [-arrays.delta, *([arrays.lse * (-1 / log2_scale(call))] if has_lse_offset else [])]
+        arrays = arrays._replace(
+            lse=None if has_lse_offset else arrays.lse,
+            delta=None,
+            offsets=offset_columns(*offsets, dtype=call.dtype),
+        )
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
@@ -188,6 +206,21 @@ def _is_tall(tuning: MosaicBackwardTuning) -> bool:
     return tuning.block_q > WGMMA_ROWS
 
 
+def _is_wide(call: AttentionCall) -> bool:
+    """Whether dK and dV leave a warpgroup registers for one float32 tile only, not for both S and dP.
+
+    Then P is rounded to the matmul's dtype before dP is computed, and dQ is computed between two tiles. lse and delta
+    are loaded, since the weights of their offsets take registers, too.
+    """
+    return max(call.head_dim, call.value_dim) > MAX_EQUAL_HEAD_DIM
+
+
+def _dq_buffers(call: AttentionCall, num_columns: int) -> tuple[int, int, int]:
+    """A consumer's memory for dQ on its way to global memory: number of buffers, rows and columns of each."""
+    # Beside wide heads and their tokens there is no room for all columns at a time.
+    return (2, WGMMA_ROWS, 32) if _is_wide(call) and num_token_arrays(call) else (1, WGMMA_ROWS, num_columns)
+
+
 def _load(context: KeyValueContext) -> None:
     """Producer: copies the block's keys and values, and query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
@@ -218,10 +251,14 @@ def _load(context: KeyValueContext) -> None:
         smem.steps[slot, _HEAD] = head
         plgpu.barrier_arrive(full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
-        barriers.q.copy(gmem.offsets.at[block.batch, head, queries], smem.offsets, slot)
-        if smem.lse is not None:
-            barriers.q.copy(gmem.lse.at[block.batch, head, queries], smem.lse, slot)
+        if smem.offsets is not None:
+            barriers.q.copy(gmem.offsets.at[block.batch, head, queries], smem.offsets, slot)
+        for i, numbers in ((LSE, gmem.lse), (DELTA, gmem.delta)):
+            if numbers is not None:
+                barriers.q.copy(numbers.at[block.batch, head, queries], smem.lse_delta.at[i], slot)
         gmem.tokens.copy(smem.tokens, "query", (block.batch, queries), slot, full)
+        if barriers.do.empty is not None:
+            barriers.do.producer_acquire(step, slot)
         barriers.do.copy(gmem.d_output.at[block.batch, queries, head], smem.do, slot)
 
         if tuning.persistent:
@@ -246,19 +283,21 @@ def _load(context: KeyValueContext) -> None:
 def _finish(tuning: MosaicBackwardTuning, barriers: KeyValueBarriers, num_steps) -> None:
     """Producer: waits until the consumers have read the last stages, and in a persistent program the last keys."""
     barriers.q.producer_tail(num_steps)
+    if barriers.do.empty is not None:
+        barriers.do.producer_tail(num_steps)
     if tuning.persistent:
         pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(barriers.done))
 
 
 def _differentiate(context: KeyValueContext) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
-    call, tuning, gmem, smem = context.call, context.tuning, context.gmem, context.smem
+    call, tuning, gmem = context.call, context.tuning, context.gmem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
     place = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     first = context.first + warpgroup * WGMMA_ROWS
     mask = TileMask.load(context, "query", block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv)
-    indices = (DELTA_OFFSET,) if smem.lse is not None else (DELTA_OFFSET, LSE_OFFSET)
-    weights = [offset_weights(index, call.dtype) for index in indices]
+    indices = {DELTA_OFFSET: gmem.delta, LSE_OFFSET: gmem.lse}
+    weights = [offset_weights(index, call.dtype) for index, loaded in indices.items() if loaded is None]
 
     def visit_tiles():
         plgpu.barrier_wait(barriers.k)
@@ -292,7 +331,8 @@ def _accumulate(context: KeyValueContext, keys: _Keys) -> None:
     tuning, gmem = context.tuning, context.gmem
     smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
     # One loop for all kinds of tiles and all heads: with one for each, registers spill.
-    last = jax.lax.fori_loop(0, num_steps, functools.partial(_next_tile, context, keys), (jnp.int32(0), jnp.int32(0)))
+    next_tile = functools.partial(_next_wide_tile if _is_wide(context.call) else _next_tile, context, keys)
+    last = jax.lax.fori_loop(0, num_steps, next_tile, (jnp.int32(0), jnp.int32(0)))
 
     def load_dk():
         return plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0) * context.call.scale
@@ -307,8 +347,8 @@ def _accumulate(context: KeyValueContext, keys: _Keys) -> None:
     if not _is_tall(tuning) and not tuning.persistent:
         store_dv()
     if smem.ds is not None:
-        pl.when(num_steps > 0)(functools.partial(_last_dq, context, last))
-        if barriers.ds_read is not None:
+        pl.when(num_steps > 0)(functools.partial(_last_dq, context, last, num_steps - 1, frees_ds=False))
+        if smem.ds.shape[0] == 2:
             # A waiting thread must see each completion of a barrier.
             pl.when(num_steps > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
     if tuning.persistent:
@@ -374,11 +414,7 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_full))
     if barriers.ds_read is not None:
         pl.when(step > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
-    ds_memory = smem.ds.at[jax.lax.rem(step, smem.ds.shape[0])]
-    for i in range(smem.ds.shape[1]):
-        ds_memory.at[i, keys.place][...] = ds[:, i * WGMMA_ROWS : (i + 1) * WGMMA_ROWS]
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barriers.ds_full)
+    _write_ds(context, keys, ds, step)
 
     def multiply_all(dq_acc):
         _start_dq(context, dq_acc, step - 1)
@@ -389,7 +425,53 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
         _add_to_dq(context, dq, last, predicate=step > 0)
         plgpu.wgmma_wait(0)
 
-    pl.run_scoped(multiply_all, accumulator(smem.dq.shape[-1]))
+    pl.run_scoped(multiply_all, accumulator(_dq_place(context)[1].size))
+    barriers.q.consumer_release(slot)
+    return number, head
+
+
+def _next_wide_tile(context: KeyValueContext, keys: _Keys, step, last):
+    """`_next_tile` with registers for one float32 tile beside dK and dV; see `_is_wide`."""
+    call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
+    warpgroup, slot = context.warpgroup, barriers.q.slot(step)
+    # See `_next_tile`.
+    place = jax.lax.optimization_barrier(warpgroup)
+    k, v = (operand.at[pl.ds(place * WGMMA_ROWS, WGMMA_ROWS)] for operand in (smem.k, smem.v))
+    if smem.ds is not None:
+        # Between two tiles, so that its accumulator gets the registers of S and dP.
+        pl.when(step > 0)(functools.partial(_last_dq, context, last, step - 1, frees_ds=True))
+    barriers.q.consumer_wait(slot)
+    number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
+    head = smem.steps[slot, _HEAD] if call.group_size > 1 else context.block.head
+    q, do, tile_type = smem.q.at[slot], smem.do.at[slot], accumulator(tuning.block_q)
+
+    def compute_p(s_acc):
+        plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+        lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
+        p, slope = keys.mask.probabilities(s, lse, is_partial, number * tuning.block_q, slot)
+        # The barriers make the compiler round here, so that dP gets the registers of S.
+        rounded = jax.lax.optimization_barrier(p.astype(call.dtype))
+        return rounded, rounded if slope is None else jax.lax.optimization_barrier((p * slope).astype(call.dtype))
+
+    p, p_times_slope = pl.run_scoped(compute_p, tile_type)
+    barriers.do.consumer_wait(slot)
+
+    def compute_ds(dp_acc):
+        add_product(keys.dv_acc, p, do, smem.operand, warpgroup)
+        plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        delta = load_vector(smem.lse_delta.at[DELTA, slot], rows=False)
+        dp = dp - spread(delta, dp.shape, rows=False)
+        return (p_times_slope.astype(jnp.float32) * dp).astype(call.dtype)
+
+    ds = pl.run_scoped(compute_ds, tile_type)
+    barriers.do.consumer_release(slot)
+    if smem.ds is not None:
+        pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_read))
+        _write_ds(context, keys, ds, step)
+    add_product(keys.dk_acc, ds, q, smem.operand, warpgroup)
+    plgpu.wgmma_wait(0)
     barriers.q.consumer_release(slot)
     return number, head
 
@@ -402,7 +484,7 @@ def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
         offsets = smem.offsets.at[tile.slot].transpose((1, 0))
         add_product(acc, keys.offset_weights[index], offsets, smem.weights, context.warpgroup)
 
-    if smem.lse is None:
+    if smem.lse_delta is None:
         subtract(LSE_OFFSET, s_acc)
     plgpu.wgmma(s_acc, k, tile.q.transpose((1, 0)))
     subtract(DELTA_OFFSET, dp_acc)
@@ -410,7 +492,7 @@ def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     plgpu.wgmma(dp_acc, v, tile.do.transpose((1, 0)))
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-    lse = None if smem.lse is None else load_vector(smem.lse.at[tile.slot], rows=False)
+    lse = None if smem.lse_delta is None else load_vector(smem.lse_delta.at[LSE, tile.slot], rows=False)
     p, slope = keys.mask.probabilities(s, lse, tile.is_partial, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
@@ -420,10 +502,19 @@ def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     return operand, ds.astype(call.dtype)
 
 
+def _write_ds(context: KeyValueContext, keys: _Keys, ds, step) -> None:
+    """Gives a step's dS to all consumers."""
+    memory = context.smem.ds.at[jax.lax.rem(step, context.smem.ds.shape[0])]
+    for i in range(context.smem.ds.shape[1]):
+        memory.at[i, keys.place][...] = ds[:, i * WGMMA_ROWS : (i + 1) * WGMMA_ROWS]
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(context.barriers.ds_full)
+
+
 def _dq_place(context: KeyValueContext) -> tuple[Any, Any]:
     """Rows and columns of a tile of dQ that the consumer computes."""
-    num_columns = context.smem.dq.shape[-1]
     by_columns = context.tuning.divides_dq_by_columns
+    num_columns = context.smem.k.shape[-1] // (context.tuning.num_warpgroups if by_columns else 1)
     rows = pl.ds(0 if by_columns else context.warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     return rows, pl.ds(context.warpgroup * num_columns if by_columns else 0, num_columns)
 
@@ -440,22 +531,30 @@ def _start_dq(context: KeyValueContext, dq_acc, step) -> None:
 def _add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
     """Starts to add the consumer's part of the dQ of a tile, a (number, head), to global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
-    dq_smem = context.smem.dq.at[context.warpgroup]
-    # The copy engine has read what the buffer held.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    dq_smem[...] = dq
-    plgpu.commit_smem()
     rows = pl.ds(number * context.tuning.block_q + rows.start, WGMMA_ROWS)
-    target = context.gmem.d_query.at[context.block.batch, rows, head, columns]
-    plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
+    _, num_buffers, _, width = context.smem.dq.shape
+    for i, first in enumerate(range(0, columns.size, width)):
+        dq_smem = context.smem.dq.at[context.warpgroup, i % num_buffers]
+        # The copy engine has read what the buffer held.
+        if i == 0:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        elif i >= num_buffers:
+            plgpu.wait_smem_to_gmem(num_buffers - 1, wait_read_only=True)
+        dq_smem[...] = dq[:, first : first + width]
+        plgpu.commit_smem()
+        target = context.gmem.d_query.at[context.block.batch, rows, head, pl.ds(columns.start + first, width)]
+        plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
 
 
-def _last_dq(context: KeyValueContext, tile) -> None:
-    """Adds the last step's part to dQ."""
+def _last_dq(context: KeyValueContext, tile, step, *, frees_ds: bool) -> None:
+    """Adds the last step's part to dQ, and if `frees_ds` says that its dS is read."""
     plgpu.barrier_wait(context.barriers.ds_full)
 
     def multiply(dq_acc):
-        _start_dq(context, dq_acc, context.num_steps - 1)
-        _add_to_dq(context, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), tile)
+        _start_dq(context, dq_acc, step)
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+        if frees_ds:
+            plgpu.barrier_arrive(context.barriers.ds_read)
+        _add_to_dq(context, dq, tile)
 
-    pl.run_scoped(multiply, accumulator(context.smem.dq.shape[-1]))
+    pl.run_scoped(multiply, accumulator(_dq_place(context)[1].size))

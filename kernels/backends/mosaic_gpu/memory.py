@@ -58,10 +58,13 @@ def num_bytes(scratch: Any) -> int:
     return size
 
 
-def matrix(*shape: int, dtype):
-    """A stack of matrices `[..., rows, columns]`, tiled and swizzled for the tensor cores."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(size for size in (128, 64, 32) if shape[-1] * itemsize % size == 0)
+def matrix(*shape: int, dtype, column_multiple: int | None = None):
+    """A stack of matrices `[..., rows, columns]`, tiled and swizzled for the tensor cores.
+
+    A product reads whole tiles. `column_multiple`: it may start at any multiple of so many columns; None: at the first.
+    """
+    itemsize, columns = jnp.dtype(dtype).itemsize, math.gcd(*filter(None, (shape[-1], column_multiple)))
+    swizzle = next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning, resolve
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
 _OLDEST_JAX = (0, 11)
 _MAX_HEAD_DIM = 256
-_MAX_FUSED_HEAD_DIM = 128
+# Up to a head dim of 192 beside 128, one warpgroup's registers hold both gradients of 64 keys.
+_MAX_HEAD_DIM_BESIDE_128 = 192
 _MAX_PERSISTENT_HEAD_DIM = 128
 # A warpgroup's part of dQ is at least 64 columns wide.
 _MAX_UNDIVIDED_HEAD_DIM = 64
@@ -30,7 +31,7 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
         return f"takes bfloat16 and float16, not {call.dtype}"
     if widest > _MAX_HEAD_DIM:
         return f"takes head dims up to {_MAX_HEAD_DIM}, not {widest}"
-    if tuning is not None and (reason := _unsuited(tuning, widest)) is not None:
+    if tuning is not None and (reason := _unsuited(tuning, call)) is not None:
         return reason
     if call.mask.needs_lookup:
         return f"evaluates masks in the kernel, which can't look up the arrays that {call.mask!r} holds"
@@ -43,15 +44,26 @@ def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = Non
     return shared_memory_excess(call, resolve(tuning, call))
 
 
-def _unsuited(tuning: MosaicGpuTuning, widest: int) -> str | None:
+def _unsuited(tuning: MosaicGpuTuning, call: AttentionCall) -> str | None:
     """Why a tuning isn't one for heads so wide, or None if it is."""
-    if tuning.backward == "fused" and widest > _MAX_FUSED_HEAD_DIM:
-        return f"has a fused backward for head dims up to {_MAX_FUSED_HEAD_DIM}, not {widest}; use backward='split'"
+    narrowest, widest = sorted((call.head_dim, call.value_dim))
+    holds_both = narrowest <= MAX_EQUAL_HEAD_DIM and widest <= _MAX_HEAD_DIM_BESIDE_128
+    up_to = f"head dims up to {MAX_EQUAL_HEAD_DIM}, or {_MAX_HEAD_DIM_BESIDE_128} beside {MAX_EQUAL_HEAD_DIM}"
+    got = f"{call.head_dim}" if narrowest == widest else f"{call.head_dim} and {call.value_dim}"
+    if tuning.backward == "fused" and not holds_both:
+        return f"has a fused backward for {up_to}, not {got}; use backward='split'"
     tiles = tuning.backward_tiles
     if tiles is not None and not tiles.one_gradient_per_warpgroup:
-        if widest > _MAX_FUSED_HEAD_DIM:
-            setting = "backward_tiles with one_gradient_per_warpgroup"
-            return f"needs {setting} above a head dim of {_MAX_FUSED_HEAD_DIM}, got {widest}"
+        if not holds_both:
+            return f"takes backward_tiles without one_gradient_per_warpgroup for {up_to}, not {got}"
+        shape = (tiles.num_warpgroups, tiles.block_q)
+        if widest > MAX_EQUAL_HEAD_DIM and shape != (2, 64):
+            return (
+                "takes backward_tiles of (num_warpgroups, block_q) = (2, 64) or with one_gradient_per_warpgroup above "
+                f"a head dim of {MAX_EQUAL_HEAD_DIM}, not {shape}"
+            )
+        if widest > MAX_EQUAL_HEAD_DIM and tiles.persistent:
+            return f"takes persistent backward_tiles for head dims up to {MAX_EQUAL_HEAD_DIM}, not {widest}"
         if tuning.may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
             return (
                 "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "

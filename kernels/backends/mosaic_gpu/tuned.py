@@ -1,8 +1,9 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
-NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
+NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
+H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
 
-Each key is (head dim, family of the mask, length in tokens).
+Each key is (head dim, family of the mask, length in tokens); two head dims are tuned as one (`tuned_head_dim`).
 """
 
 from typing import Literal
@@ -21,6 +22,7 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (128, "full", 32768): (3, 64, 2, False, False, 4),
     (128, "packed", 32768): (3, 64, 3, False, True, 24),
     (128, "window", 32768): (3, 64, 3, False, True, 4),
+    (160, "causal", 32768): (3, 64, 2, False, False, 4),
     (256, "causal", 4096): (2, 64, 2, False, False, 24),
     (256, "causal", 32768): (2, 64, 2, False, False, 24),
 }
@@ -38,6 +40,7 @@ FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False),
     (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False),
     (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (160, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
 }
 
 SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
@@ -68,6 +71,7 @@ FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (128, "full", 32768): "fused",
     (128, "packed", 32768): "fused",
     (128, "window", 32768): "fused",
+    (160, "causal", 32768): "fused",
     (256, "causal", 4096): "split",
     (256, "causal", 32768): "split",
 }

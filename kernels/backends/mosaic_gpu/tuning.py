@@ -10,12 +10,15 @@ from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from kernels.backends.mosaic_gpu import tuned
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
+from kernels.backends.mosaic_gpu.memory import padded_head_dim
 from kernels.call import AttentionCall
 from kernels.masks import Mask
 
 _T = TypeVar("_T")
 # What others' tiles must promise: they are slower by themselves (docs/hopper_kernels.md).
 _OTHERS_COST = 1.1
+MAX_EQUAL_HEAD_DIM = 128
+"""Up to it a backward pads the keys' and the values' head dims to the wider one. Above it both count by themselves."""
 CallFamily = Literal["full", "causal", "window", "packed", "other"]
 
 
@@ -89,15 +92,16 @@ class MosaicBackwardTuning(_Warpgroups):
         computes 64 keys, in the pass for dQ alone 64 queries.
       block_q: queries in a tile of the pass for dK and dV: 64 or 128.
       num_stages: such tiles in shared memory.
-      one_gradient_per_warpgroup: whether two warpgroups share 64 keys: one computes dV, the other dK. Head dims above
-        128 need it, since one warpgroup's registers don't hold both. Not for a fused backward.
+      one_gradient_per_warpgroup: whether two warpgroups share 64 keys: one computes dV, the other dK. Head dims need it
+        where one warpgroup's registers don't hold both: above 128, but for one of up to 192 beside one of up to 128,
+        which take two warpgroups and block_q=64, too. Not for a fused backward.
       block_kv_dq: keys in a tile of the pass for dQ alone: 64 or 128.
       num_stages_dq: such tiles in shared memory (with one_gradient_per_warpgroup, one value tile fewer).
       num_l2_heads: number of key/value heads processed together, counted over the batch. Fewer heads keep their queries
         and dQ in the L2 cache; more heads balance the load better.
       persistent: whether, in the pass for dK and dV, a dynamic tile scheduler gives one program per multiprocessor one
-        block after another. The program loads a block's first tile while the block before it ends. For short rows. Not
-        with one_gradient_per_warpgroup.
+        block after another. The program loads a block's first tile while the block before it ends. For short rows, and
+        head dims up to 128. Not with one_gradient_per_warpgroup.
 
     Raises:
       ValueError: a value out of range.
@@ -151,9 +155,9 @@ class MosaicGpuTuning:
     """How the `mosaic_gpu` backend runs.
 
     Attributes:
-      backward: "fused": one kernel for all gradients, for head dims up to 128. It adds up dQ in an order that differs
-        from run to run. "split": one kernel for dK and dV, one for dQ, with the same bits in every run. None: the
-        faster one.
+      backward: "fused": one kernel for all gradients, for head dims up to 128, or 192 beside 128. It adds up dQ in an
+        order that differs from run to run. "split": one kernel for dK and dV, one for dQ, with the same bits in every
+        run. None: the faster one.
       forward_tiles, backward_tiles: tiles of the kernels; None for the best known for the call.
       interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
         times slower. On a machine with few cores set the environment's PJRT_NPROC=16, or it may wait forever.
@@ -196,11 +200,23 @@ class MosaicGpuTuning:
 
 
 class TunedCall(NamedTuple):
-    """What calls are tuned by: the wider head dim, what the mask leaves out, and the queries' length in tokens."""
+    """What calls are tuned by: a head dim (`tuned_head_dim`), what the mask leaves out, and the queries' length."""
 
     head_dim: int
     family: CallFamily
     length: int
+
+
+def tuned_head_dim(head_dim: int, value_dim: int) -> int:
+    """The head dim that two head dims are tuned as: the wider one, and above 128 the mean of both.
+
+    >>> tuned_head_dim(128, 64), tuned_head_dim(192, 128), tuned_head_dim(192, 192)
+    (128, 160, 192)
+    """
+    narrower, wider = sorted((head_dim, value_dim))
+    if wider <= MAX_EQUAL_HEAD_DIM:
+        return wider
+    return (padded_head_dim(wider) + max(padded_head_dim(narrower), MAX_EQUAL_HEAD_DIM)) // 2
 
 
 def call_family(mask: Mask, *, packed: bool) -> CallFamily:
@@ -267,11 +283,11 @@ def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
 
 def _likest_key(table: Mapping[TunedCall, _T], call: AttentionCall) -> TunedCall:
     """The next head dim, if possible of the same family, and then of the nearest length."""
-    widest = max(call.head_dim, call.value_dim)
+    head_dim = tuned_head_dim(call.head_dim, call.value_dim)
     # Positions take as much shared memory as segment ids do.
     family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
 
     def unlikeness(key: TunedCall):
         return key.head_dim, key.family != family, key.family != "causal", abs(math.log(key.length / call.q_len))
 
-    return min((key for key in table if key.head_dim >= widest), key=unlikeness)
+    return min((key for key in table if key.head_dim >= head_dim), key=unlikeness)

@@ -1,7 +1,8 @@
 """dK and dV of wide heads, of one block of 64 keys and values: the pass visits the block's query tiles.
 
-Above a head dim of 128 one warpgroup's registers don't hold both gradients of 64 keys. Two consumers divide the work by
-products: one computes P and dV, the other dS and dK. P goes from one to the other through shared memory, in float32.
+Where both head dims are above 128, or one above 192, one warpgroup's registers don't hold both gradients of 64 keys.
+Two consumers divide the work by products: one computes P and dV, the other dS and dK. P goes from one to the other
+through shared memory, in float32.
 
 Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS.
 """
