@@ -222,7 +222,7 @@ def launch_matmul(
         @pl.when(warpgroup < NUM_CONSUMERS)
         def consume():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            multiply_tile = functools.partial(_multiply_tile, smem, ring, warpgroup, columns)
+            multiply_tile = functools.partial(_multiply_tile, smem, ring, pair_axis, warpgroup, columns)
             _visit_tiles(
                 phases, program, num_programs, multiply_tile, lambda phase, tile: phase.finish(tile, warpgroup)
             )
@@ -293,8 +293,10 @@ def _load_tile(
                 for i, part in enumerate(right(step)):
                     ring.copy(part, smem.right.at[:, i], slot, cluster_axis)
 
-            if pair_axis is None:
+            if pair_axis is None or operands.shares_right is False:
                 copy_right()
+            elif operands.shares_right is True:
+                copy_right(pair_axis)
             else:
                 pl.when(operands.shares_right)(lambda: copy_right(pair_axis))
                 pl.when(jnp.logical_not(operands.shares_right))(copy_right)
@@ -303,7 +305,15 @@ def _load_tile(
 
 
 def _multiply_tile(
-    smem: _Smem, ring: Pipeline, warpgroup, columns: int, phase: Phase, tile, operands: TileOperands, num_before
+    smem: _Smem,
+    ring: Pipeline,
+    pair_axis: str | None,
+    warpgroup,
+    columns: int,
+    phase: Phase,
+    tile,
+    operands: TileOperands,
+    num_before,
 ) -> None:
     """Consumer: its 64 rows of a tile."""
     phase.before_steps(tile, warpgroup, smem.stored.at[warpgroup])
@@ -315,6 +325,10 @@ def _multiply_tile(
     def skip(step):
         slot = ring.slot(num_before + step)
         ring.consumer_wait(slot)
+        if pair_axis is not None:
+            # At a cluster's barrier one warp arrives for all of a warpgroup, which must all have waited by then. The
+            # fence is one for its threads, too.
+            plgpu.commit_smem()
         ring.consumer_release(slot)
 
     def multiply(*accumulators):

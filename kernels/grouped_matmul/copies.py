@@ -28,13 +28,13 @@ def copy_rows(
     """The copies of rows, sorted by group, for grouped matmuls.
 
     Args:
-      rows: any float type; on the kernel, the choice's.
+      rows: any float type; of the choice's dtype for a kernel.
       groups: of the copies, of which the first `num_copies` are the first row's, and so on.
       num_copies: K.
       choice: of the matmuls.
 
     Returns:
-      A copy in each place that has one. Zeros pad a group, or what no product reads.
+      A copy in each place that has one. Zeros pad a group as far as products read; what lies after may hold anything.
     """
     if choice.is_fused:
         from kernels.grouped_matmul import row_copies

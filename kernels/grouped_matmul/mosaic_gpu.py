@@ -148,6 +148,9 @@ class RowTiles(NamedTuple):
         first_row, first_column = self.place(tile, warpgroup)
         first_column += column
         here, across = pl.ds(first_row, WGMMA_ROWS), pl.ds(first_column, STORED_COLUMNS)
+        if self.pair_size == 1 and self.num_columns % self.columns == 0:
+            plgpu.copy_smem_to_gmem(buffer, result.at[here, across])
+            return
         is_inside = (first_row < self.num_rows) & (first_column < self.num_columns)
         pl.when(is_inside)(lambda: plgpu.copy_smem_to_gmem(buffer, result.at[here, across], commit_group=False))
         # Also a group of no copy: who waits for a buffer counts groups.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kernels.grouped_matmul.multiply import GroupedMatmulChoice
 
 _LINES = (256, 192, 128, 64)  # numbers: the most that one copy can be wide, and that divide a row
+_MOST_LINES = 256  # of one copy
 _ZEROED_LINES = 8  # of which each thread has a whole number of vectors
 _NUM_STAGES = 3
 _STAGE_BYTES, _STAGE_COPIES = 32 * 1024, 64  # of a stage of several rows, at most
@@ -38,7 +39,12 @@ _INTERPRETED_PROGRAMS = 2
 
 def serves(rows: Float[Array, "N W"]) -> bool:
     """Whether the kernel can copy such rows, which grouped matmuls can multiply."""
-    return rows.shape[1] * rows.dtype.itemsize <= _LARGEST_ROW_BYTES
+    width = rows.shape[1]
+    return width * rows.dtype.itemsize <= _LARGEST_ROW_BYTES and width // _line(width) <= _MOST_LINES
+
+
+def _line(width: int) -> int:
+    return next(line for line in _LINES if width % line == 0)
 
 
 def copy_rows(
@@ -49,7 +55,7 @@ def copy_rows(
     Zeros pad a group to the end of the steps of `multiply_groups`. The places after them aren't written.
     """
     num_rows, width = rows.shape
-    line = next(line for line in _LINES if width % line == 0)
+    line = _line(width)
     lines = width // line
     tile_rows = min(_STAGE_BYTES // (width * rows.dtype.itemsize), _STAGE_COPIES // num_copies)
     tile_rows = math.gcd(num_rows, 1 << max(tile_rows, 1).bit_length() - 1)

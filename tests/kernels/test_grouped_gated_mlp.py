@@ -83,8 +83,14 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, width, hidden_width, num
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize(
     ("num_rows", "width", "hidden_width", "num_groups", "biased"),
-    # Half a tile of features, and one and a half; one block of rows, which has no pair, and two of two groups.
-    [(125, 64, 64, 1, False), (90, 128, 192, 2, True)],
+    # Half a tile of features, and one and a half. Blocks of rows: one, which has no pair; two of two groups; two of one
+    # group, which load its matrices once for both; and three.
+    [
+        (125, 64, 64, 1, False),
+        (90, 128, 192, 2, True),
+        (200, 64, 64, 1, False),
+        (300, 64, 64, 1, True),
+    ],
 )
 def test_in_the_interpreter(rng, num_rows, width, hidden_width, num_groups, biased):
     choice = choose_grouped_matmul("bfloat16", (width, hidden_width), Target.of(), "mosaic_gpu_fused", interpret=True)

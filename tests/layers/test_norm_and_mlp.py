@@ -122,3 +122,17 @@ def test_mlp_computes_in_the_compute_dtype_and_stores_in_the_parameter_dtype():
 def test_mlp_refuses_an_unknown_kind():
     with pytest.raises(ValueError, match="kind='relu' is not one of gelu, swiglu"):
         MLP(8, 24, kind="relu", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("limit", [-7.0, 7.0])
+def test_at_its_limits_clamped_swiglu_has_the_slope_of_below_them(limit):
+    """As PyTorch's clamp has it. Both limits are numbers of bfloat16, so that features do lie there."""
+
+    def slopes(gate, features):
+        return jax.grad(lambda *inputs: activate("clamped_swiglu", *inputs).sum(), (0, 1))(features, gate)
+
+    features, gate = jnp.asarray([limit, 0.5]), jnp.asarray([1.5, 7.0])
+    within = slopes(jnp.asarray([1.5, 6.9999]), jnp.asarray([limit * 0.9999, 0.5]))
+    for at_limit, below in zip(slopes(gate, features), within, strict=True):
+        np.testing.assert_allclose(at_limit, below, rtol=1e-3)
+    assert slopes(gate, features * 1.01)[0][0] == 0

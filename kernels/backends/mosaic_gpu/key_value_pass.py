@@ -10,7 +10,8 @@ the consumers have read the last one, and the next keys and values as soon as no
 the last block's dK and dV leave through the memory of dS; in the split form, through that of the keys and values, and
 the next ones wait for them.
 
-The tensor cores also subtract delta from dP, and lse from S: see `kernels.backends.mosaic_gpu.offset_columns`.
+The tensor cores also subtract delta from dP, and lse from S, except of wide heads: see
+`kernels.backends.mosaic_gpu.offset_columns`.
 
 Wide heads (`_is_wide`) leave few registers beside dK and dV, and have steps of their own.
 """

@@ -256,7 +256,9 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     """The likest call's tiles; where blocks are few, maybe others, which keep the multiprocessors busier."""
-    key = _likest_key(FORWARD, call)
+    # Wide values take registers that tiles for wide keys beside them don't leave.
+    wide_values = call.value_dim if call.value_dim > MAX_EQUAL_HEAD_DIM else 0
+    key = _likest_key(FORWARD, call, at_least=wide_values)
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
@@ -281,9 +283,9 @@ def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
     return table[_likest_key(table, call)]
 
 
-def _likest_key(table: Mapping[TunedCall, _T], call: AttentionCall) -> TunedCall:
-    """The next head dim, if possible of the same family, and then of the nearest length."""
-    head_dim = tuned_head_dim(call.head_dim, call.value_dim)
+def _likest_key(table: Mapping[TunedCall, _T], call: AttentionCall, at_least: int = 0) -> TunedCall:
+    """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
+    head_dim = max(tuned_head_dim(call.head_dim, call.value_dim), at_least)
     # Positions take as much shared memory as segment ids do.
     family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
 
