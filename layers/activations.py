@@ -95,8 +95,9 @@ def _geglu(gate: Array, features: Array) -> tuple[Array, Array, Array]:
 def _clamped_swiglu(gate: Array, features: Array) -> tuple[Array, Array, Array]:
     silu, slope = _silu_and_slope(jnp.minimum(gate, _CLAMPED_LIMIT), _CLAMPED_SLOPE)
     clamped = jnp.minimum(jnp.maximum(features, -_CLAMPED_LIMIT), _CLAMPED_LIMIT)
-    to_gate = jnp.where(gate <= _CLAMPED_LIMIT, slope * (clamped + 1), 0.0)
-    return silu * (clamped + 1), to_gate, jnp.where(features == clamped, silu, 0.0)
+    to_gate = jnp.where(gate > _CLAMPED_LIMIT, 0.0, slope * (clamped + 1))
+    is_beyond = (features > _CLAMPED_LIMIT) | (features < -_CLAMPED_LIMIT)
+    return silu * (clamped + 1), to_gate, jnp.where(is_beyond, 0.0, silu)
 
 
 GATES: dict[str, Callable[[Array, Array], tuple[Array, Array, Array]]] = {

@@ -164,3 +164,33 @@ SPOILED = [
     Case("spoiled_causal", CAUSAL, batch=6, q_len=128, kv_len=128, num_heads=2, num_kv_heads=1, head_dim=64,
          spoiled=True),
 ]  # fmt: skip
+
+# Values wider than a tile in every way that the kernels tell apart.
+WIDE = [
+    Case("wide_window", WINDOW, q_len=700, kv_len=700, head_dim=64, num_kv_heads=2),
+    Case("wide_packed", CAUSAL, q_len=1000, kv_len=1000, head_dim=128, num_kv_heads=1, segments="packed"),
+    Case("wide_values", CAUSAL, q_len=300, kv_len=500, head_dim=64, value_dim=128),
+    Case("narrow_values", CAUSAL, q_len=500, kv_len=300, head_dim=96, value_dim=40, sinks=True),
+    Case("wide_uneven_logits", CAUSAL, q_len=1500, kv_len=1500, head_dim=64, num_kv_heads=2, uneven_logits=True),
+    # At a tile's edge: a block's first rows have no pair in its PARTIAL tiles, and their first one in a FULL tile.
+    Case("full_tile_first", CausalMask(-129), batch=1, q_len=600, kv_len=600, num_heads=2, num_kv_heads=1),
+    # A head dim of 192 beside one of 128, as in multi-head latent attention.
+    Case("latent", CAUSAL, q_len=333, kv_len=333, head_dim=192, value_dim=128),
+    Case("latent_packed", WINDOW, q_len=520, kv_len=520, head_dim=192, value_dim=128, segments="packed"),
+    Case(
+        "latent_shard", CAUSAL, q_len=200, kv_len=330, head_dim=160, value_dim=72, segments="packed", positions="offset"
+    ),
+    Case(
+        "latent_values", CAUSAL, q_len=264, kv_len=264, head_dim=80, value_dim=192, num_kv_heads=2, logits_soft_cap=5.0
+    ),
+    Case("widest", CAUSAL, q_len=520, kv_len=520, head_dim=256, num_heads=4, num_kv_heads=2),
+    Case("widest_packed", CAUSAL, q_len=330, kv_len=330, head_dim=256, num_kv_heads=2, segments="packed"),
+    Case("widest_shard", CAUSAL, q_len=200, kv_len=330, head_dim=192, segments="packed", positions="offset"),
+    Case("widest_ragged", WINDOW, q_len=333, kv_len=444, head_dim=200, value_dim=160, logits_soft_cap=5.0, sinks=True),
+]
+
+
+def has_fused_backward(head_dim: int, value_dim: int) -> bool:
+    """Whether a warpgroup's registers hold dK and dV of 64 keys, so that `mosaic_gpu` can add dQ in the same kernel."""
+    narrower, wider = sorted((head_dim, value_dim))
+    return wider <= 128 or (wider <= 192 and narrower <= 128)

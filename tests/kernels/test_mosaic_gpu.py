@@ -33,6 +33,7 @@ from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from kernels.masks import TileKind
 from kernels.plan import Rows, make_rows
+from tests.kernels.contract_cases import has_fused_backward
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
@@ -304,8 +305,7 @@ def random_call(rng, head_dim: int, value_dim: int):
 
 def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
     """A tuning whose kernels exist for the head dims, whether or not they fit."""
-    narrower, widest = sorted((head_dim, value_dim))
-    holds_both = widest <= 128 or (widest <= 192 and narrower <= 128)
+    widest, holds_both = max(head_dim, value_dim), has_fused_backward(head_dim, value_dim)
 
     def one_of(*values):
         return values[rng.integers(len(values))]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kernels import CausalMask, Target, dot_product_attention
+from kernels import CausalMask, MosaicGpuTuning, Target, dot_product_attention
 from layers import MoEConfig
 from layers.moe import MoE
 from tests.gpu_compiler import needs_gpu_compiler
@@ -95,13 +95,17 @@ def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch)
 @needs_gpu_compiler
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (80, 192)])
-def test_a_wide_head_dim_beside_a_narrow_one_has_one_backward_kernel(head_dim, value_dim, is_packed):
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "tuning"), [(192, 128, None), (80, 192, MosaicGpuTuning("fused"))], ids=["192", "80"]
+)
+def test_a_wide_head_dim_beside_a_narrow_one_has_one_backward_kernel(head_dim, value_dim, tuning, is_packed):
     device = parse_topology("h100:1").devices()[0]
 
     def loss(query, key, value, ids):
         documents = {"query_segment_ids": ids, "key_value_segment_ids": ids} if is_packed else {}
-        output = dot_product_attention(query, key, value, CausalMask(), device=device, **documents)
+        output = dot_product_attention(
+            query, key, value, CausalMask(), device=device, implementation=tuning, **documents
+        )
         return output.astype(jnp.float32).sum()
 
     on_device = jax.sharding.SingleDeviceSharding(device)

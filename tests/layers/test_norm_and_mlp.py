@@ -136,3 +136,4 @@ def test_at_its_limits_clamped_swiglu_has_the_slope_of_below_them(limit):
     for at_limit, below in zip(slopes(gate, features), within, strict=True):
         np.testing.assert_allclose(at_limit, below, rtol=1e-3)
     assert slopes(gate, features * 1.01)[0][0] == 0
+    assert jnp.isnan(slopes(jnp.asarray([1.5, jnp.nan]), jnp.asarray([jnp.nan, 0.5]))[1]).all(), "NaN isn't hidden"

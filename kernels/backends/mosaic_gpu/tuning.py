@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from kernels.backends.mosaic_gpu import tuned
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
@@ -14,7 +14,6 @@ from kernels.backends.mosaic_gpu.memory import padded_head_dim
 from kernels.call import AttentionCall
 from kernels.masks import Mask
 
-_T = TypeVar("_T")
 # What others' tiles must promise: they are slower by themselves (docs/hopper_kernels.md).
 _OTHERS_COST = 1.1
 MAX_EQUAL_HEAD_DIM = 128
@@ -245,7 +244,8 @@ FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWAR
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
     """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    backward = (tuning.backward or _likest(FASTEST_BACKWARD, call)) if tuning.may_fuse else "split"
+    fastest = FASTEST_BACKWARD[_likest_key(FASTEST_BACKWARD, call, at_least=_wide_values(call))]
+    backward = (tuning.backward or fastest) if tuning.may_fuse else "split"
     return dataclasses.replace(
         tuning,
         backward=backward,
@@ -256,9 +256,7 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     """The likest call's tiles; where blocks are few, maybe others, which keep the multiprocessors busier."""
-    # Wide values take registers that tiles for wide keys beside them don't leave.
-    wide_values = call.value_dim if call.value_dim > MAX_EQUAL_HEAD_DIM else 0
-    key = _likest_key(FORWARD, call, at_least=wide_values)
+    key = _likest_key(FORWARD, call, at_least=_wide_values(call))
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
@@ -274,16 +272,16 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
 
 def _backward_tiles(table: Mapping[TunedCall, MosaicBackwardTuning], call: AttentionCall) -> MosaicBackwardTuning:
     """The likest call's tiles. Blocks of keys that several heads of queries share are long, as in long rows."""
-    tiles = _likest(table, call)
+    tiles = table[_likest_key(table, call)]
     return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
 
 
-def _likest(table: Mapping[TunedCall, _T], call: AttentionCall) -> _T:
-    """The entry of the likest call."""
-    return table[_likest_key(table, call)]
+def _wide_values(call: AttentionCall) -> int:
+    """The values' head dim above 128, else 0: what was found for wide keys beside narrow values wasn't timed for it."""
+    return call.value_dim if call.value_dim > MAX_EQUAL_HEAD_DIM else 0
 
 
-def _likest_key(table: Mapping[TunedCall, _T], call: AttentionCall, at_least: int = 0) -> TunedCall:
+def _likest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
     """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
     head_dim = max(tuned_head_dim(call.head_dim, call.value_dim), at_least)
     # Positions take as much shared memory as segment ids do.
