@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -69,7 +70,8 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
       The deal, and the plan behind it; None: each device holds whole sequences.
 
     Raises:
-      UserMistake: the sequence can't be dealt out as `context` says, or the exchange can't serve a mask.
+      UserMistake: the sequence can't be dealt out as `context` says, or the exchange can't serve a mask, or JAX can't
+        run it right on these devices.
     """
     if config.mesh.context == 1:
         return "in_order", None
@@ -93,7 +95,23 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
         )
     except ValueError as error:
         raise UserMistake(f"context: {error}") from error
+    if mesh is not None and target.platform == "cpu" and any(chosen.name == "ring" for chosen in plan.exchanges):
+        _check_ring_on_cpus(config)
     return plan.deal, plan
+
+
+def _check_ring_on_cpus(config: TrainConfig) -> None:
+    """Refuses rings of which newer runtimes for CPUs run two at a time, and mix up what they send.
+
+    Seen in JAX 0.11.2 and 0.12.0.1, not in 0.10.2: gradients that differ from run to run, or a crash.
+    """
+    is_affected = jax.__version_info__ >= (0, 11)
+    if is_affected and config.model.remat != "none" and config.gradient_accumulation > 1:
+        raise UserMistake(
+            f"context: exchange='ring' beside model.remat={config.model.remat!r} and "
+            f"gradient_accumulation={config.gradient_accumulation} has wrong gradients on CPU devices with JAX "
+            f"{jax.__version__}; use --gradient-accumulation 1, --model.remat none or JAX 0.10.2"
+        )
 
 
 def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]:
