@@ -3,8 +3,10 @@
     python -m experiments.benchmarks.context_attention --cases 16x128_131k packed_131k --output context_attention.jsonl
 
 Efficiency is the time of one device divided by the number of devices and by the time of all: 100 % is as fast as can
-be. `error` is the largest
-difference from one device's output and gradients, relative to the largest value. Needs two accelerators or more.
+be. `error` is the largest difference from one device's output and gradients, relative to the largest value. What the
+exchange takes is read off a trace, beside what the cost model says of it: the bytes that a device receives, and the
+exposed seconds, in which no kernel attends. Those of one device, which has no exchange, come off the trace's. Needs two
+accelerators or more.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
+from experiments.benchmarks.traced_exchange import WITHOUT_GRAPHS, trace_exchange
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, deal_tokens
+from kernels.call import make_call
+from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, choose_exchange, deal_tokens
 from trainer.errors import UserMistake
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
@@ -75,6 +79,8 @@ class ContextArguments:
 
     cases: tuple[str, ...] = tuple(CASES)
     """Names from CASES."""
+    exchanges: tuple[Exchange, ...] | None = None
+    """None: all that serve a case."""
     num_rounds: int = 5
     """Rounds, of which the median counts."""
     sample_ms: float = 150.0
@@ -87,9 +93,10 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
     """One row for each contender that serves the case."""
     devices, rng = jax.devices(), np.random.default_rng()
     shapes = [case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads]
+    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), len(shapes))
     arrays = [
-        jnp.asarray(rng.standard_normal((1, case.length, heads, case.head_dim), np.float32), jnp.bfloat16)
-        for heads in shapes
+        jax.random.normal(key, (1, case.length, heads, case.head_dim), jnp.bfloat16)
+        for key, heads in zip(keys, shapes, strict=True)
     ]
     segment_ids = None
     if case.documents is not None:
@@ -105,41 +112,64 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
         )
 
     with jax.default_device(devices[0]):
-        one = ForwardAndBackward(on_one, arrays[:3], arrays[3])
-    expected = [np.asarray(x, np.float32) for x in jax.tree.leaves(one.results)]
+        one = ForwardAndBackward(on_one, arrays[:3], arrays[3], WITHOUT_GRAPHS)
+    expected = jax.tree.leaves(one.results)
+    traced_one = trace_exchange(one.run, one.program)
 
     mesh = jax.make_mesh((1, 1, len(devices)), ("batch", "heads", "context"), (AxisType.Auto,) * 3)
     contenders: dict[tuple[Exchange, Deal], ForwardAndBackward] = {}
-    errors, refusals = {}, {}
+    errors, refusals, traces = {}, {}, {}
     for exchange, deal in CONTENDERS:
         if deal == "by_cost" and case.documents is None:
             continue
+        if arguments.exchanges is not None and exchange not in arguments.exchanges:
+            continue
         masks = {case.mask: 1.0}
-        places = deal_tokens(deal, case.length, len(devices), masks=masks, segment_ids=segment_ids)
+        places = jnp.asarray(deal_tokens(deal, case.length, len(devices), masks=masks, segment_ids=segment_ids))
         layout = MeshLayout(mesh, ("batch",), "context", "heads", deal)
         sharding = NamedSharding(mesh, PartitionSpec("batch", "context"))
 
         def dealt(x, places=places, sharding=sharding):
-            return None if x is None else jax.device_put(np.asarray(x)[:, places], sharding)
+            return None if x is None else jax.device_put(x[:, places], sharding)
 
-        given = {"segment_ids": dealt(ids), "places": dealt(np.arange(case.length, dtype=np.int32)[None])}
+        given = {"segment_ids": dealt(ids), "places": dealt(jnp.arange(case.length, dtype=jnp.int32)[None])}
 
         def on_mesh(query, key, value, layout=layout, exchange=exchange, given=given):
             return attend_over_mesh(query, key, value, case.mask, layout, exchange=exchange, **given)
 
         dealt_arrays = [dealt(x) for x in arrays]
         try:
-            contender = ForwardAndBackward(on_mesh, dealt_arrays[:3], dealt_arrays[3])
+            contender = ForwardAndBackward(on_mesh, dealt_arrays[:3], dealt_arrays[3], WITHOUT_GRAPHS)
         except ValueError as refusal:
             refusals[exchange, deal] = str(refusal)
             continue
-        found = [np.asarray(x, np.float32) for x in jax.tree.leaves(contender.results)]
         errors[exchange, deal] = max(
-            float(np.abs(a - b[:, places]).max() / np.abs(b).max()) for a, b in zip(found, expected, strict=True)
+            float(_largest_difference(found, dealt(right)))
+            for found, right in zip(jax.tree.leaves(contender.results), expected, strict=True)
         )
+        traced = trace_exchange(contender.run, contender.program)
+        if traced is not None and traced_one is not None:
+            of_call = make_call(
+                *dealt_arrays[:3],
+                case.mask,
+                query_segment_ids=given["segment_ids"],
+                key_value_segment_ids=given["segment_ids"],
+                device=devices[0],
+            )[1]
+            split = layout.split(case.length)
+            cost = choose_exchange(layout.call_of_a_device(of_call), split, exchange).costs[exchange]
+            traces[exchange, deal] = {
+                "traced": traced._asdict(),
+                "exposed_by_exchange_s": traced.exposed_s - traced_one.exposed_s / len(devices),
+                "predicted": {
+                    "received_bytes": sum(cost.received_bytes),
+                    "exposed_s": cost.exposed_seconds,
+                    "seconds": cost.seconds,
+                },
+            }
         contender.results = None
         contenders[exchange, deal] = contender
-    one.results = None
+    one.results, expected = None, []
     for _ in range(arguments.num_rounds):
         for contender in (one, *contenders.values()):
             contender.measure(arguments.sample_ms)
@@ -150,6 +180,7 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
     for (exchange, deal), contender in contenders.items():
         row = {**common, "exchange": exchange, "deal": deal, "error": errors[exchange, deal]}
         row["temporary_bytes"] = contender.temporary_bytes
+        row |= traces.get((exchange, deal), {})
         for index, direction in enumerate(("forward", "backward")):
             ours, theirs = ([seconds[index] for seconds in each.seconds] for each in (contender, one))
             row[f"{direction}_s"], row[f"one_{direction}_s"] = statistics.median(ours), statistics.median(theirs)
@@ -160,6 +191,13 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
     for (exchange, deal), reason in refusals.items():
         rows.append({**common, "exchange": exchange, "deal": deal, "refused": reason})
     return rows
+
+
+@jax.jit
+def _largest_difference(found: jax.Array, right: jax.Array) -> jax.Array:
+    """Relative to the largest value that is right."""
+    found, right = found.astype(jnp.float32), right.astype(jnp.float32)
+    return jnp.abs(found - right).max() / jnp.abs(right).max()
 
 
 def main(command_line: Sequence[str]) -> int:

@@ -21,31 +21,40 @@ class ForwardAndBackward:
       function: of the arguments, and differentiable in each of them.
       arguments: arrays, or trees of them.
       cotangent: of the function's result.
+      compiler_options: of both programs, as of `jax.stages.Lowered.compile`.
 
     Attributes:
+      program: of forward with backward.
       results: of the function and of its gradient; a caller that has no use for them sets None.
+      run: of that program.
       temporary_bytes: what forward with backward needs besides its arguments and results.
       seconds: of forward and of backward, one pair a round.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], cotangent: Any):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[Any],
+        cotangent: Any,
+        compiler_options: dict[str, str | bool] | None = None,
+    ):
         def both(cotangent: Any, *arguments: Any) -> tuple[Any, Any]:
             output, vjp = jax.vjp(function, *arguments)
             return output, vjp(cotangent)
 
-        forward_program = jax.jit(function).lower(*arguments).compile()
-        program = jax.jit(both).lower(cotangent, *arguments).compile()
-        memory = program.memory_analysis()
+        forward_program = jax.jit(function).lower(*arguments).compile(compiler_options)
+        self.program = jax.jit(both).lower(cotangent, *arguments).compile(compiler_options)
+        memory = self.program.memory_analysis()
         self.temporary_bytes = 0 if memory is None else memory.temp_size_in_bytes
         self._forward = lambda: forward_program(*arguments)
-        self._both = lambda: program(cotangent, *arguments)
-        self.results = jax.block_until_ready(self._both())
+        self.run = lambda: self.program(cotangent, *arguments)
+        self.results = jax.block_until_ready(self.run())
         jax.block_until_ready(self._forward())
         self.seconds: list[tuple[float, float]] = []
 
     def measure(self, sample_ms: float) -> None:
         """Adds a round of samples that last at least so long."""
-        forward, both = _seconds(self._forward, sample_ms), _seconds(self._both, sample_ms)
+        forward, both = _seconds(self._forward, sample_ms), _seconds(self.run, sample_ms)
         self.seconds.append((forward, both - forward))
 
 

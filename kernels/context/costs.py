@@ -97,12 +97,14 @@ class ExchangeCost(NamedTuple):
       received_bytes: in the forward pass and in the backward pass.
       held_bytes: at most at one time, of keys and values of other ranks, or their gradients.
       seconds: of the kernels and of the exchange as far as no kernel runs under it.
+      exposed_seconds: the exchange's part of them.
       fits: whether `held_bytes` leave enough memory.
     """
 
     received_bytes: tuple[float, float]
     held_bytes: float
     seconds: float
+    exposed_seconds: float
     fits: bool
 
 
@@ -127,26 +129,26 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
     kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
     if name != "heads":  # each rank works on its own queries
         kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)
-    seconds = (forward + backward) / links.bytes_per_s
+    exposed = (forward + backward) / links.bytes_per_s
     if name == "heads":
         # On a torus, a message to a rank farther off takes the links of those between.
-        seconds *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
+        exposed *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
     elif name == "gather":
         kernels *= _SLOWER_WITH_QUERY_PLACES
         # Whole rows are put together, twice, and their gradients filled in and taken apart, whatever was sent.
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
-        seconds += _COPIES_OF_WHOLE_ROWS * whole / links.memory_bytes_per_s
+        exposed += _COPIES_OF_WHOLE_ROWS * whole / links.memory_bytes_per_s
     elif name == "peer":
         kernels *= _SLOWER_WITH_QUERY_PLACES
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
-        seconds = seconds / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
+        exposed = exposed / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
         # Hops are under way while kernels run, but for those that take gradients home.
         home = _gradient_bytes(call) * _ring_hops(call, split)[1] / links.bytes_per_s
-        hidden = min(_HIDDEN_SHARE_OF_HOPS * (seconds - home), kernels)
-        seconds -= hidden
-    return ExchangeCost((forward, backward), held, kernels + seconds, held <= _MOST_OF_MEMORY * links.memory_bytes)
+        exposed -= min(_HIDDEN_SHARE_OF_HOPS * (exposed - home), kernels)
+    fits = held <= _MOST_OF_MEMORY * links.memory_bytes
+    return ExchangeCost((forward, backward), held, kernels + exposed, exposed, fits)
 
 
 @functools.lru_cache(maxsize=256)

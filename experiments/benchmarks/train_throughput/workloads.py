@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from experiments import gpt_1b_32k, gpt_32k
+from kernels import LocalMask
 from layers import GPTConfig, RopeScaling
 from trainer.config import TrainConfig
 
@@ -90,9 +91,19 @@ _LLAMA_1B_SIZES = GPTConfig(
 _QWEN3_4B_SIZES = GPTConfig(
     vocab_size=151_936, num_layers=36, width=2560, num_heads=32, num_kv_heads=8, head_dim=128, mlp_width=9728
 )
-# As the config.json of Llama-3.2-1B and of Qwen3-4B have it, and GPTs of the same sizes that are plain otherwise.
+
+
+def _with_windows() -> TrainConfig:
+    """The 124M model, each of whose layers sees the last 4,096 tokens."""
+    base = gpt_32k.gpt2_small()
+    return dataclasses.replace(base, model=dataclasses.replace(base.model, masks=(LocalMask(4095, 0),)))
+
+
+# As the config.json of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B have it, and GPTs of the same sizes that are plain
+# otherwise.
 MODELS: dict[str, Callable[[], TrainConfig]] = {
     "124m": gpt_32k.gpt2_small,
+    "124m_window": _with_windows,
     "1b": gpt_1b_32k.gpt_1b,
     "llama_1b": _model(
         dataclasses.replace(
@@ -104,6 +115,22 @@ MODELS: dict[str, Callable[[], TrainConfig]] = {
         )
     ),
     "plain_llama_1b": _model(_LLAMA_1B_SIZES),
+    "llama_8b": _model(
+        GPTConfig(
+            vocab_size=128_256,
+            num_layers=32,
+            width=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            mlp_width=14_336,
+            mlp="swiglu",
+            tie_embeddings=False,
+            rope_base=500_000.0,
+            rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_context_length=8192),
+            norm_epsilon=1e-5,
+        )
+    ),
     "qwen3_4b": _model(dataclasses.replace(_QWEN3_4B_SIZES, mlp="swiglu", rope_base=1e6, qk_norm="per_head")),
     "plain_qwen3_4b": _model(_QWEN3_4B_SIZES),
 }
@@ -136,8 +163,16 @@ WORKLOADS = {
     "plain_llama_1b_32k": Workload("plain_llama_1b", 32_768, remat="save_attention", num_windows=3, steps_per_window=2),
     "qwen3_4b_32k": Workload("qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
     "plain_qwen3_4b_32k": Workload("plain_qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
-    "124m_131k": Workload("124m", 131_072, num_windows=2, steps_per_window=1, num_traced_steps=0),
-    "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0),
+    # Of parameters and optimizer state in float32: for several devices.
+    "llama_8b_32k": Workload(
+        "llama_8b", 32_768, remat="save_attention", num_windows=3, steps_per_window=1, num_traced_steps=0
+    ),
+    "llama_8b_131k": Workload(
+        "llama_8b", 131_072, remat="save_attention", num_windows=3, steps_per_window=1, num_traced_steps=0
+    ),
+    "124m_131k": Workload("124m", 131_072, num_windows=3, steps_per_window=1, num_traced_steps=0),
+    "124m_131k_window": Workload("124m_window", 131_072, num_windows=3, steps_per_window=4, num_traced_steps=3),
+    "1b_131k": Workload("1b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0),
     "1b_1m": Workload("1b", 1_048_576, num_windows=1, steps_per_window=1, num_traced_steps=0),
     "124m_1m": Workload(
         "124m", 1_048_576, remat="save_attention", num_windows=1, steps_per_window=1, num_traced_steps=0

@@ -1,0 +1,95 @@
+"""What an exchange of keys takes, from a profiler trace: bytes received, and the seconds in which no kernel attends."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from experiments.benchmarks.train_throughput.breakdown import Kernel, read_kernels
+from trainer.compile.collectives import received_bytes
+from trainer.compile.hlo import Module, parse_module
+from trainer.compile.kernels import CALL_TARGET
+
+# The profiler names each kernel's instruction where XLA runs it by itself, and not in a CUDA graph.
+WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
+_NCCL = "nccl"
+_EXCHANGING_KERNELS = ("gather_chunks", "sum_chunks")  # scopes of `kernels.collectives`
+
+
+class TracedExchange(NamedTuple):
+    """Of one run of a program on the first GPU, a mean over the runs traced.
+
+    Attributes:
+      attention_s: in which kernels attend.
+      exposed_s: in which none does: collectives, copies, what prepares kernels, and idle time.
+      idle_s: in which nothing runs.
+      collectives_s: of all collectives, whether kernels attend meanwhile or not.
+      received_bytes: from other GPUs, by XLA's collectives.
+    """
+
+    attention_s: float
+    exposed_s: float
+    idle_s: float
+    collectives_s: float
+    received_bytes: float
+
+
+def trace_exchange(run: Callable[[], Any], program: jax.stages.Compiled, *, num_runs: int = 3) -> TracedExchange | None:
+    """Runs a program that has been run before under the profiler; None where the profiler sees no GPU.
+
+    Args:
+      run: of the program, which was compiled with `WITHOUT_GRAPHS`.
+      program: for its instructions.
+      num_runs: to trace.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(num_runs):
+                result = run()
+            jax.block_until_ready(result)
+        kernels = read_kernels(Path(folder))
+    return summarize(kernels, parse_module(program.as_text() or ""), num_runs) if kernels else None
+
+
+def summarize(kernels: Sequence[Kernel], module: Module, num_runs: int) -> TracedExchange:
+    """Sums up what a GPU ran.
+
+    Args:
+      kernels: of these runs and nothing else, by start.
+      module: the program.
+      num_runs: how many there were.
+    """
+    received = received_bytes(module)
+    attending = {
+        instruction.name
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.attribute("custom_call_target") == CALL_TARGET
+        and not any(scope in instruction.op_name for scope in _EXCHANGING_KERNELS)
+    }
+    spans: defaultdict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        spans["all"].append(kernel)
+        if kernel.instruction in attending:
+            spans["attention"].append(kernel)
+        if kernel.instruction in received and _NCCL in kernel.name:  # and not a copy beside it
+            spans["collectives"].append(kernel)
+    whole = max(kernel.stop_ns for kernel in kernels) - kernels[0].start_ns
+    attention = _covered_ns(spans["attention"])
+    nanoseconds = attention, whole - attention, whole - _covered_ns(spans["all"]), _covered_ns(spans["collectives"])
+    num_bytes = sum(received[kernel.instruction or ""] for kernel in spans["collectives"])
+    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), num_bytes / num_runs)
+
+
+def _covered_ns(kernels: Iterable[Kernel]) -> float:
+    """Nanoseconds in which one of these ran at least; by start."""
+    covered = busy_until = 0.0
+    for kernel in kernels:
+        covered += max(kernel.stop_ns - max(kernel.start_ns, busy_until), 0.0)
+        busy_until = max(busy_until, kernel.stop_ns)
+    return covered
