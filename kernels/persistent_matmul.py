@@ -39,18 +39,6 @@ _COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
 _Smem = namedtuple("_Smem", "left right stored")
 
 
-class _Lead(NamedTuple):
-    """Barriers by which the first consumer stays ahead of the second, so that one multiplies while the other stores.
-
-    Attributes:
-      begun: the first consumer has begun so many steps of a tile.
-      followed: the second one has seen it, and begins the tile.
-    """
-
-    begun: Any
-    followed: Any
-
-
 class TileOperands(NamedTuple):
     """References to a tile's operands in global memory, by the step along the sum.
 
@@ -184,7 +172,6 @@ def launch_matmul(
     scratch: Sequence[Any] = (),
     num_matrices: int = 1,
     pair_size: int = 1,
-    lead_steps: int = 0,
     interpret: Any = None,
 ) -> Sequence[Array]:
     """Runs a kernel.
@@ -201,7 +188,6 @@ def launch_matmul(
       num_matrices: that each left operand is multiplied by.
       pair_size: programs that share operands, 1 or 2. Two compute tiles 2·i and 2·i + 1 at the same time, and each
         phase has an even number of tiles.
-      lead_steps: steps of a tile that the first consumer begins before the second one, fewer than a ring's stages.
       interpret: parameters of Pallas's interpreter; None on a GPU.
     """
     dtype = outputs[0].dtype
@@ -215,10 +201,9 @@ def launch_matmul(
         _NUM_STAGES, num_consumers=NUM_CONSUMERS, num_copies=1 + num_matrices, cluster_axis=pair_axis
     )
     num_programs = num_programs // pair_size * pair_size
-    lead = _Lead(plgpu.Barrier(), plgpu.Barrier()) if lead_steps else ()
 
     def body(*refs):
-        gmem, (smem, ring, lead, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
+        gmem, (smem, ring, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
         if interpret is None:
             fix_dump_name("_".join((name, *map(str, outputs[0].shape))))
         phases = make_phases(gmem, *own)
@@ -237,9 +222,7 @@ def launch_matmul(
         @pl.when(warpgroup < NUM_CONSUMERS)
         def consume():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
-            multiply_tile = functools.partial(
-                _multiply_tile, smem, ring, lead, lead_steps, pair_axis, warpgroup, columns
-            )
+            multiply_tile = functools.partial(_multiply_tile, smem, ring, pair_axis, warpgroup, columns)
             _visit_tiles(
                 phases, program, num_programs, multiply_tile, lambda phase, tile: phase.finish(tile, warpgroup)
             )
@@ -248,7 +231,7 @@ def launch_matmul(
     return plgpu.kernel(
         body,
         out_type=list(outputs),
-        scratch_types=(smem, ring, lead, *scratch),
+        scratch_types=(smem, ring, *scratch),
         grid=(num_programs // pair_size,),
         grid_names=("program",),
         cluster=(pair_size,) if pair_axis else (),
@@ -324,8 +307,6 @@ def _load_tile(
 def _multiply_tile(
     smem: _Smem,
     ring: Pipeline,
-    lead: _Lead | tuple[()],
-    lead_steps: int,
     pair_axis: str | None,
     warpgroup,
     columns: int,
@@ -338,15 +319,6 @@ def _multiply_tile(
     phase.before_steps(tile, warpgroup, smem.stored.at[warpgroup])
     has_rows = warpgroup * WGMMA_ROWS < operands.num_rows
     num_steps = jnp.where(has_rows, operands.total_steps, 0)
-
-    if lead:
-        # Where the first consumer has no rows, the second one has none.
-        pl.when((warpgroup == 0) & (num_steps == 0))(lambda: plgpu.barrier_arrive(lead.begun))
-
-        @pl.when(warpgroup == 1)
-        def follow():
-            plgpu.barrier_wait(lead.begun)
-            plgpu.barrier_arrive(lead.followed)
 
     # The tensor cores are the other consumer's then.
     @pl.loop(0, operands.total_steps - num_steps)
@@ -365,9 +337,6 @@ def _multiply_tile(
             ring.consumer_wait(slot)
             for i, acc in enumerate(accumulators):
                 phase.multiply(acc, smem.left.at[slot], smem.right.at[slot, i], warpgroup)
-            if lead:
-                is_begun = (warpgroup == 0) & (step == jnp.minimum(lead_steps, num_steps) - 1)
-                pl.when(is_begun)(lambda: plgpu.barrier_arrive(lead.begun))
             phase.in_step(tile, step, smem.left.at[slot], warpgroup)
             # One step's products may be on their way. Those before them have read their stage.
             plgpu.wgmma_wait(len(accumulators))
@@ -381,6 +350,3 @@ def _multiply_tile(
         phase.store(products, tile, warpgroup, smem.stored.at[warpgroup])
 
     pl.run_scoped(multiply, *[accumulator(columns)] * smem.right.shape[1])
-    if lead:
-        # The next tile's arrival would otherwise complete a phase that nobody has waited for.
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(lead.followed))

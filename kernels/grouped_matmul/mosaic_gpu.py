@@ -43,7 +43,6 @@ ALIGNMENT = BLOCK_ROWS
 """Of the groups' first rows."""
 _HOPPER, _OLDEST_JAX = 9.0, (0, 11)
 _INTERPRETED_PROGRAMS = 2
-_LEAD_STEPS = 2
 
 
 def unsupported_reason(
@@ -283,7 +282,6 @@ def launch(
             name="grouped_matmul",
             num_matrices=num_matrices,
             pair_size=pair_size,
-            lead_steps=_LEAD_STEPS if choice.is_fused else 0,
             # New in JAX 0.11.
             interpret=plgpu.InterpretGPUParams() if choice.interpret else None,  # type: ignore[attr-defined]
         )
