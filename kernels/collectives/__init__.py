@@ -1,15 +1,15 @@
-"""What ranks of a mesh axis send each other with matmuls and attention, by kernels where two GPUs share their memory.
+"""What ranks of a mesh axis send each other with matmuls and attention, by kernels where GPUs share their memory.
 
 collective_matmul.py      matmuls between tokens and features split over one axis, their gradients, and the choice of
                           how tokens get to other ranks
-chunks.py                 rows put together from chunks that two GPUs hold, and their gradients
+chunks.py                 rows put together from chunks that several GPUs hold, and their gradients
 peer_memory.py            which GPUs can reach each other's memory
-gpu_pair.py               two GPUs, as a kernel sees them that runs on both
+gpu_peers.py              GPUs, as a kernel sees them that runs on all
 token_halves.py           how kernels cut two GPUs' tokens into tiles of a matmul
 all_gather_kernel.py      a matmul of two GPUs' tokens, which are sent under it
 reduce_scatter_kernel.py  a matmul whose products two GPUs sum up, and send under it
 chunk_tiles.py            the tiles that chunks are copied in
-chunk_kernels.py          copies of chunks of both GPUs' memory, and sums of them
+chunk_kernels.py          copies of chunks of all GPUs' memory, and sums of them
 """
 
 from kernels.collectives.collective_matmul import (

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
-from kernels.collectives.gpu_pair import GpuPair
+from kernels.collectives.gpu_peers import GpuPeers
 from kernels.collectives.token_halves import HalfTiles
 from kernels.persistent_matmul import (
     BLOCK_DEPTH,
@@ -57,7 +57,7 @@ def peer_all_gather_matmul(
 
     def make_phases(gmem) -> list[Phase]:
         part, matrix, result, whole = gmem
-        pair = GpuPair.of(axis, tiles.num_blocks)
+        pair = GpuPeers.of(axis, tiles.num_blocks)
         whole_there = pair.reference_there(whole)
 
         def operands_of(tokens, first):
@@ -98,7 +98,7 @@ def peer_all_gather_matmul(
             pair.wait(tiles.block(tile)[0], NUM_CONSUMERS)
 
         multiply = multiply_rows_by(transpose=transpose)
-        own, others = pair.rank * length, pair.other * length
+        own, others = pair.rank * length, pair.rank_after() * length
         return [
             Phase(
                 tiles.num_tiles,

@@ -1,15 +1,16 @@
-"""Kernels that put rows together from chunks of two GPUs' memory, and add up chunks of both.
+"""Kernels that put rows together from chunks of several GPUs' memory, and add up chunks of all.
 
-Which of the other GPU's chunks are needed is known on the devices only, since documents decide it. A table says it for
-each chunk, and nothing else is read from the other GPU. A program copies one tile of a chunk after another to shared
-memory, over NVLink where it lies in the other GPU's memory, and from there to its place.
+Which of the other GPUs' chunks are needed is known on the devices only, since documents decide it. A table says it for
+each chunk, and nothing else is read from other GPUs. A program copies one tile of a chunk after another to shared
+memory, over NVLink where it lies in another GPU's memory, and from there to its place.
 
-Shapes: B batch, n chunks of one GPU, C chunks of a row (2·n), L lines of a chunk, each of 256 numbers.
+Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row (R·n), L lines of a chunk, each of 256 numbers.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,18 @@ from jaxtyping import Array, Float, Int
 
 from kernels.backends.mosaic_gpu.machine import fix_dump_name
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
-from kernels.collectives.gpu_pair import GpuPair
+from kernels.collectives.gpu_peers import GpuPeers
 from kernels.persistent_matmul import div_rem
 
-# Lines of a tile, and stages of shared memory: 96 and 80 KiB for two arrays.
+# Lines of a tile, and stages of shared memory: for two arrays 96 KiB, and 80 KiB, or 112 KiB of four GPUs.
 _GATHER_LINES, _GATHER_STAGES = TILE_LINES, 3
 _SUM_LINES, _SUM_STAGES = TILE_LINES // 2, 4
-# They fit side by side, and hide each other's waits. A program waits only for the other GPU's of its number, and only
+# They fit side by side, and hide each other's waits. A program waits only for the other GPUs' of its number, and only
 # at its end, so it doesn't matter how many run at the same time.
 _PROGRAMS_OF_A_MULTIPROCESSOR = 2
+
+# To arrays on this GPU, and on each of the others, the next one first.
+_References = Sequence[Sequence[Any]]
 
 
 class _ChunkTile(NamedTuple):
@@ -38,13 +42,11 @@ class _ChunkTile(NamedTuple):
 
     Attributes:
       sequence, chunk, lines: where it lies.
-      source: the number in the table of sources for its chunk.
     """
 
     sequence: Any
     chunk: Any
     lines: Any
-    source: Any
 
     def of(self, references: Sequence[Any], chunk) -> list[Any]:
         """References to the same lines of another chunk."""
@@ -74,7 +76,7 @@ class _ChunkTiles(NamedTuple):
         num_chunks = num_all if num_chunks is None else num_chunks
         return _ChunkTiles(num_chunks, lines, length // lines, batch * num_chunks * (length // lines))
 
-    def tile(self, number, sources: Any) -> _ChunkTile:
+    def tile(self, number) -> _ChunkTile:
         """A tile by its number.
 
         Tiles that are copied at the same time are of different chunks, so that what comes over NVLink comes beside
@@ -82,7 +84,7 @@ class _ChunkTiles(NamedTuple):
         """
         number, chunk = div_rem(number, self.num_chunks)
         sequence, number = div_rem(number, self.of_chunk)
-        return _ChunkTile(sequence, chunk, pl.ds(number * self.lines, self.lines), sources[sequence, chunk])
+        return _ChunkTile(sequence, chunk, pl.ds(number * self.lines, self.lines))
 
 
 @jax.named_scope("gather_chunks")
@@ -93,25 +95,26 @@ def peer_gather_chunks(
     axis: str,
     num_multiprocessors: int | None,
 ) -> list[Float[Array, "B C L 256"]]:
-    """Rows of both GPUs' chunks.
+    """Rows of all GPUs' chunks.
 
     Args:
       arrays: this GPU's, of one shape and dtype.
       sources, num_chunks: as `ChunkTables` has them.
-      axis: the mesh axis of the two.
+      axis: the mesh axis of the GPUs.
       num_multiprocessors: of a GPU.
     """
     num_own = arrays[0].shape[1]
 
-    def start_load(tile: _ChunkTile, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
-        is_there, chunk = div_rem(tile.source, num_own)
-        pl.when(is_there == 0)(lambda: start_copies(tile.of(here, chunk)))
-        pl.when(is_there != 0)(lambda: start_copies(tile.of(there, chunk)))
+    def start_load(tile: _ChunkTile, sources: Any, everywhere: _References, start_copies: Callable):
+        distance, chunk = div_rem(sources[tile.sequence, tile.chunk], num_own)
+        for i, references in enumerate(everywhere):
+            pl.when(distance == i)(lambda references=references: start_copies(tile.of(references, chunk)))
 
     return _copy_chunks(
         start_load,
         arrays,
         sources,
+        sources.shape[1] // num_own,
         axis,
         num_multiprocessors,
         num_lines=_GATHER_LINES,
@@ -123,36 +126,55 @@ def peer_gather_chunks(
 
 @jax.named_scope("sum_chunks")
 def peer_sum_chunks(
-    arrays: Sequence[Float[Array, "B C L 256"]], sources: Int[Array, "B n"], axis: str, num_multiprocessors: int | None
+    arrays: Sequence[Float[Array, "B C L 256"]],
+    sources: Int[Array, "B n R"],
+    axis: str,
+    num_multiprocessors: int | None,
 ) -> list[Float[Array, "B n L 256"]]:
-    """This GPU's chunks of both GPUs' rows, added up in float32 and rounded once.
+    """This GPU's chunks of all GPUs' rows, added up in float32 and rounded once.
 
     Args:
       arrays: this GPU's rows, of one shape and dtype.
       sources: `ChunkTables.of_own`.
-      axis: the mesh axis of the two.
+      axis: the mesh axis of the GPUs.
       num_multiprocessors: of a GPU.
     """
-    num_of_row = arrays[0].shape[1]
+    num_ranks = sources.shape[2]
 
-    def start_load(tile: _ChunkTile, here: Sequence[Any], there: Sequence[Any], start_copies: Callable):
-        start_copies(tile.of(here, lax.rem(tile.source, num_of_row)))
+    def start_load(tile: _ChunkTile, sources: Any, everywhere: _References, start_copies: Callable):
+        start_copies(tile.of(everywhere[0], sources[tile.sequence, tile.chunk, 0]))
 
-    def add(tile: _ChunkTile, there: Sequence[Any], stages: Sequence[Any], theirs: Sequence[Any], arrived):
-        @pl.when(tile.source >= num_of_row)
+    def add(
+        tile: _ChunkTile, sources: Any, everywhere: Sequence[Sequence[Any]], stages: Sequence[Any], theirs, arrived
+    ):
+        places = [sources[tile.sequence, tile.chunk, distance] for distance in range(1, num_ranks)]
+
+        @pl.when(functools.reduce(operator.or_, (place > 0 for place in places)))
         def add_theirs():
-            place = lax.div(tile.source, num_of_row) - 1
-            for part, buffer in zip(tile.of(there, place), theirs, strict=True):
-                plgpu.copy_gmem_to_smem(part, buffer, arrived)
-            plgpu.barrier_wait(arrived)
-            for stage, buffer in zip(stages, theirs, strict=True):
-                stage[...] = (_load_float32(stage) + _load_float32(buffer)).astype(stage.dtype)
+            for i, place in enumerate(places):
+
+                @pl.when(place > 0)
+                def start_copies(i=i, place=place):
+                    for part, buffers in zip(tile.of(everywhere[1 + i], place - 1), theirs, strict=True):
+                        plgpu.copy_gmem_to_smem(part, buffers.at[i], arrived.at[i])
+
+                @pl.when(place == 0)
+                def add_nothing(i=i):
+                    for buffers in theirs:
+                        _store(buffers.at[i], jnp.zeros(buffers.shape[1:], jnp.float32))
+
+            for i, place in enumerate(places):
+                pl.when(place > 0)(lambda i=i: plgpu.barrier_wait(arrived.at[i]))
+            for stage, buffers in zip(stages, theirs, strict=True):
+                parts = (buffers.at[i] for i in range(num_ranks - 1))
+                _store(stage, sum(map(_load_float32, parts), _load_float32(stage)))
             plgpu.commit_smem()
 
     return _copy_chunks(
         start_load,
         arrays,
         sources,
+        num_ranks,
         axis,
         num_multiprocessors,
         num_lines=_SUM_LINES,
@@ -162,15 +184,24 @@ def peer_sum_chunks(
     )
 
 
+def _store(tile: Any, numbers: jax.Array) -> None:
+    tile[...] = plgpu.layout_cast(numbers, _layout(tile.shape)).astype(tile.dtype)
+
+
+def _layout(shape: tuple[int, ...]) -> Any:
+    return plgpu.Layout.WG_STRIDED(shape, vec_size=8)
+
+
 def _load_float32(tile: Any) -> jax.Array:
-    layout = plgpu.Layout.WG_STRIDED(tile.shape, vec_size=8)
+    layout = _layout(tile.shape)
     return plgpu.load(tile, layout=layout).astype(jnp.float32)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
 def _copy_chunks(
     start_load: Callable,
     arrays: Sequence[Array],
-    sources: Int[Array, "B chunks"],
+    sources: Int[Array, "B chunks *R"],
+    num_ranks: int,
     axis: str,
     num_multiprocessors: int | None,
     *,
@@ -183,14 +214,15 @@ def _copy_chunks(
     """Runs a kernel that copies the chunks of `sources`, tile by tile.
 
     Args:
-      start_load: (tile, references here and there, start_copies) → starts to load it.
-      arrays: read here and on the other GPU.
+      start_load: (tile, sources, references to the arrays, start_copies) → starts to load it.
+      arrays: read here and on the other GPUs.
       sources: of each chunk of the results.
+      num_ranks: R.
       axis, num_multiprocessors: as for the kernels.
       num_lines: of a tile.
       num_stages: of shared memory.
       name: of the kernel's dumps.
-      add: (tile, references there, what was loaded, buffers, their barrier) → adds to what was loaded.
+      add: (tile, sources, references to the arrays, what was loaded, buffers and their barriers) → adds the other GPUs'.
       num_chunks: the first so many of each of the results' rows are copied, `[1]`; None: all.
     """
     assert num_multiprocessors is not None, "the target is a GPU"
@@ -202,13 +234,13 @@ def _copy_chunks(
         arrays, results, refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays], refs[2 * num_arrays :]
         stages, loaded, *buffers = refs[:num_arrays], *refs[num_arrays:]
         fix_dump_name("_".join((name, *map(str, result.shape))))
-        program, pair = lax.axis_index("program"), GpuPair.of(axis, num_programs)
-        there = [pair.reference_there(ref) for ref in arrays]
+        program, peers = lax.axis_index("program"), GpuPeers.of(axis, num_programs, num_ranks)
+        everywhere = [arrays, *([peers.reference_there(ref, distance) for ref in arrays] for distance in peers.others)]
         tiles = _ChunkTiles.of(result.shape, num_lines, None if num_chunks is None else num_chunks[0])
         num_tiles = lax.div(tiles.num_tiles - program + (num_programs - 1), jnp.int32(num_programs))
 
         def tile_and_slot(i) -> tuple[_ChunkTile, Any]:
-            return tiles.tile(program + i * num_programs, sources), lax.rem(i, jnp.int32(num_stages))
+            return tiles.tile(program + i * num_programs), lax.rem(i, jnp.int32(num_stages))
 
         def load(i):
             tile, slot = tile_and_slot(i)
@@ -217,7 +249,7 @@ def _copy_chunks(
                 for part, stage in zip(parts, stages, strict=True):
                     plgpu.copy_gmem_to_smem(part, stage.at[slot], loaded.at[slot])
 
-            start_load(tile, arrays, there, start_copies)
+            start_load(tile, sources, everywhere, start_copies)
 
         for first in range(num_stages):
             pl.when(first < num_tiles)(functools.partial(load, jnp.int32(first)))
@@ -227,7 +259,7 @@ def _copy_chunks(
             tile, slot = tile_and_slot(i)
             plgpu.barrier_wait(loaded.at[slot])
             if add is not None:
-                add(tile, there, [stage.at[slot] for stage in stages], buffers[:-1], buffers[-1])
+                add(tile, sources, everywhere, [stage.at[slot] for stage in stages], buffers[:-1], buffers[-1])
             for stage, part in zip(stages, tile.of(results, tile.chunk), strict=True):
                 plgpu.copy_smem_to_gmem(stage.at[slot], part, commit_group=False)
             plgpu.commit_smem_to_gmem_group()
@@ -236,14 +268,16 @@ def _copy_chunks(
             following = i - 1 + num_stages
             pl.when((i > 0) & (following < num_tiles))(lambda: load(following))
 
-        # What the other GPU's program of this number reads here must stay until it has.
-        pair.signal(program)
-        pair.wait(program)
+        # What the other GPUs' programs of this number read here must stay until they have.
+        for distance in peers.others:
+            peers.signal(program, distance)
+        peers.wait(program, len(peers.others))
 
     scratch: list[Any] = [plgpu.SMEM((num_stages, num_lines, LINE), dtype)] * num_arrays
     scratch += [plgpu.Barrier(num_arrivals=num_arrays, num_barriers=num_stages)]
     if add is not None:
-        scratch += [plgpu.SMEM((num_lines, LINE), dtype)] * num_arrays + [plgpu.Barrier(num_arrivals=num_arrays)]
+        scratch += [plgpu.SMEM((num_ranks - 1, num_lines, LINE), dtype)] * num_arrays
+        scratch += [plgpu.Barrier(num_arrivals=num_arrays, num_barriers=num_ranks - 1)]
     return plgpu.kernel(
         body,
         out_type=[result] * num_arrays,

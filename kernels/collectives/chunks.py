@@ -1,8 +1,8 @@
-"""Rows put together from chunks that two GPUs hold: each reads those that it needs from the other's memory.
+"""Rows put together from chunks that several GPUs hold: each reads those that it needs from the others' memory.
 
-The gradient brings each chunk's home: the sum over both GPUs, in float32, rounded once.
+The gradient brings each chunk's home: the sum over all GPUs, in float32, rounded once.
 
-Shapes: B batch, n chunks of one GPU, C chunks of a row (2·n), l tokens of a chunk, X features.
+Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row (R·n), l tokens of a chunk, X features.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.slice_fusion import without_slice_fusion
 
+MOST_RANKS = 4
+"""GPUs that may read each other's chunks; their buffers have no room for more."""
 _TILE = TILE_LINES * LINE
 
 
@@ -25,15 +27,15 @@ class ChunkTables(NamedTuple):
     """Where chunks are.
 
     Attributes:
-      of_row: what stands in each place of this GPU's rows: i for its own i-th chunk, n + i for the other's. Any chunk
-        may stand for one that isn't needed. `[B, C]`, int32.
-      of_own: where each of this GPU's chunks stands: in place c of its own row, and in place d of the other's, as
-        c + C·(d + 1); c alone if the other GPU doesn't need it. `[B, n]`, int32.
+      of_row: what stands in each place of this GPU's rows: n·s + i for the i-th chunk of the GPU that is s ranks after
+        this one, where the first comes after the last. Any chunk may stand for one that isn't needed. `[B, C]`, int32.
+      of_own: where each of this GPU's chunks stands: its place in this GPU's row, and then, for each other GPU, 1 + its
+        place in that one's, or 0 if it isn't needed there; the next GPU first. `[B, n, R]`, int32.
       num_chunks: the first so many places of each row are put together. The others hold anything. `[1]`, int32.
     """
 
     of_row: Int[Array, "B C"]
-    of_own: Int[Array, "B n"]
+    of_own: Int[Array, "B n R"]
     num_chunks: Int[Array, " 1"]
 
 
@@ -60,12 +62,12 @@ def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: ja
 def gather_chunks(
     arrays: tuple[Float[Array, "B n l *X"], ...], tables: ChunkTables, axis: str, num_multiprocessors: int | None
 ) -> tuple[Float[Array, "B C l *X"], ...]:
-    """Rows of both GPUs' chunks; inside `jax.shard_map`.
+    """Rows of all GPUs' chunks; inside `jax.shard_map`.
 
     Args:
       arrays: this GPU's chunks, bfloat16 or float16.
       tables: what is needed.
-      axis: the mesh axis of the two GPUs.
+      axis: the mesh axis of the GPUs.
       num_multiprocessors: of a GPU.
     """
     from kernels.collectives.chunk_kernels import peer_gather_chunks

@@ -1,8 +1,8 @@
 """Which GPUs can reach each other's memory, for kernels that read or write there.
 
-XLA tells a kernel where the other GPU's arrays lie if both are of one process. It starts the kernel on both at once, so
+XLA tells a kernel where the other GPUs' arrays lie if all are of one process. It starts the kernel on all at once, so
 that what is read has been written, and what is written to is free. The kernels' programs wait for those of the other
-GPU. So no kernel may be in their way that waits for the other GPU as well.
+GPUs. So no kernel may be in their way that waits for other GPUs as well.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ _OLDEST_JAX = (0, 11)
 _OVERLAPPING_FLAG = r"--xla_gpu_enable_latency_hiding_scheduler(?!=(?:false|0))"
 
 
-def sizes_unsupported_reason(sizes: Mapping[str, int], axis: str) -> str | None:
-    """Why no devices of a mesh of these sizes can reach each other's memory along an axis, or None if some can."""
-    if math.prod(sizes.values()) != 2 or sizes[axis] != 2:
-        return f"is for meshes of two devices, both of them along {axis}, not for {dict(sizes)}"
+def sizes_unsupported_reason(sizes: Mapping[str, int], axis: str, most_ranks: int = 2) -> str | None:
+    """Why no devices of a mesh of these sizes can reach each other's memory along an axis, or None if some can.
+
+    Args:
+      sizes: of the mesh.
+      axis: that the kernels' ranks lie along.
+      most_ranks: that the kernels serve.
+    """
+    num_devices = math.prod(sizes.values())
+    if not 2 <= num_devices <= most_ranks or sizes[axis] != num_devices:
+        number, which = ("two", "both") if most_ranks == 2 else (f"2 to {most_ranks}", "all")
+        return f"is for meshes of {number} devices, {which} of them along {axis}, not for {dict(sizes)}"
     return None
 
 
-def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
+def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str, most_ranks: int = 2) -> str | None:
     """Why the ranks of an axis can't reach each other's memory, or None if they can.
 
     Args:
       mesh: all of the devices.
       axis: that the kernels' ranks lie along.
+      most_ranks: that the kernels serve.
     """
-    if (reason := sizes_unsupported_reason(mesh.shape, axis)) is not None:
+    if (reason := sizes_unsupported_reason(mesh.shape, axis, most_ranks)) is not None:
         return reason
     if isinstance(mesh, AbstractMesh):
         return "is for GPUs that are known, not for an abstract mesh"
@@ -49,9 +58,9 @@ def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
         # A nested map would be lowered for a mesh without device ids (JAX 0.11.2).
         return f"is for calls within a jax.shard_map of all axes, or of none, not of {', '.join(sorted(mapped))}"
     if re.search(_OVERLAPPING_FLAG, os.environ.get("XLA_FLAGS", "")):
-        return "waits for the other GPU, as collectives do that XLA's latency-hiding scheduler would start beside it"
+        return "waits for other GPUs, as collectives do that XLA's latency-hiding scheduler would start beside it"
     if len({device.process_index for device in devices}) > 1:
         return "is for GPUs of one process, which can reach each other's memory"
-    if (ids := [device.id for device in devices]) != [0, 1]:
-        return f"is for the process's first two GPUs in their order, not for {ids}"
+    if (ids := [device.id for device in devices]) != [*range(len(devices))]:
+        return f"is for the process's first {len(devices)} GPUs in their order, not for {ids}"
     return None

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
-from kernels.collectives.gpu_pair import GpuPair
+from kernels.collectives.gpu_peers import GpuPeers
 from kernels.collectives.token_halves import HalfTiles
 from kernels.persistent_matmul import (
     NUM_CONSUMERS,
@@ -61,7 +61,7 @@ def peer_matmul_reduce_scatter(
     def make_phases(gmem, arrived) -> list[Phase]:
         *operands, result, received = gmem
         features, matrices = operands[: len(operands) // 2], operands[len(operands) // 2 :]
-        pair = GpuPair.of(axis, tiles.num_tiles * NUM_CONSUMERS)
+        pair = GpuPeers.of(axis, tiles.num_tiles * NUM_CONSUMERS)
         sent = pair.reference_there(received)
 
         def flag(tile, warpgroup):
@@ -112,7 +112,7 @@ def peer_matmul_reduce_scatter(
 
         multiply = multiply_rows_by(transpose=transpose)
         return [
-            Phase(tiles.num_tiles, operands_of(pair.other), multiply, send, finish=announce),
+            Phase(tiles.num_tiles, operands_of(pair.rank_after()), multiply, send, finish=announce),
             Phase(tiles.num_tiles, operands_of(pair.rank), multiply, add, before_steps=start_loads),
         ]
 

@@ -23,8 +23,8 @@ from kernels.plan import count_allowed_pairs
 from kernels.target import Target
 
 Exchange = Literal["gather", "peer", "halo", "ring", "heads"]
-"""gather: the keys that any rank needs to all ranks. peer: two GPUs read what they need from each other's memory. halo:
-the keys within the windows' reach. ring: keys travel from rank to rank. heads: each rank gets whole rows of some
+"""gather: the keys that any rank needs to all ranks. peer: a few GPUs read what they need from each other's memory.
+halo: the keys within the windows' reach. ring: keys travel from rank to rank. heads: each rank gets whole rows of some
 heads."""
 
 
@@ -202,14 +202,20 @@ def _tokens_sent(call: AttentionCall, split: Split) -> int:
 
 def _tokens_needed(call: AttentionCall, split: Split) -> int:
     """How many of a rank's tokens' keys another rank needs, about."""
+    return min(call.q_len, _tokens_before(call, split))
+
+
+def _tokens_before(call: AttentionCall, split: Split) -> int:
+    """How many tokens' keys a rank needs that lie before its runs, about."""
     reach = sum(reach_of(call.mask) or (split.length, 0))
     if call.has_segment_ids:
         reach = min(reach, _TOKENS_BEFORE)
-    return min(call.q_len, (split.num_runs or _RUNS_BY_COST) * reach)
+    return (split.num_runs or _RUNS_BY_COST) * reach
 
 
 def _peer_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
-    needed = _key_bytes(call, _tokens_needed(call, split), call.num_kv_heads, call.dtype.itemsize)
+    num_tokens = min((split.num_ranks - 1) * call.q_len, _tokens_before(call, split))
+    needed = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
     # Once more where a remat policy makes a layer anew. What is held: the kernel's whole rows, and their gradients.
     return needed, 2 * needed, 2 * _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
 

@@ -23,12 +23,14 @@ from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
-# Of Llama and Qwen: the published models'. The plain ones have two matrices of each three in the MLP.
+# Of Llamas and Qwen: the published models'. The plain ones have two matrices of each three in the MLP.
 NUM_PARAMETERS = {
     "124m": 124e6,
+    "124m_window": 124e6,
     "1b": 1.31e9,
     "llama_1b": 1_235_814_400,
     "plain_llama_1b": 1_235_814_400 - 16 * 2048 * 8192,
+    "llama_8b": 8_030_261_248,
     "qwen3_4b": 4_022_468_096,
     "plain_qwen3_4b": 4_022_468_096 - 36 * 2560 * 9728,
 }

@@ -1,7 +1,7 @@
 """Compares attention over several devices with NumPy's; run as a program by test_context.py and test_peer.py.
 
-On CPU devices in float64, on two GPUs in bfloat16 or float16 by the exchange that reads their memory. For that one JAX
-stands in on the CPU.
+On CPU devices in float64, on two GPUs or four in bfloat16 or float16 by the exchange that reads their memory. For that
+one JAX stands in on the CPU.
 
 Prints JSON lines: for each case the largest difference of the output and of each gradient, relative to the largest
 value, or why the exchange refuses it.
@@ -174,7 +174,7 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
 
 
 def stand_in_for_gpus() -> None:
-    """Lets two CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
+    """Lets a few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
 
     And `blockwise` for a backend that may be given less than whole rows of keys: it visits the plan's tiles alone.
     """
@@ -183,11 +183,17 @@ def stand_in_for_gpus() -> None:
         for backend in backends.BACKENDS
     )
     of_gpus = peer_memory.unsupported_reason
-    peer_memory.unsupported_reason = lambda mesh, axis: of_gpus(mesh, axis) if mesh.size != 2 else None
+
+    def unsupported_reason(mesh, axis, most_ranks=2):
+        are_all = mesh.shape[axis] == mesh.size and 2 <= mesh.size <= most_ranks
+        return None if are_all else of_gpus(mesh, axis, most_ranks)
+
+    peer_memory.unsupported_reason = unsupported_reason
     chunks.unsupported_reason = lambda *_: None
 
-    def theirs(x, axis):
-        return lax.all_gather(x, axis)[1 - lax.axis_index(axis)]
+    def by_distance(x, axis):
+        """Every rank's, this rank's first, then the next one's."""
+        return jnp.roll(lax.all_gather(x, axis), -lax.axis_index(axis), axis=0)
 
     def pick(x, numbers):
         return jax.vmap(lambda row, numbers: row[numbers])(x, numbers)
@@ -195,7 +201,7 @@ def stand_in_for_gpus() -> None:
     @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def gather_chunks(arrays, tables, axis, _):
         def put_together(x):
-            rows = pick(jnp.concatenate([x, theirs(x, axis)], axis=1), tables.of_row)
+            rows = pick(jnp.concatenate(list(by_distance(x, axis)), axis=1), tables.of_row)
             is_there = jnp.arange(rows.shape[1]) < tables.num_chunks
             # The kernels leave what the memory held.
             return jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 2)), rows, jnp.nan)
@@ -204,10 +210,12 @@ def stand_in_for_gpus() -> None:
 
     def backward(axis, _, tables, gradients):
         def sum_up(x):
-            place, needed = tables.of_own % x.shape[1], tables.of_own >= x.shape[1]
-            needed = needed.reshape(*needed.shape, *[1] * (x.ndim - 2))
-            of_theirs = pick(theirs(x, axis), jnp.maximum(tables.of_own // x.shape[1] - 1, 0))
-            return pick(x, place) + jnp.where(needed, of_theirs, 0)
+            own, *places = jnp.moveaxis(tables.of_own, -1, 0)
+            total = pick(x, own)
+            for theirs, place in zip(by_distance(x, axis)[1:], places, strict=True):
+                needed = (place > 0).reshape(*place.shape, *[1] * (x.ndim - 2))
+                total += jnp.where(needed, pick(theirs, jnp.maximum(place - 1, 0)), 0)
+            return total
 
         def unwritten(x):
             # Past the places that are put together, kernels write no gradients.
@@ -220,20 +228,22 @@ def stand_in_for_gpus() -> None:
     chunks.gather_chunks = gather_chunks
 
 
-def draw_sizes_of_gpus(rng, mask_name):
+def draw_sizes_of_gpus(rng, mask_name, num_ranks):
     """Such as the kernels serve, with rows of few chunks and of many."""
     num_kv_heads, head_dim, value_dim = ((1, 256, 256), (2, 128, 128), (4, 64, 64), (4, 192, 128))[rng.integers(4)]
     # A mask of eight heads is for eight.
     num_heads = 8 if mask_name == "heads" else num_kv_heads * int(rng.choice([1, 2, 3]))
-    length = int(rng.choice([128, 640, 1408, 2816]))
+    length = num_ranks // 2 * int(rng.choice([128, 640, 1408, 2816]))
     return Sizes(length, num_heads, num_kv_heads, head_dim, value_dim, str(rng.choice(["bfloat16", "float16"])))
 
 
 def draw_cases(rng, num_cases, of_gpus):
-    """Cases of all exchanges; of GPUs, and a seventh of the others, of two that read each other's memory."""
+    """Cases of all exchanges; of GPUs, and a seventh of the others, of a few that read each other's memory."""
     # Causal masks have the most to show there: their rows are compact.
     masks_of_peers = [*MASKS, *["causal"] * len(MASKS)]
-    of_peers = list(itertools.product([(1, 1, 2)], masks_of_peers, DEALS, ["peer"]))
+    numbers = (2, 4) if of_gpus else (2, 3, 4)
+    meshes_of_peers = [(1, 1, number) for number in numbers if number <= jax.device_count()]
+    of_peers = list(itertools.product(meshes_of_peers, masks_of_peers, DEALS, ["peer"]))
     of_others = list(itertools.product(MESHES, MASKS, DEALS, [name for name in EXCHANGES if name != "peer"]))
     num_of_peers = num_cases if of_gpus else num_cases // 7
     rng.shuffle(of_peers)
@@ -249,7 +259,7 @@ def main(seed: int, num_cases: int) -> None:
         stand_in_for_gpus()
     for shards, mask_name, deal, exchange in draw_cases(rng, num_cases, of_gpus):
         implementations = [None] if of_gpus else [SMALL_TILES] if exchange == "peer" else ["reference", SMALL_TILES]
-        sizes = draw_sizes_of_gpus(rng, mask_name) if of_gpus else Sizes(96 if exchange != "peer" else 768)
+        sizes = draw_sizes_of_gpus(rng, mask_name, shards[2]) if of_gpus else Sizes(96 if exchange != "peer" else 768)
         result = compare(rng, shards, mask_name, deal, exchange, sizes, implementations)
         case = {"mesh": shards, "mask": mask_name, "deal": deal, "exchange": exchange, "sizes": sizes}
         print(json.dumps(case | result), flush=True)

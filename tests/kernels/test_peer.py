@@ -1,4 +1,4 @@
-"""Attention over two GPUs that read each other's memory: what is read, the kernels, and whom the exchange serves.
+"""Attention over a few GPUs that read each other's memory: what is read, the kernels, and whom the exchange serves.
 
 That it computes what NumPy does, test_context.py tests on CPU devices for all exchanges, where JAX stands in for the
 kernels.
@@ -51,7 +51,7 @@ def packed_call(length=LENGTH, **changes):
 
 
 def run_script(name, num_draws, preallocates):
-    """What a script prints for fresh draws on two GPUs."""
+    """What a script prints for fresh draws on two GPUs, or on two and on four."""
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     seed = int(np.random.default_rng().integers(2**31))
@@ -68,34 +68,35 @@ def run_script(name, num_draws, preallocates):
 @pytest.mark.gpu
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize("preallocates", [True, False])
-def test_two_gpus_read_and_add_up_chunks_as_numpy_does(preallocates):
-    assert [draw for draw in run_script("chunks_on_two_gpus.py", 5, preallocates) if not draw["is_exact"]] == []
+def test_gpus_read_and_add_up_chunks_as_numpy_does(preallocates):
+    assert [draw for draw in run_script("chunks_on_gpus.py", 6, preallocates) if not draw["is_exact"]] == []
 
 
 @pytest.mark.gpu
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize("preallocates", [True, False])
-def test_two_gpus_attend_as_numpy_does(preallocates):
-    for case in run_script("context_on_devices.py", 4, preallocates):
+def test_gpus_attend_as_numpy_does(preallocates):
+    for case in run_script("context_on_devices.py", 6, preallocates):
         assert case.get("difference", np.inf) < TOLERANCES[case["sizes"][-1]], case
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
 @pytest.mark.parametrize(("has_documents", "is_compact"), [(True, True), (True, False), (False, False)])
-def test_what_is_read_is_what_is_needed(deal, has_documents, is_compact, rng):
-    length, batch, chunk, past_the_last = 2 * 2 * 17 * 16, 3, 16, 40
-    split = Split.of("context", 2, deal, length, None)._replace(chunk_size=chunk if deal == "by_cost" else None)
+def test_what_is_read_is_what_is_needed(num_ranks, deal, has_documents, is_compact, rng):
+    length, batch, chunk, past_the_last = num_ranks * 2 * 17 * 16, 3, 16, 40
+    split = Split.of("context", num_ranks, deal, length, None)._replace(chunk_size=chunk if deal == "by_cost" else None)
     chunk = split.run_chunk
-    # Where ids rise, a chunk is needed just if the other rank holds a later one of a document that it has.
+    # Where ids rise, a chunk is needed just if another rank holds a later one of a document that it has.
     ids = np.sort(rng.integers(0, 20, (batch, length)), axis=1).astype(np.int32)
     if deal == "by_cost":
         order = np.stack([rng.permutation(length // chunk) for _ in range(batch)])
         places = (order[:, :, None] * chunk + np.arange(chunk)).reshape(batch, length).astype(np.int32)
     else:
-        places = np.broadcast_to(deal_tokens(deal, length, 2), (batch, length))
+        places = np.broadcast_to(deal_tokens(deal, length, num_ranks), (batch, length))
     chunks = places[:, ::chunk] // chunk
-    local = jnp.zeros((batch, length // 2, 1, 8))
-    call = call_of(length=length, num_ranks=2, batch=batch, has_segment_ids=has_documents, target=H200)
+    local = jnp.zeros((batch, length // num_ranks, 1, 8))
+    call = call_of(length=length, num_ranks=num_ranks, batch=batch, has_segment_ids=has_documents, target=H200)
 
     def tables(ids, places):
         inputs = AttentionInputs(local, local, local, places=places if deal == "by_cost" else None)
@@ -104,33 +105,39 @@ def test_what_is_read_is_what_is_needed(deal, has_documents, is_compact, rng):
         return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
 
     def of_ranks(x):
-        return jnp.asarray(np.moveaxis(x.reshape(batch, 2, -1), 1, 0))
+        return jnp.asarray(np.moveaxis(x.reshape(batch, num_ranks, -1), 1, 0))
 
     dealt_ids = np.take_along_axis(ids, places, axis=1)
     found, num_keys, places_of_own = jax.tree.map(
         np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(dealt_ids), of_ranks(places))
     )
-    num_own, num_chunks = length // chunk // 2, length // chunk
+    num_chunks, ranks = length // chunk, range(num_ranks)
+    num_own = num_chunks // num_ranks
     for b in range(batch):
-        held = chunks[b].reshape(2, num_own)
+        held = chunks[b].reshape(num_ranks, num_own)
         in_chunk = [set(ids[b, c * chunk : (c + 1) * chunk]) if has_documents else {0} for c in range(num_chunks)]
 
         def attends(readers, c, in_chunk=in_chunk):
             return any(q > c and in_chunk[q] & in_chunk[c] for q in readers)
 
         # What a rank holds or reads, in the row's order, and all others where rows aren't compact.
-        read = [{int(c) for c in held[1 - rank] if attends(held[rank], c)} for rank in range(2)]
-        rows = [sorted(read[rank] | {*held[rank].tolist()} if is_compact else range(num_chunks)) for rank in range(2)]
-        for rank in range(2):
-            own, row, by_rank = held[rank], rows[rank], np.concatenate([held[rank], held[1 - rank]])
+        read = [{c for c in {*range(num_chunks)} - {*held[rank].tolist()} if attends(held[rank], c)} for rank in ranks]
+        rows = [sorted(read[rank] | {*held[rank].tolist()} if is_compact else range(num_chunks)) for rank in ranks]
+        for rank in ranks:
+            own, row = held[rank], rows[rank]
+            after = [(rank + distance) % num_ranks for distance in ranks]
             of_row, of_own, num_filled = (x[rank, b] if x.ndim > 2 else x[rank] for x in found)
             assert num_keys[rank, b] == len(row) * chunk
             assert num_filled == min(num_keys[rank].max() // chunk + -(-past_the_last // chunk), num_chunks)
-            assert all(by_rank[of_row[i]] == c for i, c in enumerate(row) if c in {*own} | read[rank])
+            by_distance = np.concatenate([held[other] for other in after])
+            assert all(by_distance[of_row[i]] == c for i, c in enumerate(row) if c in {*own} | read[rank])
             assert {c for i, c in enumerate(row) if of_row[i] >= num_own} == read[rank]
             assert (of_row[len(row) :] < num_own).all()
-            there = [rows[1 - rank].index(c) + 1 if c in read[1 - rank] else 0 for c in own]
-            assert of_own.tolist() == [row.index(c) + num_chunks * place for c, place in zip(own, there, strict=True)]
+            assert of_own[:, 0].tolist() == [row.index(c) for c in own]
+            for distance in ranks[1:]:
+                theirs = after[distance]
+                there = [rows[theirs].index(c) + 1 if c in read[theirs] else 0 for c in own]
+                assert of_own[:, distance].tolist() == there
             first = np.array([row.index(c) for c in own]) * chunk
             assert (places_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
 
@@ -173,9 +180,11 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
 
 @needs_gpu_compiler
 @NEEDS_JAX_0_11
-@pytest.mark.parametrize(("remat", "num_gathers"), [("none", 1), ("save_attention", 2)])
-def test_keys_are_brought_once_and_again_only_where_a_layer_is_made_anew(remat, num_gathers):
-    devices = np.array(parse_topology("h200:2").devices()).reshape(1, 1, 2)
+@pytest.mark.parametrize(
+    ("remat", "num_gathers", "num_ranks"), [("none", 1, 2), ("save_attention", 2, 2), ("none", 1, 4)]
+)
+def test_keys_are_brought_once_and_again_only_where_a_layer_is_made_anew(remat, num_gathers, num_ranks):
+    devices = np.array(parse_topology(f"h200:{num_ranks}").devices()).reshape(1, 1, num_ranks)
     mesh = Mesh(devices, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
     layout = MeshLayout(mesh, ("data",), "context", "tensor", "by_cost")
     batch, length, heads, head_dim, num_layers = 1, 16_384, 4, 64, 3
@@ -227,6 +236,10 @@ def test_packed_documents_are_read_from_the_other_gpu():
     assert chosen.costs["peer"].received_bytes < gather.received_bytes
     plan = plan_context({packed_call(): 1.0}, "context", 2, peer_refusal=None)
     assert (plan.deal, plan.exchanges[0].name) == ("by_cost", "peer")
+    # Over four, too.
+    four = call_of(length=LENGTH, num_ranks=4, has_segment_ids=True, target=H200)
+    plan = plan_context({four: 1.0}, "context", 4, peer_refusal=None)
+    assert (plan.deal, plan.exchanges[0].name) == ("by_cost", "peer")
     # Nobody says that the ranks reach each other's memory.
     assert plan_context({packed_call(): 1.0}, "context", 2).exchanges[0].name != "peer"
 
@@ -260,13 +273,15 @@ def test_whom_the_exchange_cannot_serve_is_told_why(call, peer_refusal, reason):
     assert choose_exchange(call, split).refusals["peer"].startswith(reason)
 
 
-def test_more_ranks_than_two_are_refused_before_devices_are_known():
+def test_more_ranks_than_four_are_refused_before_devices_are_known():
     call = call_of(length=LENGTH, num_ranks=8, has_segment_ids=True, target=H200)
-    with pytest.raises(ValueError, match="exchange='peer' can't serve this call: it is for two ranks, not for 8"):
+    with pytest.raises(ValueError, match="exchange='peer' can't serve this call: it is for at most 4 ranks, not for 8"):
         plan_context({call: 1.0}, "context", 8, exchange="peer", peer_refusal=None)
     mesh, context = MeshConfig(data=2, context=2), ContextConfig(exchange="peer")
     four = dataclasses.replace(TINY, mesh=mesh, context=context, batch_size=2, gradient_accumulation=1)
-    with pytest.raises(UserMistake, match=r"it is for meshes of two devices, both of them along context, not for .*2"):
+    with pytest.raises(
+        UserMistake, match=r"it is for meshes of 2 to 4 devices, all of them along context, not for .*2"
+    ):
         plan_deal(four, None)
 
 
@@ -297,15 +312,14 @@ def test_the_trainer_plans_what_the_layers_choose():
     mesh.devices = mesh.devices[..., ::-1]
     (plan,) = plan_attention(config, mesh)
     assert plan.exchange.name != "peer"
-    assert (
-        "  peer passed over: is for the process's first two GPUs in their order, not for [1, 0]"
-        in describe_attention([plan])
+    assert "  peer passed over: is for the process's first 2 GPUs in their order, not for [1, 0]" in describe_attention(
+        [plan]
     )
 
 
 def test_devices_that_cannot_reach_each_other_are_refused_by_name():
     mesh = jax.make_mesh((1, 1, 1), ("data", "tensor", "context"), (AxisType.Auto,) * 3, devices=jax.devices()[:1])
     split = MeshLayout(mesh, ("data",), "context", "tensor").split(1024)
-    assert split.peer_refusal == "is for meshes of two devices, both of them along context, not for " + str(
+    assert split.peer_refusal == "is for meshes of 2 to 4 devices, all of them along context, not for " + str(
         {"data": 1, "tensor": 1, "context": 1}
     )

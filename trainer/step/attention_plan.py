@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
-from kernels.collectives import peer_memory
+from kernels.collectives import chunks, peer_memory
 from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
 from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
@@ -38,8 +38,8 @@ class ExchangePlan:
     """Of a layer, forward and backward, by each exchange that serves it: the cost model's."""
     refusals: dict[str, str]
     """Name and reason of each exchange that doesn't."""
-    is_of_two_gpus: bool = False
-    """Whether they are the whole mesh."""
+    is_of_few_gpus: bool = False
+    """Whether the mesh has so few GPUs that they may read each other's memory."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,11 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
     if mesh is None:
         target, peer_refusal = (
             Target("cpu", "cpu"),
-            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context"),
+            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context", chunks.MOST_RANKS),
         )
     else:
-        target, peer_refusal = Target.of(mesh.devices.flat[0]), peer_memory.unsupported_reason(mesh, "context")
+        target = Target.of(mesh.devices.flat[0])
+        peer_refusal = peer_memory.unsupported_reason(mesh, "context", chunks.MOST_RANKS)
     try:
         plan = plan_context(
             attention_calls(config, target),
@@ -140,7 +141,7 @@ def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]
                 round(cost.held_bytes),
                 {name: each.seconds for name, each in chosen.costs.items()},
                 dict(chosen.refusals.items()),
-                target.platform == "gpu" and mesh.size == 2,
+                target.platform == "gpu" and mesh.size <= chunks.MOST_RANKS,
             )
             call = kernel_call(chosen.name, call, split)
         try:
@@ -161,8 +162,8 @@ def describe_attention(plans: Sequence[AttentionPlan]) -> list[str]:
         for passed_over in plan.passed_over.items():
             masks_of.setdefault(passed_over, []).append(plan.mask)
         lines += _describe_exchange(plan.exchange)
-        # Which GPUs read each other's memory isn't a matter of the mask, and is worth knowing only on two of them.
-        if plan.exchange is not None and plan.exchange.is_of_two_gpus and "peer" in plan.exchange.refusals:
+        # Which GPUs read each other's memory isn't a matter of the mask, and is worth knowing only on a few of them.
+        if plan.exchange is not None and plan.exchange.is_of_few_gpus and "peer" in plan.exchange.refusals:
             masks_of.setdefault(("peer", plan.exchange.refusals["peer"]), []).append(plan.mask)
     for (name, reason), masks in masks_of.items():
         where = "" if len(masks) == len(plans) else f" for {', '.join(masks)}"

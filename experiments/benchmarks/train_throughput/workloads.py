@@ -165,10 +165,10 @@ WORKLOADS = {
     "plain_qwen3_4b_32k": Workload("plain_qwen3_4b", 32_768, num_windows=3, steps_per_window=1, num_traced_steps=2),
     # Of parameters and optimizer state in float32: for several devices.
     "llama_8b_32k": Workload(
-        "llama_8b", 32_768, remat="save_attention", num_windows=3, steps_per_window=1, num_traced_steps=0
+        "llama_8b", 32_768, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0
     ),
     "llama_8b_131k": Workload(
-        "llama_8b", 131_072, remat="save_attention", num_windows=3, steps_per_window=1, num_traced_steps=0
+        "llama_8b", 131_072, remat="save_attention", num_windows=2, steps_per_window=1, num_traced_steps=0
     ),
     "124m_131k": Workload("124m", 131_072, num_windows=3, steps_per_window=1, num_traced_steps=0),
     "124m_131k_window": Workload("124m_window", 131_072, num_windows=3, steps_per_window=4, num_traced_steps=3),

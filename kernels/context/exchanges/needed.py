@@ -45,13 +45,13 @@ def _sizes(num_chunks: int) -> list[int]:
     return sorted({max(1, num_chunks // part) for part in _PARTS})
 
 
-def is_needed_elsewhere(
+def needed_by_others(
     call: AttentionCall,
     split: Split,
     chunks: Int[Array | np.ndarray, "B C"],
     segment_ids: Int[Array, "B t"] | None,
-) -> Bool[Array | np.ndarray, "B C"]:
-    """Whether a rank that doesn't hold a chunk may attend to it.
+) -> Bool[Array | np.ndarray, "B C R"]:
+    """Whether each rank may attend to each chunk that it doesn't hold.
 
     Args:
       call: of one rank.
@@ -70,7 +70,7 @@ def is_needed_elsewhere(
     needs = (owners[None, :, None] != owners) & (back | forth)
     if segment_ids is not None:
         needs = needs & may_share_documents(cut_into_chunks(segment_ids, split), split)
-    return needs.any(-1)
+    return needs.reshape(*needs.shape[:2], split.num_ranks, -1).any(-1)
 
 
 def may_share_documents(segment_ids: Int[Array, "B c l"], split: Split) -> Bool[Array, "B C C"]:
@@ -111,7 +111,7 @@ class NeededChunks:
     ):
         self.call, self.split, self.rank = call, split, lax.axis_index(split.axis)
         self.num_chunks = call.q_len // split.run_chunk
-        is_needed = is_needed_elsewhere(call, split, chunks, segment_ids)
+        is_needed = needed_by_others(call, split, chunks, segment_ids).any(-1)
         by_rank = is_needed.reshape(-1, split.num_ranks, self.num_chunks)
         most = by_rank.sum(-1).max()
         # Where neither documents nor the deal of each row decide, it is known ahead of time.

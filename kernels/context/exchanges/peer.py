@@ -1,4 +1,4 @@
-"""Peer: each of two GPUs reads the keys and values that its queries need from the other's memory.
+"""Peer: each of a few GPUs reads the keys and values that its queries need from the others' memory.
 
 Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
 learn how much it is. The kernel sees rows of as many places as whole rows have. Under a causal mask, documents leave
@@ -10,7 +10,7 @@ float32.
 
 Source: one-sided reads, as in NVSHMEM.
 
-Dimensions: B batch, t tokens of a rank, T of a row, R = 2 ranks, n chunks of a rank, C of a row.
+Dimensions: B batch, t tokens of a rank, T of a row, R ranks, n chunks of a rank, C of a row.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.collectives import chunks as chunk_collectives
 from kernels.context.exchanges import gather
 from kernels.context.exchanges.collected import arange_like
-from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, is_needed_elsewhere
+from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
 from kernels.context.split import Split, take
 
 local_call = gather.local_call
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
-    """The ranks have to be two GPUs that reach each other's memory, and chunks whole tiles of it."""
-    if split.num_ranks != 2:
-        return f"is for two ranks, not for {split.num_ranks}"
+    """The ranks have to be GPUs that reach each other's memory, and chunks whole tiles of it."""
+    if split.num_ranks > chunk_collectives.MOST_RANKS:
+        return f"is for at most {chunk_collectives.MOST_RANKS} ranks, not for {split.num_ranks}"
     if split.peer_refusal is not None:
         return split.peer_refusal
     if split.length // split.run_chunk > MOST_CHUNKS:
@@ -93,30 +93,30 @@ class Peer:
 class KeyRows(NamedTuple):
     """The rows of keys that each rank puts together.
 
-    "By rank": first rank 0's chunks as it holds them, then rank 1's.
+    "By rank": first rank 0's chunks as it holds them, then rank 1's, and so on.
 
     Attributes:
       split: of the rows.
       is_compact: whether the chunks that a rank holds or needs come first in its rows, and what comes after them may
         hold anything. Otherwise all chunks are there, in the row's order.
-      is_needed: whether the rank that doesn't hold a chunk needs it, by rank.
+      is_needed: whether each rank, the first dimension, needs each chunk that it doesn't hold, by rank.
       order: the chunk in each place of this rank's rows, by rank.
-      places: the place of each chunk in rank 0's rows and in rank 1's, by rank.
+      places: the place of each chunk in rank 0's rows, in rank 1's, and so on, by rank.
       num_chunks: the first so many places of each of this rank's rows hold chunks.
     """
 
     split: Split
     is_compact: bool
-    is_needed: Bool[Array, "B C"]
+    is_needed: Bool[Array, "R B C"]
     order: Int[Array, "B C"]
-    places: Int[Array, "2 B C"]
+    places: Int[Array, "R B C"]
     num_chunks: Int[Array, " B"]
 
     @staticmethod
     def of(inputs: AttentionInputs, call: AttentionCall, split: Split, *, is_compact: bool) -> KeyRows:
         """Those of a call of one rank."""
         chunks = split.chunks(split.row_order(inputs), call.batch)
-        is_needed = jnp.asarray(is_needed_elsewhere(call, split, chunks, inputs.query_segment_ids))
+        is_needed = jnp.moveaxis(jnp.asarray(needed_by_others(call, split, chunks, inputs.query_segment_ids)), -1, 0)
         chunks, num_all = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
         ranks = jnp.arange(split.num_ranks)[:, None, None]
         is_there = is_needed | (jnp.arange(num_all) // (num_all // split.num_ranks) == ranks)
@@ -150,13 +150,14 @@ class KeyRows(NamedTuple):
 
     def tables(self, num_past_the_last: int) -> chunk_collectives.ChunkTables:
         """Where chunks are, for this rank's kernels, which put so many keys together past a row's last, too."""
-        num_all = self.is_needed.shape[1]
-        num_own = num_all // self.split.num_ranks
+        num_ranks, _, num_all = self.is_needed.shape
+        num_own = num_all // num_ranks
         holder, number = jnp.divmod(self.order, num_own)
-        is_read = (holder != self._rank) & jnp.take_along_axis(self.is_needed, self.order, axis=1)
-        of_row = number + num_own * is_read
-        here, there = self.places[self._rank], self.places[1 - self._rank]
-        of_own = self._own(here + num_all * jnp.where(self.is_needed, there + 1, 0))
+        is_read = jnp.take_along_axis(self.is_needed[self._rank], self.order, axis=1)
+        of_row = number + num_own * jnp.where(is_read, (holder - self._rank) % num_ranks, 0)
+        others = (self._rank + jnp.arange(1, num_ranks)) % num_ranks
+        there = jnp.where(self.is_needed[others], self.places[others] + 1, 0)
+        of_own = jnp.stack([self._own(x) for x in (self.places[self._rank], *there)], axis=-1)
         num_more = -(-num_past_the_last // self.split.run_chunk)
         num_chunks = jnp.minimum(self.num_chunks.max(keepdims=True) + num_more, num_all)
         return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_chunks)))

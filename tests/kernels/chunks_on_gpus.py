@@ -1,4 +1,4 @@
-"""Compares rows put together from two GPUs' chunks, and sums of them, with NumPy, bit by bit; run by test_peer.py.
+"""Compares rows put together from two or four GPUs' chunks, and sums of them, with NumPy, bit by bit; for test_peer.py.
 
 Draws tables, shapes and dtypes, and prints a JSON line for each draw.
 """
@@ -23,7 +23,7 @@ SHAPES = [(64, (2, 64), (2, 64)), (256, (1, 64), (1, 64)), (128, (1, 192), (1, 1
 
 
 class Places(NamedTuple):
-    """Where both GPUs' chunks stand, and the kernels' tables that say so."""
+    """Where all GPUs' chunks stand, and the kernels' tables that say so."""
 
     of_row: np.ndarray
     of_own: np.ndarray
@@ -31,43 +31,50 @@ class Places(NamedTuple):
     places: np.ndarray  # [this GPU's rows, B, holder, chunk]; −1: not needed there
 
 
-def draw_places(rng, batch, num_own):
-    """Chunks in any order, of which each is read by the other GPU or not, anywhere in its rows or one after another."""
-    num_all, is_compact = 2 * num_own, rng.integers(2)
-    of_row = rng.integers(num_own, size=(2, batch, num_all), dtype=np.int32)
-    of_own, places = np.zeros((2, batch, num_own), np.int32), np.full((2, batch, 2, num_own), -1)
-    num_chunks = np.zeros((2, 1), np.int32)
+def draw_places(rng, num_ranks, batch, num_own):
+    """Chunks in any order, which each other GPU reads or not, anywhere in its rows or one after another."""
+    num_all, is_compact, ranks = num_ranks * num_own, rng.integers(2), range(num_ranks)
+    of_row = rng.integers(num_own, size=(num_ranks, batch, num_all), dtype=np.int32)
+    of_own = np.zeros((num_ranks, batch, num_own, num_ranks), np.int32)
+    places = np.full((num_ranks, batch, num_ranks, num_own), -1)
+    num_chunks = np.zeros((num_ranks, 1), np.int32)
     for b in range(batch):
-        is_needed = rng.random((2, num_own)) < rng.choice([0.0, 0.1, 0.5, 1.0])
-        for here in range(2):
-            is_there = is_needed.copy()
+        for here in ranks:
+            is_there = rng.random((num_ranks, num_own)) < rng.choice([0.0, 0.1, 0.5, 1.0])
             is_there[here] = True
             num_there = is_there.sum() if is_compact else num_all
             places[here, b][is_there] = rng.permutation(num_there)[: is_there.sum()]
-            for holder in range(2):
+            for holder in ranks:
                 chunks = np.flatnonzero(is_there[holder])
-                of_row[here, b, places[here, b, holder, chunks]] = chunks + num_own * (holder != here)
+                of_row[here, b, places[here, b, holder, chunks]] = chunks + num_own * ((holder - here) % num_ranks)
             num_chunks[here] = max(num_chunks[here], num_there)
-        for here in range(2):
-            of_own[here, b] = places[here, b, here] + num_all * (places[1 - here, b, here] + 1)
+        for here in ranks:
+            of_own[here, b, :, 0] = places[here, b, here]
+            for distance in range(1, num_ranks):
+                of_own[here, b, :, distance] = places[(here + distance) % num_ranks, b, here] + 1
     return Places(of_row, of_own, num_chunks, places)
 
 
 def numpy_layers(x, drawn):
-    """Rows, as far as they are put together, and sums of all layers, of both GPUs' chunks `[2, B, n, …]`."""
-    found, dtype = [], x.dtype
+    """Rows, as far as they are put together, and sums of all layers, of all GPUs' chunks `[R, B, n, …]`."""
+    found, dtype, num_ranks = [], x.dtype, len(x)
     for _ in range(NUM_LAYERS):
         rows = [
-            np.stack([np.concatenate([x[here, b], x[1 - here, b]])[drawn.of_row[here, b]] for b in range(x.shape[1])])
-            for here in range(2)
+            np.stack(
+                [
+                    np.concatenate([x[(here + i) % num_ranks, b] for i in range(num_ranks)])[drawn.of_row[here, b]]
+                    for b in range(x.shape[1])
+                ]
+            )
+            for here in range(num_ranks)
         ]
-        found += [rows[here][:, : drawn.num_chunks[here, 0]] for here in range(2)]
+        found += [rows[here][:, : drawn.num_chunks[here, 0]] for here in range(num_ranks)]
         sums = np.empty_like(x)
         for here, b, chunk in np.ndindex(*x.shape[:3]):
-            own, theirs = (drawn.places[rank, b, here, chunk] for rank in (here, 1 - here))
-            total = rows[here][b, own].astype(np.float32)
-            if theirs >= 0:
-                total = total + rows[1 - here][b, theirs].astype(np.float32)
+            total = rows[here][b, drawn.places[here, b, here, chunk]].astype(np.float32)
+            for rank in ((here + i) % num_ranks for i in range(1, num_ranks)):
+                if (theirs := drawn.places[rank, b, here, chunk]) >= 0:
+                    total = total + rows[rank][b, theirs].astype(np.float32)
             sums[here, b, chunk] = total.astype(dtype)
         x = sums
         found += list(sums)
@@ -75,10 +82,11 @@ def numpy_layers(x, drawn):
 
 
 def is_exact(rng, mesh, batch, num_own, shapes, dtype):
-    length, *dims = shapes
-    drawn = draw_places(rng, batch, num_own)
+    (length, *dims), num_ranks = shapes, mesh.size
+    drawn = draw_places(rng, num_ranks, batch, num_own)
     arrays = [
-        np.asarray(jnp.asarray(rng.standard_normal((2, batch, num_own, length, *shape)), dtype)) for shape in dims
+        np.asarray(jnp.asarray(rng.standard_normal((num_ranks, batch, num_own, length, *shape)), dtype))
+        for shape in dims
     ]
     num_multiprocessors = Target.of(mesh.devices.flat[0]).num_multiprocessors
 
@@ -97,7 +105,7 @@ def is_exact(rng, mesh, batch, num_own, shapes, dtype):
     for i, x in enumerate(arrays):
         expected, actual = numpy_layers(x, drawn), []
         for rows, sums in found:
-            actual += [np.asarray(rows[i])[here][:, : drawn.num_chunks[here, 0]] for here in range(2)]
+            actual += [np.asarray(rows[i])[here][:, : drawn.num_chunks[here, 0]] for here in range(num_ranks)]
             actual += list(np.asarray(sums[i]))
         if not all(np.array_equal(a.view(np.uint16), b.view(np.uint16)) for a, b in zip(actual, expected, strict=True)):
             return False
@@ -106,14 +114,23 @@ def is_exact(rng, mesh, batch, num_own, shapes, dtype):
 
 def main(seed: int, num_draws: int) -> None:
     rng = np.random.default_rng(seed)
-    mesh = jax.make_mesh((1, 2), ("data", "context"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
+    numbers = [number for number in (2, 4) if number <= jax.device_count()]
     for draw in range(num_draws):
+        num_ranks = numbers[-1 - draw % len(numbers)]
+        mesh = jax.make_mesh(
+            (1, num_ranks), ("data", "context"), (AxisType.Auto,) * 2, devices=jax.devices()[:num_ranks]
+        )
         batch, shapes = int(rng.integers(1, 4)), SHAPES[draw % len(SHAPES)]
         # A program copies none, one or several tiles, so that it waits for each stage again and again.
         num_own = int(rng.choice([1, 7, 100, 900]) if draw else 900)
         dtype = str(rng.choice(["bfloat16", "float16"]))
         exact = is_exact(rng, mesh, batch, num_own, shapes, dtype)
-        print(json.dumps({"batch": batch, "num_own": num_own, "shapes": shapes, "is_exact": exact}), flush=True)
+        print(
+            json.dumps(
+                {"num_ranks": num_ranks, "batch": batch, "num_own": num_own, "shapes": shapes, "is_exact": exact}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
