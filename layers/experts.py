@@ -77,7 +77,7 @@ class Experts(nnx.Module):
         copies = copy_rows(tokens, groups, chosen.shape[1], choice)
         # Weighted before `down`, which is linear: the weights' gradient then needs no outputs.
         sorted_weights = _sort_weights(weights, groups)
-        if choice.is_fused and self.kind != "gelu":
+        if choice.has_kernels and self.kind != "gelu":
             matrices = (each.matrices(copies.dtype) for each in (self.up, self.gate, self.down))
             biases = (each.biases(copies.dtype) for each in (self.up, self.gate))
             parameters = GatedMatrices(*matrices, *biases)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,26 +64,35 @@ def summarize(kernels: Sequence[Kernel], module: Module, num_runs: int) -> Trace
       module: the program.
       num_runs: how many there were.
     """
-    received = received_bytes(module)
-    attending = {
-        instruction.name
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.attribute("custom_call_target") == CALL_TARGET
-        and not any(scope in instruction.op_name for scope in _EXCHANGING_KERNELS)
-    }
     spans: defaultdict[str, list[Kernel]] = defaultdict(list)
+    attending = set(_attention_kernels(module))
     for kernel in kernels:
-        spans["all"].append(kernel)
         if kernel.instruction in attending:
             spans["attention"].append(kernel)
-        if kernel.instruction in received and _NCCL in kernel.name:  # and not a copy beside it
+        if _NCCL in kernel.name:
             spans["collectives"].append(kernel)
     whole = max(kernel.stop_ns for kernel in kernels) - kernels[0].start_ns
     attention = _covered_ns(spans["attention"])
-    nanoseconds = attention, whole - attention, whole - _covered_ns(spans["all"]), _covered_ns(spans["collectives"])
-    num_bytes = sum(received[kernel.instruction or ""] for kernel in spans["collectives"])
-    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), num_bytes / num_runs)
+    nanoseconds = attention, whole - attention, whole - _covered_ns(kernels), _covered_ns(spans["collectives"])
+    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), _received_bytes(kernels, module) / num_runs)
+
+
+def _attention_kernels(module: Module) -> Iterator[str]:
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            is_kernel = instruction.attribute("custom_call_target") == CALL_TARGET
+            if is_kernel and not any(scope in instruction.op_name for scope in _EXCHANGING_KERNELS):
+                yield instruction.name
+
+
+def _received_bytes(kernels: Sequence[Kernel], module: Module) -> float:
+    """Of all runs. A computation's collectives run as often as the rest of it: the trace has no names for most."""
+    counts, received = Counter(kernel.instruction for kernel in kernels), received_bytes(module)
+    return sum(
+        max(counts[name] for name in computation.instructions)
+        * sum(received.get(name, 0) for name in computation.instructions)
+        for computation in module.computations.values()
+    )
 
 
 def _covered_ns(kernels: Iterable[Kernel]) -> float:

@@ -222,7 +222,7 @@ def _copy_chunks(
       num_lines: of a tile.
       num_stages: of shared memory.
       name: of the kernel's dumps.
-      add: (tile, sources, references to the arrays, what was loaded, buffers and their barriers) → adds the other GPUs'.
+      add: (tile, sources, references to the arrays, what was loaded, buffers, their barriers) → adds the other GPUs'.
       num_chunks: the first so many of each of the results' rows are copied, `[1]`; None: all.
     """
     assert num_multiprocessors is not None, "the target is a GPU"

@@ -36,7 +36,7 @@ def copy_rows(
     Returns:
       A copy in each place that has one. Zeros pad a group as far as products read; what lies after may hold anything.
     """
-    if choice.is_fused:
+    if choice.has_kernels:
         from kernels.grouped_matmul import row_copies
 
         if row_copies.serves(rows):

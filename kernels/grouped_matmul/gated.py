@@ -52,7 +52,7 @@ def multiply_gated(
 ) -> GatedFeatures:
     """Features, gates, and the hidden features of both, each row's times its weight."""
     num_columns = matrices.up.shape[2]
-    tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS, choice.pair_size)
+    tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS)
     biases = [each for each in (matrices.up_bias, matrices.gate_bias) if each is not None]
 
     def make_phases(gmem) -> list[Phase]:
@@ -94,7 +94,6 @@ def multiply_gated(
             stages_of_rows(_GATED_COLUMNS, transpose=False),
             _GATED_COLUMNS,
             choice,
-            pair_size=choice.pair_size,
             num_matrices=2,
         )
     )
@@ -118,7 +117,7 @@ def differentiate_gated(
     """
     num_columns = down.shape[1]
     columns = tile_columns(num_columns)
-    tiles = RowTiles.of(groups, num_columns, columns, choice.pair_size)
+    tiles = RowTiles.of(groups, num_columns, columns)
 
     def make_phases(gmem) -> list[Phase]:
         gradients, down, features, gates, weights, block_groups, block_ends, *results, of_weights = gmem
@@ -169,7 +168,6 @@ def differentiate_gated(
         stages_of_rows(columns, transpose=True),
         columns,
         choice,
-        pair_size=choice.pair_size,
     )
     return GatedFeatures(*results), of_weights.sum(0)
 

@@ -49,7 +49,7 @@ def grouped_gated_mlp(
       matrices: of the groups.
       groups: as by `group_rows`, at the choice's alignment.
       activation: computes in float32. A function that is the same one in each call: programs are told apart by it.
-      choice: one that `is_fused`.
+      choice: one that `has_kernels`.
       residual_name: `checkpoint_name` of features and gates, all that the gradient needs beside the arguments.
 
     Returns:

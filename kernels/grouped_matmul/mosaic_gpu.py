@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = BLOCK_ROWS
 """Of the groups' first rows."""
+_PAIR_SIZE = 2  # programs that share a group's matrix, each of which loads a part of it for both
 _HOPPER, _OLDEST_JAX = 9.0, (0, 11)
 _INTERPRETED_PROGRAMS = 2
 
@@ -64,7 +65,7 @@ def unsupported_reason(
 class RowTiles(NamedTuple):
     """The tiles of a result that has the rows of all groups.
 
-    Programs may be paired. A pair's two tiles lie in two blocks of rows, one below the other, mostly of the same group.
+    Programs are paired. A pair's two tiles lie in two blocks of rows, one below the other, mostly of the same group.
 
     Attributes:
       num_rows, num_columns: of the result.
@@ -72,7 +73,6 @@ class RowTiles(NamedTuple):
       groups: of each block of rows, `[blocks]`; as many as there are groups: none.
       ends: where the rows of each block's group end that don't pad it, from the block's first row, `[blocks]`.
       num_groups: G.
-      pair_size: programs that share matrices, 1 or 2.
     """
 
     num_rows: int
@@ -81,16 +81,15 @@ class RowTiles(NamedTuple):
     groups: Any
     ends: Any
     num_groups: int
-    pair_size: int
 
     @staticmethod
-    def of(groups: RowGroups, num_columns: int, columns: int, pair_size: int) -> RowTiles:
+    def of(groups: RowGroups, num_columns: int, columns: int) -> RowTiles:
         num_rows, ends = groups.sources.size, jnp.cumsum(groups.sizes)
         # The last pair may have one block of rows, and then the other is of no group.
-        firsts = jnp.arange(pair_size * pl.cdiv(num_rows, pair_size * BLOCK_ROWS), dtype=jnp.int32) * BLOCK_ROWS
+        firsts = jnp.arange(_PAIR_SIZE * pl.cdiv(num_rows, _PAIR_SIZE * BLOCK_ROWS), dtype=jnp.int32) * BLOCK_ROWS
         block_groups = jnp.searchsorted(ends, firsts, side="right", method="compare_all").astype(jnp.int32)
         block_ends = (ends - groups.sizes + groups.counts)[jnp.minimum(block_groups, ends.size - 1)] - firsts
-        return RowTiles(num_rows, num_columns, columns, block_groups, block_ends, ends.size, pair_size)
+        return RowTiles(num_rows, num_columns, columns, block_groups, block_ends, ends.size)
 
     def on(self, groups: Any, ends: Any) -> RowTiles:
         """The same, within a kernel: with references in the place of arrays."""
@@ -98,15 +97,15 @@ class RowTiles(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """A multiple of `pair_size`."""
+        """Of whole pairs."""
         return self.groups.shape[0] * pl.cdiv(self.num_columns, self.columns)
 
     def _place(self, tile) -> tuple[Any, Any, Any]:
         """The first block of the tile's pair, which of the pair it is, and how far across the result."""
-        pair, of_pair = div_rem(tile, self.pair_size)
-        num_down = self.groups.shape[0] // self.pair_size
+        pair, of_pair = div_rem(tile, _PAIR_SIZE)
+        num_down = self.groups.shape[0] // _PAIR_SIZE
         down, across = place_tile(pair, num_down, pl.cdiv(self.num_columns, self.columns))
-        return self.pair_size * down, of_pair, across
+        return _PAIR_SIZE * down, of_pair, across
 
     def place(self, tile, warpgroup=0) -> tuple[Any, Any]:
         """The first row of a tile, or of a consumer's part of it, and the first column."""
@@ -140,7 +139,7 @@ class RowTiles(NamedTuple):
             [jnp.where(has_rows, each.shape[1] // BLOCK_DEPTH, 0) for each in rows],
             [functools.partial(left, each) for each in rows],
             [functools.partial(right, each) for each in matrices],
-            self.groups[first] == self.groups[first + self.pair_size - 1],
+            self.groups[first] == self.groups[first + _PAIR_SIZE - 1],
         )
 
     def store(self, result, tile, warpgroup, column, buffer) -> None:
@@ -148,9 +147,6 @@ class RowTiles(NamedTuple):
         first_row, first_column = self.place(tile, warpgroup)
         first_column += column
         here, across = pl.ds(first_row, WGMMA_ROWS), pl.ds(first_column, STORED_COLUMNS)
-        if self.pair_size == 1 and self.num_columns % self.columns == 0:
-            plgpu.copy_smem_to_gmem(buffer, result.at[here, across])
-            return
         is_inside = (first_row < self.num_rows) & (first_column < self.num_columns)
         pl.when(is_inside)(lambda: plgpu.copy_smem_to_gmem(buffer, result.at[here, across], commit_group=False))
         # Also a group of no copy: who waits for a buffer counts groups.
@@ -168,7 +164,7 @@ def multiply_rows(
     """Rows times their group's matrix, or its transpose (then matrices are `[G, N, K]`); the sum over all products."""
     num_columns, num_products = matrices[0].shape[1 if transpose else 2], len(rows)
     columns = tile_columns(num_columns)
-    tiles = RowTiles.of(groups, num_columns, columns, choice.pair_size)
+    tiles = RowTiles.of(groups, num_columns, columns)
 
     def make_phases(gmem) -> list[Phase]:
         *factors, block_groups, block_ends, result = gmem
@@ -188,7 +184,6 @@ def multiply_rows(
         stages_of_rows(columns, transpose=transpose),
         columns,
         choice,
-        pair_size=choice.pair_size,
     )
     return product
 
@@ -200,7 +195,7 @@ def multiply_groups(
     num_groups, num_rows, num_columns = groups.sizes.size, left.shape[1], right.shape[1]
     columns = tile_columns(num_columns)
     num_across, num_down = num_columns // columns, pl.cdiv(num_rows, BLOCK_ROWS)
-    pair_size = choice.pair_size if num_down % 2 == 0 else 1
+    pair_size = _PAIR_SIZE if num_down % _PAIR_SIZE == 0 else 1
     starts = jnp.cumsum(groups.sizes) - groups.sizes
     num_steps = pl.cdiv(groups.counts, BLOCK_DEPTH)
 
@@ -265,7 +260,7 @@ def launch(
     columns: int,
     choice: GroupedMatmulChoice,
     *,
-    pair_size: int,
+    pair_size: int = _PAIR_SIZE,
     num_matrices: int = 1,
 ) -> tuple[Array, ...]:
     """Runs a kernel; arguments as of `launch_matmul`."""

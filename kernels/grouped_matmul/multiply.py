@@ -18,9 +18,9 @@ from jaxtyping import Array, Float
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.target import Target
 
-GroupedMatmul = Literal["mosaic_gpu", "mosaic_gpu_fused", "xla"]
-"""mosaic_gpu: our kernels for Hopper GPUs. mosaic_gpu_fused: the same, which also compute gated activations. xla:
-`jax.lax.ragged_dot`, everywhere; on a GPU XLA multiplies every row by every group's matrix, and masks."""
+GroupedMatmul = Literal["mosaic_gpu", "xla"]
+"""mosaic_gpu: our kernels for Hopper GPUs, which also compute gated activations. xla: `jax.lax.ragged_dot`, everywhere;
+on a GPU XLA multiplies every row by every group's matrix, and masks."""
 
 _log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
 
@@ -43,14 +43,9 @@ class GroupedMatmulChoice(NamedTuple):
     interpret: bool = False
 
     @property
-    def is_fused(self) -> bool:
-        """Whether `grouped_gated_mlp` serves, and a kernel copies rows."""
-        return self.name == "mosaic_gpu_fused"
-
-    @property
-    def pair_size(self) -> int:
-        """Programs that share a group's matrix, each of which loads a part of it for all."""
-        return 2 if self.is_fused else 1
+    def has_kernels(self) -> bool:
+        """Whether kernels multiply, and so `grouped_gated_mlp` serves, and a kernel copies rows."""
+        return self.name == "mosaic_gpu"
 
 
 def choose_grouped_matmul(
@@ -69,8 +64,7 @@ def choose_grouped_matmul(
       dtype: of the operands.
       features: K and N.
       target: the device.
-      implementation: None for the fastest that serves the device and has been checked on it. `mosaic_gpu_fused` has
-        only been checked in Pallas's interpreter.
+      implementation: None for the fastest that serves the device.
       interpret: run the kernel in Pallas's interpreter, on any device: for tests. As `MosaicGpuTuning.interpret`.
 
     Raises:
@@ -88,7 +82,7 @@ def choose_grouped_matmul(
         if target.platform == "gpu" and reason is not None:
             _log_once("grouped matmul uses xla; mosaic_gpu passed over: it %s", reason)
         return GroupedMatmulChoice("xla", 1, reason, target)
-    return GroupedMatmulChoice(implementation or "mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
+    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
 
 
 def grouped_matmul(
@@ -112,7 +106,7 @@ def grouped_matmul(
     Returns:
       The products by each array of matrices, in the operands' dtype, added up in float32 or wider.
     """
-    if choice.name == "xla":
+    if not choice.has_kernels:
         return tuple(lax.ragged_dot(rows, each, groups.sizes) for each in matrices)
     return _multiply(rows, tuple(matrices), groups, choice)
 

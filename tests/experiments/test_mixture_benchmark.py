@@ -22,8 +22,8 @@ def test_a_run_writes_a_row_with_both_sides(tmp_path, capsys):
 
 
 def test_kernels_that_the_device_lacks_are_refused(capsys):
-    assert main(["--cases", "smoke", "--implementation", "mosaic_gpu_fused"]) == 2
-    assert "implementation='mosaic_gpu_fused' can't serve this grouped matmul: it " in capsys.readouterr().err
+    assert main(["--cases", "smoke", "--implementation", "mosaic_gpu"]) == 2
+    assert "implementation='mosaic_gpu' can't serve this grouped matmul: it " in capsys.readouterr().err
 
 
 def test_unknown_cases_are_refused(capsys):

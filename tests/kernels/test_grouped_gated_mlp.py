@@ -93,7 +93,7 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, width, hidden_width, num
     ],
 )
 def test_in_the_interpreter(rng, num_rows, width, hidden_width, num_groups, biased):
-    choice = choose_grouped_matmul("bfloat16", (width, hidden_width), Target.of(), "mosaic_gpu_fused", interpret=True)
+    choice = choose_grouped_matmul("bfloat16", (width, hidden_width), Target.of(), "mosaic_gpu", interpret=True)
     assert_is_a_loop_over_groups(
         rng, choice, num_rows, width, hidden_width, num_groups, dtype="bfloat16", biased=biased
     )
@@ -113,7 +113,7 @@ def test_in_the_interpreter(rng, num_rows, width, hidden_width, num_groups, bias
     ],
 )
 def test_on_a_gpu(rng, num_rows, width, hidden_width, num_groups, biased, dtype):
-    choice = choose_grouped_matmul(dtype, (width, hidden_width), Target.of(), "mosaic_gpu_fused")
+    choice = choose_grouped_matmul(dtype, (width, hidden_width), Target.of(), "mosaic_gpu")
     assert_is_a_loop_over_groups(rng, choice, num_rows, width, hidden_width, num_groups, dtype=dtype, biased=biased)
 
 
@@ -136,7 +136,7 @@ def assert_copies_are_the_rows(rng, choice, num_rows, width, num_copies, num_gro
     ("num_rows", "width", "num_copies", "num_groups"), [(24, 128, 3, 5), (7, 256, 1, 2), (16, 320, 2, 9)]
 )
 def test_copies_in_the_interpreter(rng, num_rows, width, num_copies, num_groups):
-    choice = choose_grouped_matmul("bfloat16", (width,), Target.of(), "mosaic_gpu_fused", interpret=True)
+    choice = choose_grouped_matmul("bfloat16", (width,), Target.of(), "mosaic_gpu", interpret=True)
     assert_copies_are_the_rows(rng, choice, num_rows, width, num_copies, num_groups)
 
 
@@ -147,5 +147,5 @@ def test_copies_in_the_interpreter(rng, num_rows, width, num_copies, num_groups)
     [(1, 64, 1, 1), (4096, 2048, 8, 128), (1001, 2880, 4, 32), (333, 7168, 2, 300)],
 )
 def test_copies_on_a_gpu(rng, num_rows, width, num_copies, num_groups):
-    choice = choose_grouped_matmul("bfloat16", (width,), Target.of(), "mosaic_gpu_fused")
+    choice = choose_grouped_matmul("bfloat16", (width,), Target.of(), "mosaic_gpu")
     assert_copies_are_the_rows(rng, choice, num_rows, width, num_copies, num_groups)

@@ -73,7 +73,7 @@ def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch)
     device = parse_topology("h100:1").devices()[0]
     monkeypatch.setattr(MoE, "_target", Target.of(device))
     config = MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=192, expert_bias=True)
-    graphdef, params = nnx.split(MoE(128, config, implementation="mosaic_gpu_fused", rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(MoE(128, config, implementation="mosaic_gpu", rngs=nnx.Rngs(0)))
 
     policy = jax.checkpoint_policies.save_only_these_names("projection")
 
