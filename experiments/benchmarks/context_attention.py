@@ -5,8 +5,8 @@
 Efficiency is the time of one device divided by the number of devices and by the time of all: 100 % is as fast as can
 be. `error` is the largest difference from one device's output and gradients, relative to the largest value. What the
 exchange takes is read off a trace, beside what the cost model says of it: the bytes that a device receives, and the
-exposed seconds, in which no kernel attends. Those of one device, which has no exchange, come off the trace's. Needs two
-accelerators or more.
+exposed seconds, in which no kernel attends. What one device has of these, which has no exchange, and what the first one
+waits for others, comes off the trace's. Needs two accelerators or more.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ import datetime
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
-from experiments.benchmarks.traced_exchange import WITHOUT_GRAPHS, trace_exchange
+from experiments.benchmarks.traced_exchange import WITHOUT_GRAPHS, TracedExchange, trace_exchange
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call
@@ -89,21 +91,25 @@ class ContextArguments:
     """File that the JSON lines are appended to."""
 
 
+class Contender(NamedTuple):
+    """An exchange beside one device.
+
+    Attributes:
+      timed: its programs.
+      error: the largest difference from one device's output and gradients, relative to the largest value.
+      traced: what the exchange takes, beside the cost model's word; empty where the profiler sees no GPU.
+    """
+
+    timed: ForwardAndBackward
+    error: float
+    traced: dict[str, Any]
+
+
 def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> list[dict[str, Any]]:
     """One row for each contender that serves the case."""
-    devices, rng = jax.devices(), np.random.default_rng()
-    shapes = [case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads]
-    keys = jax.random.split(jax.random.key(int(rng.integers(2**31))), len(shapes))
-    arrays = [
-        jax.random.normal(key, (1, case.length, heads, case.head_dim), jnp.bfloat16)
-        for key, heads in zip(keys, shapes, strict=True)
-    ]
-    segment_ids = None
-    if case.documents is not None:
-        lengths: list[int] = []
-        while (left := case.length - sum(lengths)) > 0:
-            lengths.append(min(left, max(1, round(case.documents * rng.lognormal(0.0, 1.0)))))
-        segment_ids = pack(lengths)[0]
+    devices = jax.devices()
+    *arrays, cotangent = draw_arrays(case)
+    segment_ids = draw_segment_ids(case, np.random.default_rng())
     ids = None if segment_ids is None else jnp.asarray(segment_ids[None])
 
     def on_one(query, key, value):
@@ -112,85 +118,140 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
         )
 
     with jax.default_device(devices[0]):
-        one = ForwardAndBackward(on_one, arrays[:3], arrays[3], WITHOUT_GRAPHS)
-    expected = jax.tree.leaves(one.results)
+        one = ForwardAndBackward(on_one, arrays, cotangent, WITHOUT_GRAPHS)
     traced_one = trace_exchange(one.run, one.program)
 
     mesh = jax.make_mesh((1, 1, len(devices)), ("batch", "heads", "context"), (AxisType.Auto,) * 3)
-    contenders: dict[tuple[Exchange, Deal], ForwardAndBackward] = {}
-    errors, refusals, traces = {}, {}, {}
+    contenders: dict[tuple[Exchange, Deal], Contender] = {}
+    refusals: dict[tuple[Exchange, Deal], str] = {}
     for exchange, deal in CONTENDERS:
         if deal == "by_cost" and case.documents is None:
             continue
         if arguments.exchanges is not None and exchange not in arguments.exchanges:
             continue
-        masks = {case.mask: 1.0}
-        places = jnp.asarray(deal_tokens(deal, case.length, len(devices), masks=masks, segment_ids=segment_ids))
+        places = deal_tokens(deal, case.length, len(devices), masks={case.mask: 1.0}, segment_ids=segment_ids)
         layout = MeshLayout(mesh, ("batch",), "context", "heads", deal)
-        sharding = NamedSharding(mesh, PartitionSpec("batch", "context"))
-
-        def dealt(x, places=places, sharding=sharding):
-            return None if x is None else jax.device_put(x[:, places], sharding)
-
-        given = {"segment_ids": dealt(ids), "places": dealt(jnp.arange(case.length, dtype=jnp.int32)[None])}
-
-        def on_mesh(query, key, value, layout=layout, exchange=exchange, given=given):
-            return attend_over_mesh(query, key, value, case.mask, layout, exchange=exchange, **given)
-
-        dealt_arrays = [dealt(x) for x in arrays]
         try:
-            contender = ForwardAndBackward(on_mesh, dealt_arrays[:3], dealt_arrays[3], WITHOUT_GRAPHS)
+            contenders[exchange, deal] = compile_contender(
+                case, layout, exchange, jnp.asarray(places), (*arrays, cotangent), ids, one.results, traced_one
+            )
         except ValueError as refusal:
             refusals[exchange, deal] = str(refusal)
-            continue
-        errors[exchange, deal] = max(
-            float(_largest_difference(found, dealt(right)))
-            for found, right in zip(jax.tree.leaves(contender.results), expected, strict=True)
-        )
-        traced = trace_exchange(contender.run, contender.program)
-        if traced is not None and traced_one is not None:
-            of_call = make_call(
-                *dealt_arrays[:3],
-                case.mask,
-                query_segment_ids=given["segment_ids"],
-                key_value_segment_ids=given["segment_ids"],
-                device=devices[0],
-            )[1]
-            split = layout.split(case.length)
-            cost = choose_exchange(layout.call_of_a_device(of_call), split, exchange).costs[exchange]
-            traces[exchange, deal] = {
-                "traced": traced._asdict(),
-                "exposed_by_exchange_s": traced.exposed_s - traced_one.exposed_s / len(devices),
-                "predicted": {
-                    "received_bytes": sum(cost.received_bytes),
-                    "exposed_s": cost.exposed_seconds,
-                    "seconds": cost.seconds,
-                },
-            }
-        contender.results = None
-        contenders[exchange, deal] = contender
-    one.results, expected = None, []
+    one.results = None
     for _ in range(arguments.num_rounds):
-        for contender in (one, *contenders.values()):
-            contender.measure(arguments.sample_ms)
+        for timed in (one, *(contender.timed for contender in contenders.values())):
+            timed.measure(arguments.sample_ms)
 
     rows = []
     common = {"case": name, "num_devices": len(devices), "device": devices[0].device_kind}
     common |= {"versions": installed_versions(("jax", "jaxlib")), "date": datetime.date.today().isoformat()}
     for (exchange, deal), contender in contenders.items():
-        row = {**common, "exchange": exchange, "deal": deal, "error": errors[exchange, deal]}
-        row["temporary_bytes"] = contender.temporary_bytes
-        row |= traces.get((exchange, deal), {})
-        for index, direction in enumerate(("forward", "backward")):
-            ours, theirs = ([seconds[index] for seconds in each.seconds] for each in (contender, one))
-            row[f"{direction}_s"], row[f"one_{direction}_s"] = statistics.median(ours), statistics.median(theirs)
-            ratios = [b / a / len(devices) for a, b in zip(ours, theirs, strict=True)]
-            row[f"{direction}_efficiency"] = statistics.median(ratios)
-        both = [sum(b) / sum(a) / len(devices) for a, b in zip(contender.seconds, one.seconds, strict=True)]
-        rows.append(row | {"efficiency": statistics.median(both)})
+        row = {**common, "exchange": exchange, "deal": deal, "error": contender.error}
+        row |= {"temporary_bytes": contender.timed.temporary_bytes, **contender.traced}
+        rows.append(row | times_beside(contender.timed, one, len(devices)))
     for (exchange, deal), reason in refusals.items():
         rows.append({**common, "exchange": exchange, "deal": deal, "refused": reason})
     return rows
+
+
+def draw_arrays(case: AttentionShape) -> list[jax.Array]:
+    """Query, key, value and the output's gradient, on the first device."""
+    num_heads = [case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads]
+    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), len(num_heads))
+    return [
+        jax.random.normal(key, (1, case.length, heads, case.head_dim), jnp.bfloat16)
+        for key, heads in zip(keys, num_heads, strict=True)
+    ]
+
+
+def draw_segment_ids(case: AttentionShape, rng: np.random.Generator) -> Int[np.ndarray, " T"] | None:
+    """Of documents of log-normal lengths; None: one document."""
+    if case.documents is None:
+        return None
+    lengths: list[int] = []
+    while (left := case.length - sum(lengths)) > 0:
+        lengths.append(min(left, max(1, round(case.documents * rng.lognormal(0.0, 1.0)))))
+    return pack(lengths)[0]
+
+
+def compile_contender(
+    case: AttentionShape,
+    layout: MeshLayout,
+    exchange: Exchange,
+    places: Int[jax.Array, " T"],
+    arrays: Sequence[jax.Array],
+    ids: Int[jax.Array, "1 T"] | None,
+    expected: Any,
+    traced_one: TracedExchange | None,
+) -> Contender:
+    """An exchange's programs, compared with one device's results and traced.
+
+    Args:
+      case: the shape.
+      layout: of the arrays on the mesh.
+      exchange: how ranks get at their keys.
+      places: of the tokens in the order in which they are dealt out.
+      arrays: query, key, value and the output's gradient, in the row's order.
+      ids: of the documents.
+      expected: one device's output and gradients.
+      traced_one: what one device did.
+
+    Raises:
+      ValueError: the exchange can't serve the case.
+    """
+    sharding = NamedSharding(layout.mesh, PartitionSpec("batch", "context"))
+
+    def dealt(x: jax.Array) -> jax.Array:
+        return jax.device_put(x[:, places], sharding)
+
+    dealt_ids = None if ids is None else dealt(ids)
+    dealt_places = dealt(jnp.arange(case.length, dtype=jnp.int32)[None])
+
+    def on_mesh(query, key, value):
+        given = {"segment_ids": dealt_ids, "places": dealt_places, "exchange": exchange}
+        return attend_over_mesh(query, key, value, case.mask, layout, **given)
+
+    *dealt_arrays, cotangent = map(dealt, arrays)
+    timed = ForwardAndBackward(on_mesh, dealt_arrays, cotangent, WITHOUT_GRAPHS)
+    results = zip(jax.tree.leaves(timed.results), jax.tree.leaves(expected), strict=True)
+    error = max(float(_largest_difference(found, dealt(right))) for found, right in results)
+    timed.results, traced = None, trace_exchange(timed.run, timed.program)
+    if traced is None or traced_one is None:
+        return Contender(timed, error, {})
+    documents = {"query_segment_ids": dealt_ids, "key_value_segment_ids": dealt_ids}
+    _, call = make_call(*dealt_arrays, case.mask, **documents, device=layout.mesh.devices.flat[0])
+    chosen = choose_exchange(layout.call_of_a_device(call), layout.split(case.length), exchange)
+    cost, num_devices = chosen.costs[exchange], layout.mesh.size
+    row = {
+        "traced": traced._asdict(),
+        "exposed_s": traced.exposed_s - traced.waiting_s - traced_one.exposed_s / num_devices,
+        "predicted_exposed_s": cost.exposed_seconds,
+        "predicted_received_bytes": sum(cost.received_bytes),
+    }
+    return Contender(timed, error, row)
+
+
+def times_beside(timed: ForwardAndBackward, one: ForwardAndBackward, num_devices: int) -> dict[str, float]:
+    """Medians of both sides' seconds, and of the efficiency."""
+    row: dict[str, float] = {}
+    for index, direction in enumerate(("forward", "backward")):
+        ours, theirs = ([seconds[index] for seconds in each.seconds] for each in (timed, one))
+        row[f"{direction}_s"], row[f"one_{direction}_s"] = statistics.median(ours), statistics.median(theirs)
+        ratios = [b / a / num_devices for a, b in zip(ours, theirs, strict=True)]
+        row[f"{direction}_efficiency"] = statistics.median(ratios)
+    both = [sum(b) / sum(a) / num_devices for a, b in zip(timed.seconds, one.seconds, strict=True)]
+    return row | {"efficiency": statistics.median(both)}
+
+
+def _beside_the_model(row: dict[str, Any]) -> tuple[str, str]:
+    """What was traced, and in parentheses what the cost model says."""
+    if "traced" not in row:
+        return "", ""
+    received, exposed = row["traced"]["received_bytes"], row["exposed_s"]
+    return (
+        f"{received / 1e6:.0f} ({row['predicted_received_bytes'] / 1e6:.0f})",
+        f"{1e3 * exposed:.2f} ({1e3 * row['predicted_exposed_s']:.2f})",
+    )
 
 
 @jax.jit
@@ -214,7 +275,16 @@ def main(command_line: Sequence[str]) -> int:
     console = Console(width=140)
     for name in arguments.cases:
         rows = measure(name, CASES[name], arguments)
-        table = Table("exchange", "deal", "forward ms", "backward ms", "efficiency f / b / both", "GB held", "error")
+        columns = (
+            "forward ms",
+            "backward ms",
+            "efficiency f / b / both",
+            "GB held",
+            "error",
+            "MB received",
+            "exposed ms",
+        )
+        table = Table("exchange", "deal", *columns)
         table.title = name
         for row in rows:
             if arguments.output is not None:
@@ -233,6 +303,7 @@ def main(command_line: Sequence[str]) -> int:
                 efficiency,
                 f"{row['temporary_bytes'] / 1e9:.2f}",
                 f"{row['error']:.4f}",
+                *_beside_the_model(row),
             )
         console.print(table)
     return 0

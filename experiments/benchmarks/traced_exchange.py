@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from trainer.compile.kernels import CALL_TARGET
 
 # The profiler names each kernel's instruction where XLA runs it by itself, and not in a CUDA graph.
 WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
-_NCCL = "nccl"
+_COLLECTIVES = re.compile("nccl", re.IGNORECASE)
 _EXCHANGING_KERNELS = ("gather_chunks", "sum_chunks")  # scopes of `kernels.collectives`
 
 
@@ -29,6 +30,7 @@ class TracedExchange(NamedTuple):
       exposed_s: in which none does: collectives, copies, what prepares kernels, and idle time.
       idle_s: in which nothing runs.
       collectives_s: of all collectives, whether kernels attend meanwhile or not.
+      waiting_s: of these, for GPUs that come later: what a collective takes here longer than where it is shortest.
       received_bytes: from other GPUs, by XLA's collectives.
     """
 
@@ -36,6 +38,7 @@ class TracedExchange(NamedTuple):
     exposed_s: float
     idle_s: float
     collectives_s: float
+    waiting_s: float
     received_bytes: float
 
 
@@ -52,29 +55,35 @@ def trace_exchange(run: Callable[[], Any], program: jax.stages.Compiled, *, num_
             for _ in range(num_runs):
                 result = run()
             jax.block_until_ready(result)
-        kernels = read_kernels(Path(folder))
-    return summarize(kernels, parse_module(program.as_text() or ""), num_runs) if kernels else None
+        by_gpu = [read_kernels(Path(folder), gpu) for gpu in range(jax.local_device_count())]
+    return summarize(by_gpu, parse_module(program.as_text() or ""), num_runs) if by_gpu[0] else None
 
 
-def summarize(kernels: Sequence[Kernel], module: Module, num_runs: int) -> TracedExchange:
-    """Sums up what a GPU ran.
+def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int) -> TracedExchange:
+    """Sums up what the first GPU ran.
 
     Args:
-      kernels: of these runs and nothing else, by start.
+      by_gpu: what each GPU ran in these runs and nothing else, by start; nothing where the program isn't for it.
       module: the program.
       num_runs: how many there were.
     """
-    spans: defaultdict[str, list[Kernel]] = defaultdict(list)
+    kernels, *others = filter(None, by_gpu)
     attending = set(_attention_kernels(module))
-    for kernel in kernels:
-        if kernel.instruction in attending:
-            spans["attention"].append(kernel)
-        if _NCCL in kernel.name:
-            spans["collectives"].append(kernel)
+    collectives = _collectives(kernels)
+    durations = [
+        [kernel.stop_ns - kernel.start_ns for kernel in each] for each in (collectives, *map(_collectives, others))
+    ]
     whole = max(kernel.stop_ns for kernel in kernels) - kernels[0].start_ns
-    attention = _covered_ns(spans["attention"])
-    nanoseconds = attention, whole - attention, whole - _covered_ns(kernels), _covered_ns(spans["collectives"])
-    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), _received_bytes(kernels, module) / num_runs)
+    attention = _covered_ns(kernel for kernel in kernels if kernel.instruction in attending)
+    waiting = sum(durations[0]) - sum(map(min, zip(*durations, strict=True)))
+    nanoseconds = attention, whole - attention, whole - _covered_ns(kernels), _covered_ns(collectives), waiting
+    received = _received_bytes(kernels, module, 1 + len(others))
+    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), received / num_runs)
+
+
+def _collectives(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """Those that wait for all GPUs, which all have them in this order."""
+    return [kernel for kernel in kernels if _COLLECTIVES.search(kernel.name)]
 
 
 def _attention_kernels(module: Module) -> Iterator[str]:
@@ -85,12 +94,11 @@ def _attention_kernels(module: Module) -> Iterator[str]:
                 yield instruction.name
 
 
-def _received_bytes(kernels: Sequence[Kernel], module: Module) -> float:
+def _received_bytes(kernels: Sequence[Kernel], module: Module, num_gpus: int) -> float:
     """Of all runs. A computation's collectives run as often as the rest of it: the trace has no names for most."""
-    counts, received = Counter(kernel.instruction for kernel in kernels), received_bytes(module)
+    counts = Counter(kernel.instruction for kernel in kernels)
     return sum(
-        max(counts[name] for name in computation.instructions)
-        * sum(received.get(name, 0) for name in computation.instructions)
+        max(counts[name] for name in computation.instructions) * received_bytes(computation, num_gpus)
         for computation in module.computations.values()
     )
 

@@ -72,8 +72,8 @@ _SLOWER_WITH_KEY_PLACES = 1.14
 # often where a GPU reads what it needs from the other's memory, and how much faster it does than NCCL, about.
 _COPIES_OF_WHOLE_ROWS = 8
 _COPIES_BY_PEER, _FASTER_BY_PEER = 5, 1.4
-# The share of a ring's hops that kernels hide at best: what is sent takes some of the memory's bandwidth, and of a
-# GPU's multiprocessors.
+# The share of a ring's hops that kernels hide at best on a torus: what is sent takes some of the memory's bandwidth. On
+# GPUs they hide nothing: "Training on four H200s" in docs/benchmarks.md.
 _HIDDEN_SHARE_OF_HOPS = 0.75
 # A rank's work over the mean where documents of other lengths in each row decide it, about: `chunk_costs` of random
 # packed rows of 131,072 tokens say 1.1 to 1.3 over 2 ranks, and 1.6 to 2.2 over 8. And what is left of it when each row
@@ -144,9 +144,10 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         exposed = exposed / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "ring":
         kernels *= _SLOWER_WITH_KEY_PLACES
-        # Hops are under way while kernels run, but for those that take gradients home.
-        home = _gradient_bytes(call) * _ring_hops(call, split)[1] / links.bytes_per_s
-        exposed -= min(_HIDDEN_SHARE_OF_HOPS * (exposed - home), kernels)
+        if links.is_torus:
+            # Hops are under way while kernels run, but for those that take gradients home.
+            home = _hop_bytes(call) * _ring_hops(call, split)[1] / links.bytes_per_s
+            exposed -= min(_HIDDEN_SHARE_OF_HOPS * (exposed - home), kernels)
     fits = held <= _MOST_OF_MEMORY * links.memory_bytes
     return ExchangeCost((forward, backward), held, kernels + exposed, exposed, fits)
 
@@ -225,15 +226,16 @@ def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]
     assert reach is not None, "the exchange serves the call"
     num_tokens = (split.num_runs or 1) * sum(reach)
     forward = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
-    back = _key_bytes(call, num_tokens, call.num_kv_heads, call.softmax_dtype.itemsize)
-    return forward, forward + back, forward + back
+    # Gradients come back in the keys' dtype, and are added up in the softmax's.
+    return forward, 2 * forward, 2 * forward
 
 
 def _ring_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
     hops, hops_home = _ring_hops(call, split)
-    keys = _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
-    gradients = _gradient_bytes(call)
-    return hops * keys, hops * keys + (hops + hops_home) * gradients, 2 * (keys + gradients)
+    keys = _hop_bytes(call)
+    gradients = _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
+    # They go home in the keys' dtype.
+    return hops * keys, (hops + hops_home) * keys + hops * gradients, 2 * (keys + gradients)
 
 
 def _ring_hops(call: AttentionCall, split: Split) -> tuple[int, int]:
@@ -245,8 +247,8 @@ def _ring_hops(call: AttentionCall, split: Split) -> tuple[int, int]:
     return hops, min(hops, split.num_ranks - hops)
 
 
-def _gradient_bytes(call: AttentionCall) -> float:
-    return _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
+def _hop_bytes(call: AttentionCall) -> float:
+    return _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
 
 
 def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:

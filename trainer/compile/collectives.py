@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, tuple_elements
@@ -79,42 +78,26 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
     return tuple(totals[operation] for operation in OPERATIONS if operation in totals)
 
 
-def received_bytes(module: Module) -> dict[str, int]:
-    """What a device receives from others in one run of each of XLA's collectives, by instruction.
+def received_share(operation: str, num_ranks: int) -> float:
+    """What a device receives of a collective's bytes, among this many ranks.
 
-    That is the least that the operation takes, if all devices of its group hold as much.
+    A gathered array holds the device's own part, which doesn't travel, and so does one that is scattered. An all-reduce
+    is a reduce-scatter and an all-gather.
     """
-    received = {}
-    for computation in module.computations.values():
-        for operation, instruction in _collectives(computation):
-            if operation not in _KERNELS:
-                payload, group = _payload(computation, instruction), _group_size(instruction.attributes)
-                received[instruction.name] = round(payload * _RECEIVED_SHARES[operation](group))
-    return received
+    from_others = (num_ranks - 1) / num_ranks
+    return {"all-reduce": 2 * from_others, "collective-permute": 1.0}.get(operation, from_others)
 
 
-# Of the larger of its input and its output, in a group of so many devices.
-_RECEIVED_SHARES: dict[str, Callable[[int], float]] = {
-    "all-gather": lambda size: (size - 1) / size,
-    "all-reduce": lambda size: 2 * (size - 1) / size,
-    "reduce-scatter": lambda size: (size - 1) / size,
-    "all-to-all": lambda size: (size - 1) / size,
-    "ragged-all-to-all": lambda size: (size - 1) / size,
-    "collective-permute": lambda _: 1.0,
-    "collective-broadcast": lambda _: 1.0,
-}
+def received_bytes(computation: Computation, num_ranks: int) -> float:
+    """What a device receives in one run of a computation by itself, in collectives among this many ranks.
 
-
-def _group_size(attributes: str) -> int:
-    """Devices that take part in one collective, at most; 1 where the instruction names no groups."""
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", attributes):
-        return listed[1].count(",") + 1
-    if shaped := re.search(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(shaped[1])
-    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\].*? \{('[^}]*')\}", attributes):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
-    return 1
+    Kernels aren't counted: what they read, documents decide.
+    """
+    return sum(
+        received_share(operation, num_ranks) * _payload(computation, instruction)
+        for operation, instruction in _collectives(computation)
+        if operation not in _KERNELS
+    )
 
 
 def _collectives(computation: Computation) -> Iterator[tuple[str, Instruction]]:

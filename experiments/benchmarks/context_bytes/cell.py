@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.benchmarks.context_bytes.least import PassBytes
 from kernels import parse_mask
-from trainer.compile.collectives import CollectiveTotal
 from trainer.compile.topology import Topology, parse_topology
 from trainer.errors import UserMistake
 
@@ -70,17 +69,6 @@ class Measured:
     """Of both passes, with one trip of each such loop."""
 
 
-def received_bytes(totals: tuple[CollectiveTotal, ...], num_ranks: int) -> float:
-    """What a device receives in collectives over groups of this many ranks.
-
-    A gathered array holds the device's own part, which doesn't travel, and so does one that is scattered. An all-reduce
-    is a reduce-scatter and an all-gather.
-    """
-    from_others = (num_ranks - 1) / num_ranks
-    shares = {"all-reduce": 2 * from_others, "collective-permute": 1.0}
-    return sum(total.bytes * shares.get(total.operation, from_others) for total in totals)
-
-
 def measure(cell: BytesCell) -> Measured:
     """Compiles the cell's forward pass, and both passes together.
 
@@ -89,7 +77,7 @@ def measure(cell: BytesCell) -> Measured:
     """
     import jax
 
-    from trainer.compile.collectives import count_collectives
+    from trainer.compile.collectives import count_collectives, received_share
     from trainer.compile.hlo import parse_module
     from trainer.compile.stages import memory_report
     from trainer.step.attention_plan import plan_attention
@@ -105,7 +93,15 @@ def measure(cell: BytesCell) -> Measured:
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
     modules = [parse_module(program.as_text() or "") for program in programs]
     without_trips, with_one = (
-        _of_passes(*(received_bytes(count_collectives(each, trips), cell.num_ranks) for each in modules))
+        _of_passes(
+            *(
+                sum(
+                    total.bytes * received_share(total.operation, cell.num_ranks)
+                    for total in count_collectives(each, trips)
+                )
+                for each in modules
+            )
+        )
         for trips in (0, 1)
     )
     memory = memory_report(programs[1])

@@ -92,21 +92,22 @@ class Breakdown:
         }
 
 
-def read_kernels(trace: Path) -> list[Kernel]:
-    """What the first GPU of a trace ran, by start; empty where the trace has no GPU.
+def read_kernels(trace: Path, gpu: int = 0) -> list[Kernel]:
+    """What a GPU ran, by start; empty where the trace has no such GPU.
 
     Args:
       trace: the folder that `jax.profiler.trace` wrote.
+      gpu: its number.
     """
     (file,) = trace.rglob("*.xplane.pb")
     with warnings.catch_warnings():
         # Python 3.12 finds fault with how jaxlib (0.11.2) makes the type of `event.stats`; as an error it is fatal.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return sorted(_gpu_kernels(ProfileData.from_file(str(file))), key=lambda kernel: kernel.start_ns)
+        return sorted(_gpu_kernels(ProfileData.from_file(str(file)), gpu), key=lambda kernel: kernel.start_ns)
 
 
-def _gpu_kernels(profile: ProfileData) -> Iterator[Kernel]:
-    plane = profile.find_plane_with_name("/device:GPU:0")
+def _gpu_kernels(profile: ProfileData, gpu: int) -> Iterator[Kernel]:
+    plane = profile.find_plane_with_name(f"/device:GPU:{gpu}")
     for line in plane.lines if plane is not None else ():
         # The other lines repeat the streams' kernels, grouped.
         if line.name is None or not line.name.startswith("Stream"):

@@ -8,8 +8,11 @@ Dimensions: B batch, t tokens of a rank, n runs of a rank, c = t / n tokens of a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
@@ -82,21 +85,33 @@ class Halo(Collected):
 
     def keys_back(self, arrays: tuple[Shaped[Array, "B*n s ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
         def sum_to_owners(x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
-            shape = (x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:])
-            dtype = self.call.softmax_dtype
-            (own,) = jax.linear_transpose(self._with_halo, jax.ShapeDtypeStruct(shape, dtype))(x.astype(dtype))
-            return own
+            own = jax.ShapeDtypeStruct((x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:]), x.dtype)
+            by_run = x.reshape(-1, self.num_runs, *x.shape[1:])
+            ends = np.cumsum([length for length, _ in self._parts()])[:-1]
+            total = jnp.zeros((), self.call.softmax_dtype)
+            # Each part's gradients travel in their own dtype: of one part, no token has two.
+            for (_, part_of), gradient in zip(self._parts(), jnp.split(by_run, ends, axis=2), strict=True):
+                total += jax.linear_transpose(part_of, own)(gradient)[0].astype(total.dtype)
+            return total
 
         return tuple(map(sum_to_owners, arrays))
 
     def _with_halo(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n s ..."]:
-        left, right = _reach(self.call)
-        parts = [
-            *(self._neighbours(x, -distance, length, from_end=True) for distance, length in self._pieces(left)[::-1]),
-            self._runs(x),
-            *(self._neighbours(x, distance, length, from_end=False) for distance, length in self._pieces(right)),
+        whole = jnp.concatenate([part_of(x) for _, part_of in self._parts()], axis=2)
+        return whole.reshape(-1, whole.shape[2], *x.shape[2:])
+
+    def _parts(self) -> list[tuple[int, Callable]]:
+        """Of a run with its halo, in order: the number of tokens, and what makes them of this rank's tokens."""
+        left, right = map(self._pieces, _reach(self.call))
+
+        def neighbours(distance: int, length: int, from_end: bool) -> tuple[int, Callable]:
+            return length, lambda x: self._neighbours(x, distance, length, from_end=from_end)
+
+        return [
+            *(neighbours(-distance, length, True) for distance, length in left[::-1]),
+            (self.run_length, self._runs),
+            *(neighbours(distance, length, False) for distance, length in right),
         ]
-        return jnp.concatenate(parts, axis=2).reshape(-1, left + self.run_length + right, *x.shape[2:])
 
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
         ids, positions = inputs.query_segment_ids, inputs.query_positions

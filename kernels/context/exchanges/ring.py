@@ -85,7 +85,7 @@ class Ring:
     def backward(
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
     ) -> Gradients:
-        """Gradients of this rank's queries, keys and values, summed in the softmax's dtype."""
+        """Gradients of this rank's queries, keys and values, summed in the softmax's dtype and rounded once."""
         dtype = local_call.softmax_dtype
 
         def gradients(keys: _TravellingKeys) -> tuple[Array, ...]:
@@ -97,9 +97,9 @@ class Ring:
             d_query, *of_keys = summed
             return jax.tree.map(jnp.add, (d_query, *self._to_next(of_keys)), gradients(keys))
 
-        d_query, *of_keys = self._over_hops(gradients, add)
+        d_query, *of_keys = (x.astype(local_call.dtype) for x in self._over_hops(gradients, add))
         d_key, d_value = self._home(of_keys)
-        return d_query.astype(local_call.dtype), d_key.astype(local_call.dtype), d_value.astype(local_call.dtype)
+        return d_query, d_key, d_value
 
     def _over_hops(
         self, first: Callable[[_TravellingKeys], _Sums], add: Callable[[_Sums, _TravellingKeys], _Sums]
