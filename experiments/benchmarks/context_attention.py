@@ -208,18 +208,26 @@ def compile_contender(
     dealt_places = dealt(jnp.arange(case.length, dtype=jnp.int32)[None])
 
     def on_mesh(query, key, value):
-        given = {"segment_ids": dealt_ids, "places": dealt_places, "exchange": exchange}
-        return attend_over_mesh(query, key, value, case.mask, layout, **given)
+        return attend_over_mesh(
+            query, key, value, case.mask, layout, segment_ids=dealt_ids, places=dealt_places, exchange=exchange
+        )
 
-    *dealt_arrays, cotangent = map(dealt, arrays)
-    timed = ForwardAndBackward(on_mesh, dealt_arrays, cotangent, WITHOUT_GRAPHS)
+    query, key, value, cotangent = map(dealt, arrays)
+    timed = ForwardAndBackward(on_mesh, (query, key, value), cotangent, WITHOUT_GRAPHS)
     results = zip(jax.tree.leaves(timed.results), jax.tree.leaves(expected), strict=True)
     error = max(float(_largest_difference(found, dealt(right))) for found, right in results)
     timed.results, traced = None, trace_exchange(timed.run, timed.program)
     if traced is None or traced_one is None:
         return Contender(timed, error, {})
-    documents = {"query_segment_ids": dealt_ids, "key_value_segment_ids": dealt_ids}
-    _, call = make_call(*dealt_arrays, case.mask, **documents, device=layout.mesh.devices.flat[0])
+    _, call = make_call(
+        query,
+        key,
+        value,
+        case.mask,
+        query_segment_ids=dealt_ids,
+        key_value_segment_ids=dealt_ids,
+        device=layout.mesh.devices.flat[0],
+    )
     chosen = choose_exchange(layout.call_of_a_device(call), layout.split(case.length), exchange)
     cost, num_devices = chosen.costs[exchange], layout.mesh.size
     row = {

@@ -76,9 +76,14 @@ def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int)
     whole = max(kernel.stop_ns for kernel in kernels) - kernels[0].start_ns
     attention = _covered_ns(kernel for kernel in kernels if kernel.instruction in attending)
     waiting = sum(durations[0]) - sum(map(min, zip(*durations, strict=True)))
-    nanoseconds = attention, whole - attention, whole - _covered_ns(kernels), _covered_ns(collectives), waiting
-    received = _received_bytes(kernels, module, 1 + len(others))
-    return TracedExchange(*(each / num_runs / 1e9 for each in nanoseconds), received / num_runs)
+    return TracedExchange(
+        attention_s=attention / num_runs / 1e9,
+        exposed_s=(whole - attention) / num_runs / 1e9,
+        idle_s=(whole - _covered_ns(kernels)) / num_runs / 1e9,
+        collectives_s=_covered_ns(collectives) / num_runs / 1e9,
+        waiting_s=waiting / num_runs / 1e9,
+        received_bytes=_received_bytes(kernels, module, 1 + len(others)) / num_runs,
+    )
 
 
 def _collectives(kernels: Iterable[Kernel]) -> list[Kernel]:

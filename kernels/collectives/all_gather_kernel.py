@@ -57,8 +57,8 @@ def peer_all_gather_matmul(
 
     def make_phases(gmem) -> list[Phase]:
         part, matrix, result, whole = gmem
-        pair = GpuPeers.of(axis, tiles.num_blocks)
-        whole_there = pair.reference_there(whole)
+        peers = GpuPeers.of(axis, tiles.num_blocks)
+        whole_there = peers.reference_there(whole)
 
         def operands_of(tokens, first):
             """Those of tiles whose rows lie in an array from some token on."""
@@ -72,7 +72,7 @@ def peer_all_gather_matmul(
             def send():
                 sequence, first_token, _ = tiles.place(tile)
                 rows = warpgroup * WGMMA_ROWS
-                here = pl.ds(pair.rank * length + first_token + rows, WGMMA_ROWS)
+                here = pl.ds(peers.rank * length + first_token + rows, WGMMA_ROWS)
                 stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
                 plgpu.copy_smem_to_gmem(stage, whole_there.at[sequence, here, along], commit_group=False)
                 plgpu.copy_smem_to_gmem(stage, whole.at[sequence, here, along])
@@ -92,13 +92,13 @@ def peer_all_gather_matmul(
             return store
 
         def announce(tile, warpgroup):
-            pl.when(is_sent(tile))(lambda: pair.signal(tiles.block(tile)[0]))
+            pl.when(is_sent(tile))(lambda: peers.signal(tiles.block(tile)[0]))
 
         def wait_for_block(tile):
-            pair.wait(tiles.block(tile)[0], NUM_CONSUMERS)
+            peers.wait(tiles.block(tile)[0], NUM_CONSUMERS)
 
         multiply = multiply_rows_by(transpose=transpose)
-        own, others = pair.rank * length, pair.rank_after() * length
+        own, others = peers.rank * length, peers.rank_after() * length
         return [
             Phase(
                 tiles.num_tiles,

@@ -108,7 +108,7 @@ def peer_gather_chunks(
     def start_load(tile: _ChunkTile, sources: Any, everywhere: _References, start_copies: Callable):
         distance, chunk = div_rem(sources[tile.sequence, tile.chunk], num_own)
         for i, references in enumerate(everywhere):
-            pl.when(distance == i)(lambda references=references: start_copies(tile.of(references, chunk)))
+            pl.when(distance == i)(functools.partial(start_copies, tile.of(references, chunk)))
 
     return _copy_chunks(
         start_load,
@@ -164,7 +164,7 @@ def peer_sum_chunks(
                         _store(buffers.at[i], jnp.zeros(buffers.shape[1:], jnp.float32))
 
             for i, place in enumerate(places):
-                pl.when(place > 0)(lambda i=i: plgpu.barrier_wait(arrived.at[i]))
+                pl.when(place > 0)(functools.partial(plgpu.barrier_wait, arrived.at[i]))
             for stage, buffers in zip(stages, theirs, strict=True):
                 parts = (buffers.at[i] for i in range(num_ranks - 1))
                 _store(stage, sum(map(_load_float32, parts), _load_float32(stage)))

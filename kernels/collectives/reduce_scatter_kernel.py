@@ -61,8 +61,8 @@ def peer_matmul_reduce_scatter(
     def make_phases(gmem, arrived) -> list[Phase]:
         *operands, result, received = gmem
         features, matrices = operands[: len(operands) // 2], operands[len(operands) // 2 :]
-        pair = GpuPeers.of(axis, tiles.num_tiles * NUM_CONSUMERS)
-        sent = pair.reference_there(received)
+        peers = GpuPeers.of(axis, tiles.num_tiles * NUM_CONSUMERS)
+        sent = peers.reference_there(received)
 
         def flag(tile, warpgroup):
             return tile * NUM_CONSUMERS + warpgroup
@@ -77,7 +77,7 @@ def peer_matmul_reduce_scatter(
             return sequence, here, pl.ds(first_column + column, STORED_COLUMNS)
 
         def announce(tile, warpgroup):
-            pl.when(tile >= 0)(lambda: pair.signal(flag(tile, warpgroup)))
+            pl.when(tile >= 0)(lambda: peers.signal(flag(tile, warpgroup)))
 
         def send(products, tile, warpgroup, buffers):
             announce(tile - num_multiprocessors, warpgroup)  # the program's tile before, whose copies have had time
@@ -93,7 +93,7 @@ def peer_matmul_reduce_scatter(
             plgpu.copy_gmem_to_smem(source, buffers.at[buffer], arrived.at[warpgroup * STORE_BUFFERS + buffer])
 
         def start_loads(tile, warpgroup, buffers):
-            pair.wait(flag(tile, warpgroup))
+            peers.wait(flag(tile, warpgroup))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for part in range(min(STORE_BUFFERS, num_parts)):
                 start_load(tile, warpgroup, part, buffers)
@@ -112,8 +112,8 @@ def peer_matmul_reduce_scatter(
 
         multiply = multiply_rows_by(transpose=transpose)
         return [
-            Phase(tiles.num_tiles, operands_of(pair.rank_after()), multiply, send, finish=announce),
-            Phase(tiles.num_tiles, operands_of(pair.rank), multiply, add, before_steps=start_loads),
+            Phase(tiles.num_tiles, operands_of(peers.rank_after()), multiply, send, finish=announce),
+            Phase(tiles.num_tiles, operands_of(peers.rank), multiply, add, before_steps=start_loads),
         ]
 
     own = jax.ShapeDtypeStruct((batch, length, width), dtype)

@@ -202,7 +202,7 @@ class ContextConfig:
     """Attention over mesh.context, chosen by a cost model where nothing is said."""
 
     exchange: Exchange | None = None
-    """How ranks get at each other's keys. gather: all keys to all ranks; peer: two GPUs read each other's memory; halo:
+    """How ranks get at each other's keys. gather: all keys to all ranks; peer: up to four GPUs read each other's; halo:
     those within the windows' reach; ring: from rank to rank; heads: whole sequences of some heads to each rank. None:
     the fastest for each mask."""
     deal: Deal | None = None

@@ -2,7 +2,8 @@
 
 A rank receives the keys and values that its queries attend to and that it doesn't hold: once in the forward pass, and
 once more in the backward pass, since gathered keys aren't kept for every layer. In the backward pass it gives back as
-many gradients, in the keys' dtype. Where queries travel and not keys (the exchange `heads`), fewer bytes may do.
+many gradients, summed in float32. Fewer bytes may do where queries travel and not keys (the exchange `heads`), and
+where gradients are one kernel's, which has rounded them (`halo`).
 
 Dimensions: T tokens of a row, R ranks.
 """
@@ -15,6 +16,8 @@ import numpy as np
 from jaxtyping import Int
 
 from kernels import Mask
+
+_GRADIENT_ITEMSIZE = 4
 
 
 class PassBytes(NamedTuple):
@@ -89,10 +92,10 @@ def least_bytes(num_missing: float, num_kv_heads: int, head_dim: int, itemsize: 
     """The bytes of so many missing keys, with their values.
 
     >>> least_bytes(10, num_kv_heads=2, head_dim=4, itemsize=2)
-    PassBytes(forward=320, backward=640)
+    PassBytes(forward=320, backward=960)
     """
     numbers = num_missing * num_kv_heads * 2 * head_dim
-    return PassBytes(numbers * itemsize, numbers * 2 * itemsize)
+    return PassBytes(numbers * itemsize, numbers * (itemsize + _GRADIENT_ITEMSIZE))
 
 
 def _documents(
