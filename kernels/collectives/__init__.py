@@ -5,9 +5,9 @@ collective_matmul.py      matmuls between tokens and features split over one axi
 chunks.py                 rows put together from chunks that several GPUs hold, and their gradients
 peer_memory.py            which GPUs can reach each other's memory
 gpu_peers.py              GPUs, as a kernel sees them that runs on all
-token_halves.py           how kernels cut two GPUs' tokens into tiles of a matmul
-all_gather_kernel.py      a matmul of two GPUs' tokens, which are sent under it
-reduce_scatter_kernel.py  a matmul whose products two GPUs sum up, and send under it
+token_tiles.py            how kernels cut a GPU's tokens into tiles of a matmul
+all_gather_kernel.py      a matmul of several GPUs' tokens, which are sent under it
+reduce_scatter_kernel.py  a matmul whose products several GPUs sum up, and send under it
 chunk_tiles.py            the tiles that chunks are copied in
 chunk_kernels.py          copies of chunks of all GPUs' memory, and sums of them
 """

@@ -26,8 +26,10 @@ from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
 Collectives = Literal["mosaic_gpu", "xla"]
-"""mosaic_gpu: kernels in which two GPUs write to each other's memory. xla: XLA's collectives, everywhere."""
+"""mosaic_gpu: kernels in which GPUs write to each other's memory. xla: XLA's collectives, everywhere."""
 
+# GPUs that the kernels serve, and for which they are chosen. More haven't run them.
+_MOST_RANKS, _MOST_CHOSEN_RANKS = 4, 2
 # Of the kernels' tiles.
 _TOKENS, _FEATURES = 128, 64
 
@@ -71,7 +73,8 @@ def choose_collectives(
         raise ValueError(f"collectives={named!r} is not one of {', '.join(get_args(Collectives))}, or None")
     if named == "xla":
         return ChosenCollectives("xla")
-    reason = peer_memory.unsupported_reason(mesh, axis) or _unsupported_reason(part, features, dtype)
+    most_ranks = _MOST_CHOSEN_RANKS if named is None else _MOST_RANKS
+    reason = peer_memory.unsupported_reason(mesh, axis, most_ranks) or _unsupported_reason(part, features, dtype)
     if reason is None:
         target = Target.of(mesh.devices.flat[0])
         return ChosenCollectives("mosaic_gpu", num_multiprocessors=target.num_multiprocessors)
@@ -165,7 +168,9 @@ def _gather_and_multiply(
         from kernels.collectives.all_gather_kernel import peer_all_gather_matmul
 
         part, matrix = without_slice_fusion(part, matrix)
-        outputs = peer_all_gather_matmul(part, matrix, axis, chosen.num_multiprocessors, transpose=transpose)
+        outputs = peer_all_gather_matmul(
+            part, matrix, axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
+        )
         product, whole = without_slice_fusion(*outputs)
         return product, whole
     whole = lax.all_gather(part, axis, axis=1, tiled=True)
@@ -186,7 +191,9 @@ def _multiply_and_scatter(
         from kernels.collectives.reduce_scatter_kernel import peer_matmul_reduce_scatter
 
         features, matrices = without_slice_fusion(*features), without_slice_fusion(*matrices)
-        output = peer_matmul_reduce_scatter(features, matrices, axis, chosen.num_multiprocessors, transpose=transpose)
+        output = peer_matmul_reduce_scatter(
+            features, matrices, axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
+        )
         (part,) = without_slice_fusion(output)
         return part
     products = [left @ (matrix.T if transpose else matrix) for left, matrix in zip(features, matrices, strict=True)]

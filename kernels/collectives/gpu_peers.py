@@ -27,7 +27,7 @@ class GpuPeers(NamedTuple):
     flags: Any
 
     @staticmethod
-    def of(axis: str, num_flags: int, num_ranks: int = 2) -> GpuPeers:
+    def of(axis: str, num_flags: int, num_ranks: int) -> GpuPeers:
         """Within a kernel."""
         flags = pl.get_global(plgpu.SemaphoreType.REGULAR((num_flags,)))
         return GpuPeers(axis, num_ranks, lax.axis_index(axis), flags)
@@ -37,16 +37,20 @@ class GpuPeers(NamedTuple):
         """All other GPUs, the next one first."""
         return range(1, self.num_ranks)
 
-    def rank_after(self, distance: int = 1) -> jax.Array:
+    def distance_back(self, distance: int) -> int:
+        """How many ranks after another GPU this one stands."""
+        return self.num_ranks - distance
+
+    def rank_after(self, distance: int) -> jax.Array:
         """The rank of a GPU; after the last comes the first."""
         return 1 - self.rank if self.num_ranks == 2 else lax.rem(self.rank + distance, self.num_ranks)
 
-    def reference_there(self, reference: Any, distance: int = 1) -> Any:
+    def reference_there(self, reference: Any, distance: int) -> Any:
         """An array of the kernel in another GPU's memory."""
         device: Any = {self.axis: self.rank_after(distance)}
         return plgpu.remote_ref(reference, device)
 
-    def signal(self, flag, distance: int = 1) -> None:
+    def signal(self, flag, distance: int) -> None:
         """Raises a flag of another GPU, once what this warpgroup has copied there has arrived."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
         pl.semaphore_signal(self.flags.at[flag], device_id={self.axis: self.rank_after(distance)})

@@ -1,4 +1,4 @@
-"""Matmuls of tokens and features that two devices split: values, gradients, and whom the kernels can't serve."""
+"""Matmuls of tokens and features that a few devices split: values, gradients, and whom the kernels can't serve."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.host_cpus import environment_of_cpus
 from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 
-SCRIPT = Path(__file__).parent / "tokens_on_two_devices.py"
+SCRIPT = Path(__file__).parent / "tokens_on_devices.py"
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 # Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel. In float32 a sum rounds,
 # too, with each of its terms.
@@ -40,7 +40,7 @@ def check_draws(environment, num_draws, collectives):
 
 
 def test_xla_computes_what_numpy_does():
-    check_draws(environment_of_cpus(2), 8, "xla")
+    check_draws(environment_of_cpus(4), 8, "xla")
 
 
 @pytest.mark.gpu
@@ -57,13 +57,18 @@ def test_kernels_compute_what_numpy_does(preallocates):
 @needs_gpu_compiler
 @NEEDS_JAX_0_11
 @pytest.mark.parametrize(
-    ("dtype", "part", "features"),
-    [("bfloat16", (1, 16384, 2048), (1024, 1024, 1024)), ("float16", (3, 128, 192), (64, 320))],
+    ("num_ranks", "dtype", "part", "features"),
+    [
+        (2, "bfloat16", (1, 16384, 2048), (1024, 1024, 1024)),
+        (2, "float16", (3, 128, 192), (64, 320)),
+        (4, "bfloat16", (1, 8192, 2048), (512, 512, 512)),
+        (3, "float16", (2, 128, 192), (64, 320)),
+    ],
 )
-def test_kernels_compile_for_two_gpus(dtype, part, features):
+def test_kernels_compile(num_ranks, dtype, part, features):
     batch, length, width = part
-    mesh = mesh_of(parse_topology("h200:2").devices())
-    chosen = choose_collectives(mesh, "tensor", part, features, dtype)
+    mesh = mesh_of(parse_topology(f"h200:{num_ranks}").devices())
+    chosen = choose_collectives(mesh, "tensor", part, features, dtype, "mosaic_gpu")
     assert chosen == ("mosaic_gpu", None, 132)
 
     def there_and_back(tokens, matrices, back):
@@ -73,9 +78,9 @@ def test_kernels_compile_for_two_gpus(dtype, part, features):
     specs = P(None, "tensor"), (P(None, "tensor"),) * len(features), P("tensor")
     mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
     shapes = (
-        (batch, 2 * length, width),
-        tuple((width, 2 * size) for size in features),
-        (2 * features[-1], width),
+        (batch, num_ranks * length, width),
+        tuple((width, num_ranks * size) for size in features),
+        (num_ranks * features[-1], width),
     )
     arrays = jax.tree.map(
         lambda shape, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)),
@@ -166,7 +171,7 @@ def two(**changes):
 @pytest.mark.parametrize(
     ("devices", "changes", "reason"),
     [
-        ([gpu(i) for i in range(4)], {}, "two devices, both of them along tensor, not for .*4"),
+        ([gpu(i) for i in range(8)], {}, "2 to 4 devices, all of them along tensor, not for .*8"),
         (two(capability="8.0"), {}, r"Hopper GPUs \(compute capability 9.0\), not for 8.0"),
         ([gpu(0), gpu(1, process=1)], {}, "GPUs of one process"),
         ([gpu(2), gpu(3)], {}, r"first 2 GPUs in their order, not for \[2, 3\]"),
@@ -187,6 +192,15 @@ def test_kernels_say_whom_they_cannot_serve(devices, changes, reason):
     with pytest.raises(ValueError, match=rf"can't serve: it .*{reason}.*use 'xla', or None for the fastest"):
         choose_collectives(mesh, "tensor", **call, named="mosaic_gpu")
     assert choose_collectives(mesh, "tensor", **call, named="xla") == ("xla", None, None)
+
+
+@NEEDS_JAX_0_11
+def test_on_more_than_two_gpus_kernels_are_taken_by_name_alone():
+    four = [gpu(i) for i in range(4)]
+    mesh = SimpleNamespace(size=4, shape={"data": 1, "tensor": 4}, devices=np.array(four).reshape(1, 4))
+    call = (mesh, "tensor", (1, 128, 64), (64,), "bfloat16")
+    assert choose_collectives(*call).passed_over.startswith("is for meshes of two devices, both of them along tensor")
+    assert choose_collectives(*call, "mosaic_gpu") == ("mosaic_gpu", None, 132)
 
 
 @NEEDS_JAX_0_11

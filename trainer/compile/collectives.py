@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.compile.hlo import Computation, Instruction, Module, shape_bytes, tuple_elements
 from trainer.compile.kernels import CALL_TARGET
 
-# The kernels of `kernels.collectives`, in which two GPUs use each other's memory, by the innermost scope of each.
+# The kernels of `kernels.collectives`, in which GPUs use each other's memory, by the innermost scope of each.
 _MATMULS = ("all_gather_matmul", "matmul_reduce_scatter")
 _KERNELS = (*_MATMULS, "gather_chunks", "sum_chunks")
 OPERATIONS = (
@@ -47,7 +47,7 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
     XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
     fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most. Of a
     conditional's branches only the one that moves most counts. Kernels that read what documents leave of the other
-    GPU's chunks count as if they read all.
+    GPUs' chunks count as if they read all.
 
     Args:
       module: the program.
@@ -141,6 +141,7 @@ def _payload(computation: Computation, instruction: Instruction) -> int:
         result = tuple_elements(result)[1]  # (operands, results, context …)
     operands = [computation.instructions[name].shape for name in instruction.operands]
     if (operation := _operation(computation, instruction)) in _MATMULS:
-        # One of two GPUs' tokens are the kernel's first operand or first result.
-        return 2 * shape_bytes(operands[0] if operation == "all_gather_matmul" else tuple_elements(result)[0])
+        # All GPUs' tokens: the kernel's second result, or all of its results together.
+        gathered, *received = tuple_elements(result)
+        return sum(map(shape_bytes, received if operation == "all_gather_matmul" else (gathered, *received)))
     return max(shape_bytes(result), sum(map(shape_bytes, operands)))

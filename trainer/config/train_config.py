@@ -220,8 +220,8 @@ class TensorConfig:
     """How tokens go over mesh.tensor between the layers' matmuls."""
 
     collectives: Collectives | None = None
-    """mosaic_gpu: by kernels in which two GPUs write to each other's memory; xla: by XLA's collectives. None: the
-    kernels where they serve."""
+    """mosaic_gpu: by kernels in which GPUs write to each other's memory; xla: by XLA's collectives. None: the kernels
+    where two GPUs can run them."""
 
     def __post_init__(self):
         if self.collectives is not None:

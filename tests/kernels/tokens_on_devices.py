@@ -1,4 +1,4 @@
-"""Matmuls of tokens and features that two devices split, against NumPy; run as a program by test_collectives.py.
+"""Matmuls of tokens and features that two devices or four split, against NumPy; for test_collectives.py.
 
 Draws shapes, dtypes and values, and prints a JSON line for each draw: what was drawn, whether values of small integers,
 which no dtype rounds, are exact, and the largest difference of values and gradients of random numbers, each relative to
@@ -30,7 +30,7 @@ def draw_shape(rng, collectives):
 
 
 def run_layers(mesh, chosen, function):
-    """On both devices `function` of tokens, after two matmuls of each layer and the sum of two matmuls back."""
+    """On all devices `function` of tokens, after two matmuls of each layer and the sum of two matmuls back."""
 
     def layers(tokens, matrices, back):
         def layer(tokens, _):
@@ -93,7 +93,7 @@ def positive(rng, shape):
 
 
 def check(rng, mesh, chosen, dtype, shape):
-    batch, length, width, *features = shape
+    (batch, length, width, *features), num_ranks = shape, mesh.size
 
     def on_devices(tokens, matrices, back):
         specs = TOKENS, (MATRICES, MATRICES), (MATRICES_BACK, MATRICES_BACK)
@@ -107,17 +107,20 @@ def check(rng, mesh, chosen, dtype, shape):
         return jax.tree.map(lambda x: np.asarray(x, np.float64), arrays)
 
     small = (
-        rng.integers(-1, 2, (batch, 2 * length, width)).astype(np.float64),
-        [few_ones(rng, (width, 2 * size)) for size in features],
-        [few_ones(rng, (2 * size, width)) for size in features],
+        rng.integers(-1, 2, (batch, num_ranks * length, width)).astype(np.float64),
+        [few_ones(rng, (width, num_ranks * size)) for size in features],
+        [few_ones(rng, (num_ranks * size, width)) for size in features],
     )
     found = jax.jit(run_layers(mesh, chosen, jnp.sign))(*on_devices(*small))
     is_exact = all(map(np.array_equal, as_float64(found), numpy_layers(*small, np.sign)))
 
     arrays = on_devices(
-        positive(rng, (batch, 2 * length, width)),
-        [abs(few_ones(rng, (width, 2 * size))) * positive(rng, (width, 2 * size)) for size in features],
-        [abs(few_ones(rng, (2 * size, width))) * positive(rng, (2 * size, width)) / 16 for size in features],
+        positive(rng, (batch, num_ranks * length, width)),
+        [abs(few_ones(rng, (width, num_ranks * size))) * positive(rng, (width, num_ranks * size)) for size in features],
+        [
+            abs(few_ones(rng, (num_ranks * size, width))) * positive(rng, (num_ranks * size, width)) / 16
+            for size in features
+        ],
     )
     run = run_layers(mesh, chosen, lambda x: x)
     gradients = [
@@ -146,14 +149,18 @@ def roundings(found, expected, unit):
 
 def main(seed: int, num_draws: int) -> None:
     rng = np.random.default_rng(seed)
-    mesh = jax.make_mesh((1, 2), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:2])
     wanted = "mosaic_gpu" if jax.devices()[0].platform == "gpu" else "xla"
-    for _ in range(num_draws):
+    numbers = [number for number in (2, 4) if number <= jax.device_count()]
+    for draw in range(num_draws):
+        num_ranks = numbers[-1 - draw % len(numbers)]
+        mesh = jax.make_mesh(
+            (1, num_ranks), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:num_ranks]
+        )
         dtypes = ["bfloat16", "float16"] + (["float32"] if wanted == "xla" else [])
         dtype, shape = str(rng.choice(dtypes)), draw_shape(rng, wanted)
-        chosen = choose_collectives(mesh, "tensor", shape[:3], shape[3:], dtype)
+        chosen = choose_collectives(mesh, "tensor", shape[:3], shape[3:], dtype, wanted)
         is_exact, difference = check(rng, mesh, chosen, dtype, shape)
-        line = {"collectives": chosen.name, "dtype": dtype, "shape": shape}
+        line = {"collectives": chosen.name, "num_ranks": num_ranks, "dtype": dtype, "shape": shape}
         print(json.dumps(line | {"is_exact": is_exact, "difference": difference}), flush=True)
 
 

@@ -1,6 +1,6 @@
-"""How two GPUs' halves of the tokens are cut into the tiles of a matmul.
+"""How one GPU's part of the tokens is cut into the tiles of a matmul.
 
-Shapes: B batch, T tokens, t tokens of one GPU (T/2).
+Shapes: R GPUs, B batch, T tokens, t tokens of one GPU (T/R).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from kernels.persistent_matmul import BLOCK_DEPTH, BLOCK_ROWS, TileOperands, div_rem, place_tile
 
 
-class HalfTiles(NamedTuple):
+class TokenTiles(NamedTuple):
     """The tiles of one GPU's tokens.
 
     Attributes:
