@@ -183,7 +183,7 @@ def launch_matmul(
       stages: shapes of a stage of the left and of the right operand.
       columns: of a tile.
       num_programs: as many as run at the same time, one to a multiprocessor. They may wait for each other.
-      name: of the kernel's dumps.
+      name: of the kernel, in profilers and dumps.
       scratch: memory and barriers that the kernel needs besides.
       num_matrices: that each left operand is multiplied by.
       pair_size: programs that share operands, 1 or 2. Two compute tiles 2·i and 2·i + 1 at the same time, and each
@@ -228,6 +228,7 @@ def launch_matmul(
             )
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=list(outputs),

@@ -221,7 +221,7 @@ def _copy_chunks(
       axis, num_multiprocessors: as for the kernels.
       num_lines: of a tile.
       num_stages: of shared memory.
-      name: of the kernel's dumps.
+      name: of the kernel, in profilers and dumps.
       add: (tile, sources, references to the arrays, what was loaded, buffers, their barriers) → adds the other GPUs'.
       num_chunks: the first so many of each of the results' rows are copied, `[1]`; None: all.
     """
@@ -278,6 +278,7 @@ def _copy_chunks(
     if add is not None:
         scratch += [plgpu.SMEM((num_ranks - 1, num_lines, LINE), dtype)] * num_arrays
         scratch += [plgpu.Barrier(num_arrivals=num_arrays, num_barriers=num_ranks - 1)]
+    body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=[result] * num_arrays,

@@ -94,6 +94,7 @@ def multiply_gated(
             stages_of_rows(_GATED_COLUMNS, transpose=False),
             _GATED_COLUMNS,
             choice,
+            name="multiply_gated",
             num_matrices=2,
         )
     )
@@ -168,6 +169,7 @@ def differentiate_gated(
         stages_of_rows(columns, transpose=True),
         columns,
         choice,
+        name="differentiate_gated",
     )
     return GatedFeatures(*results), of_weights.sum(0)
 

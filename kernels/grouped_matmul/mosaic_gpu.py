@@ -184,6 +184,7 @@ def multiply_rows(
         stages_of_rows(columns, transpose=transpose),
         columns,
         choice,
+        name="multiply_rows",
     )
     return product
 
@@ -247,6 +248,7 @@ def multiply_groups(
         ((BLOCK_DEPTH, BLOCK_ROWS), (BLOCK_DEPTH, columns)),
         columns,
         choice,
+        name="multiply_groups",
         pair_size=pair_size,
     )
     return product
@@ -260,6 +262,7 @@ def launch(
     columns: int,
     choice: GroupedMatmulChoice,
     *,
+    name: str,
     pair_size: int = _PAIR_SIZE,
     num_matrices: int = 1,
 ) -> tuple[Array, ...]:
@@ -274,7 +277,7 @@ def launch(
             stages,
             columns,
             num_programs,
-            name="grouped_matmul",
+            name=name,
             num_matrices=num_matrices,
             pair_size=pair_size,
             # New in JAX 0.11.

@@ -114,6 +114,7 @@ def copy_rows(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    body.__name__ = "copy_rows"
     copies = plgpu.kernel(
         body,
         out_type=result,
