@@ -141,7 +141,7 @@ def _payload(computation: Computation, instruction: Instruction) -> int:
         result = tuple_elements(result)[1]  # (operands, results, context …)
     operands = [computation.instructions[name].shape for name in instruction.operands]
     if (operation := _operation(computation, instruction)) in _MATMULS:
-        # All GPUs' tokens: the kernel's second result, or all of its results together.
-        gathered, *received = tuple_elements(result)
-        return sum(map(shape_bytes, received if operation == "all_gather_matmul" else (gathered, *received)))
+        # All GPUs' tokens: the second result, or the first and those like it, of which each other GPU fills one.
+        first, second, *_ = results = tuple_elements(result)
+        return shape_bytes(second) if operation == "all_gather_matmul" else results.count(first) * shape_bytes(first)
     return max(shape_bytes(result), sum(map(shape_bytes, operands)))

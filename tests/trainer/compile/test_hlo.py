@@ -258,6 +258,20 @@ ENTRY %main (init: {carry}) -> {carry} {{
     }
 
 
+def test_a_sum_over_four_gpus_has_a_result_for_each_other_ones_rows():
+    own = "bf16[1,32,8]{2,1,0}"
+    scatter = kernel("r", "mlp/matmul_reduce_scatter", ", ".join([own] * 4), "%h")
+    program = f"""
+ENTRY %main (h: bf16[1,128,24], s: s32[9]) -> ({", ".join(["bf16[1,32,8]"] * 4)}, s32[9]) {{
+  %h = bf16[1,128,24] parameter(0)
+  %s = s32[9] parameter(1)
+  ROOT {scatter}
+}}
+"""
+    total = CollectiveTotal("matmul_reduce_scatter", 1, 1, 4 * 32 * 8 * 2, True)
+    assert totals(program) == {"matmul_reduce_scatter": total}
+
+
 def test_of_nested_scopes_the_innermost_names_the_kernel():
     nested = kernel("g", "transpose(jvp(matmul_reduce_scatter))/all_gather_matmul", "bf16[1,64,24], bf16[1,64,8]", "%p")
     program = f"""
