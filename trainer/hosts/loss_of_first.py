@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from trainer.files.atomic import write_atomically
 from trainer.hosts.peers import Peers
@@ -64,10 +65,12 @@ def end_record(record: Path, first_address: str, name: str) -> None:
     if not record.exists():  # process 0 died before it could write one
         return
     deadline = time.monotonic() + _ANSWERS_FOR_S
-    while (fields := json.loads(record.read_text(encoding="utf-8")))["status"] == "running" and _answers(first_address):
+    while _read(record)["status"] == "running" and _answers(first_address):
         if time.monotonic() > deadline:
             return
         time.sleep(_ASKED_EVERY_S)
+    # Its last word may have come after the record was read, and before process 0 stopped answering.
+    fields = _read(record)
     if fields["status"] != "running":
         return
     fields |= {
@@ -79,6 +82,10 @@ def end_record(record: Path, first_address: str, name: str) -> None:
         "updated": datetime.now(UTC).isoformat(timespec="milliseconds"),
     }
     write_atomically(record, json.dumps(fields, indent=2) + "\n")
+
+
+def _read(record: Path) -> dict[str, Any]:
+    return json.loads(record.read_text(encoding="utf-8"))
 
 
 def _answers(address: str) -> bool:

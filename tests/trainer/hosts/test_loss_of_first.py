@@ -67,6 +67,16 @@ def test_a_record_that_has_an_end_keeps_it(record, status):
     assert json.loads(record.read_text()) == {"status": status, "message": "its own"}
 
 
+def test_a_last_word_that_comes_while_process_0_is_asked_for_is_kept(record, monkeypatch):
+    def ends_the_record_and_exits(_):
+        record.write_text(json.dumps({"status": "failed", "message": "its own"}))
+        return False
+
+    monkeypatch.setattr(loss_of_first, "_answers", ends_the_record_and_exits)
+    end_record(record, "127.0.0.1:1", "process 0")
+    assert json.loads(record.read_text()) == {"status": "failed", "message": "its own"}
+
+
 def test_a_record_that_was_never_written_is_not_missed(tmp_path):
     end_record(tmp_path / "record.json", "127.0.0.1:1", "process 0")
     assert not list(tmp_path.iterdir())

@@ -84,6 +84,18 @@ def test_two_hopper_gpus_use_the_kernels_unless_told_not_to():
 
 
 @NEEDS_JAX_0_11
+def test_four_hopper_gpus_use_the_kernels_if_told_to():
+    four, model = mesh_of(FakeGpu, tensor=4), {"head_dim": 64, "width": 256}
+    fields = {"model": model, "sequence_length": 512}
+    assert plan(four, collectives="mosaic_gpu", **fields) == TensorPlan("mosaic_gpu", (), {})
+    chosen, told = plan(four, **fields).describe()
+    assert chosen == "xla"
+    assert told.startswith(
+        "  mosaic_gpu passed over: it is for meshes of two devices, both of them along tensor, not for"
+    )
+
+
+@NEEDS_JAX_0_11
 def test_experts_tokens_go_by_xla():
     two = mesh_of(FakeGpu, tensor=2)
     assert plan(two, moe=MOE) == plan(two, moe=MOE, collectives="mosaic_gpu")
@@ -113,8 +125,8 @@ def test_some_matmuls_may_be_served_and_others_not():
 @pytest.mark.parametrize(
     ("sizes", "fields", "reason"),
     [
-        ({"tensor": 4}, {}, "is for meshes of two devices, both of them along tensor, not for "),
-        ({"tensor": 2, "fsdp": 2}, {}, "is for meshes of two devices, both of them along tensor, not for "),
+        ({"tensor": 2, "data": 4}, {}, "is for meshes of "),
+        ({"tensor": 2, "fsdp": 2}, {}, "is for meshes of "),
         # A rank has half of the tokens.
         ({"tensor": 2}, {"sequence_length": 192}, "takes a GPU's tokens in multiples of 128, not 96"),
     ],
