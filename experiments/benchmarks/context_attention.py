@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
-from experiments.benchmarks.traced_exchange import WITHOUT_GRAPHS, TracedExchange, trace_exchange
+from experiments.benchmarks.traced_exchange import TracedExchange, trace_exchange
+from experiments.benchmarks.train_throughput.breakdown import WITHOUT_GRAPHS
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call

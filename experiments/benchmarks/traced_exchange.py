@@ -16,8 +16,6 @@ from trainer.compile.collectives import received_bytes
 from trainer.compile.hlo import Module, parse_module
 from trainer.compile.kernels import CALL_TARGET
 
-# The profiler names each kernel's instruction where XLA runs it by itself, and not in a CUDA graph.
-WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
 _COLLECTIVES = re.compile("nccl", re.IGNORECASE)
 _EXCHANGING_KERNELS = ("gather_chunks", "sum_chunks")  # scopes of `kernels.collectives`
 
@@ -46,7 +44,7 @@ def trace_exchange(run: Callable[[], Any], program: jax.stages.Compiled, *, num_
     """Runs a program that has been run before under the profiler; None where the profiler sees no GPU.
 
     Args:
-      run: of the program, which was compiled with `WITHOUT_GRAPHS`.
+      run: of the program, which was compiled with `breakdown.WITHOUT_GRAPHS`.
       program: for its instructions.
       num_runs: to trace.
     """

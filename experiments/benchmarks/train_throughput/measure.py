@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
+from experiments.benchmarks.train_throughput.breakdown import WITHOUT_GRAPHS, break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
 from kernels.collectives import Collectives
 from kernels.context import Exchange
@@ -38,9 +38,6 @@ from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import StepMetrics, TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.step.tensor_plan import plan_tensor
-
-# Inside a CUDA graph the profiler names the graph instead of each kernel's instruction.
-_WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
 
 
 def measure(
@@ -98,7 +95,7 @@ def measure(
     breakdown = None
     if trace and workload.num_traced_steps:
         lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-        traced_step = lowering.lowered.compile(_WITHOUT_GRAPHS)
+        traced_step = lowering.lowered.compile(WITHOUT_GRAPHS)
         state, _, _ = run(traced_step, state, 1)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
