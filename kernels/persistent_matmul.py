@@ -74,8 +74,8 @@ class Phase(NamedTuple):
       before_loads: (tile) → what the producer does before it copies a tile's operands.
       before_steps: (tile, warpgroup, buffers) → what a consumer does before a tile's steps.
       in_step: (tile, step, left stage, warpgroup) → what a consumer does while a step's product is computed. If it
-        starts to copy the stage, it waits until the copy of the stage before has been read: that stage is loaded anew
-        after this step (`wait_smem_to_gmem(1, wait_read_only=True)`).
+        starts to copy stages, it waits in each step until the copy of the stage before has been read: that stage is
+        loaded anew after this step (`wait_smem_to_gmem(1, wait_read_only=True)`).
       after_steps: (tile, warpgroup) → what it does after a tile's steps, before the last stage is loaded anew.
       finish: (last of the program's tiles, or less than 0; warpgroup) → what a consumer does after the phase.
     """
@@ -239,7 +239,7 @@ def launch_matmul(
         cluster_names=(pair_axis,) if pair_axis else (),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*operands)
 

@@ -32,7 +32,6 @@ from rich.table import Table
 
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from experiments.benchmarks.traced_exchange import TracedExchange, trace_exchange
-from experiments.benchmarks.train_throughput.breakdown import WITHOUT_GRAPHS
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call
@@ -40,6 +39,7 @@ from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, choose
 from trainer.errors import UserMistake
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
+from trainer.step.functions import WITHOUT_CUDA_GRAPHS
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
         )
 
     with jax.default_device(devices[0]):
-        one = ForwardAndBackward(on_one, arrays, cotangent, WITHOUT_GRAPHS)
+        one = ForwardAndBackward(on_one, arrays, cotangent, WITHOUT_CUDA_GRAPHS)
     traced_one = trace_exchange(one.run, one.program)
 
     mesh = jax.make_mesh((1, 1, len(devices)), ("batch", "heads", "context"), (AxisType.Auto,) * 3)
@@ -214,7 +214,7 @@ def compile_contender(
         )
 
     query, key, value, cotangent = map(dealt, arrays)
-    timed = ForwardAndBackward(on_mesh, (query, key, value), cotangent, WITHOUT_GRAPHS)
+    timed = ForwardAndBackward(on_mesh, (query, key, value), cotangent, WITHOUT_CUDA_GRAPHS)
     results = zip(jax.tree.leaves(timed.results), jax.tree.leaves(expected), strict=True)
     error = max(float(_largest_difference(found, dealt(right))) for found, right in results)
     timed.results, traced = None, trace_exchange(timed.run, timed.program)

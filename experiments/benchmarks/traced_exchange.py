@@ -44,7 +44,7 @@ def trace_exchange(run: Callable[[], Any], program: jax.stages.Compiled, *, num_
     """Runs a program that has been run before under the profiler; None where the profiler sees no GPU.
 
     Args:
-      run: of the program, which was compiled with `breakdown.WITHOUT_GRAPHS`.
+      run: of the program, which was compiled with `WITHOUT_CUDA_GRAPHS`.
       program: for its instructions.
       num_runs: to trace.
     """

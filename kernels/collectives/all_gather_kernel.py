@@ -1,18 +1,25 @@
-"""A matmul of several GPUs' tokens, which each sends to the others while it multiplies its own.
+"""A matmul of several GPUs' tokens, which go from one GPU to the next while each multiplies what it has.
 
-A GPU first computes the tiles of its own tokens. The first tile in each block of rows also copies its tokens from
-shared memory to all GPUs' memory. Then the GPU computes the tiles of the others' tokens, which have arrived by then,
-block by block. Its programs wait for the other GPUs' tokens, so all of them have to run at the same time, one on each
-multiprocessor.
+A GPU first computes the tiles of its own tokens, and sends these to the next GPU's memory. Then it computes the tiles
+of the tokens that the GPU before it has sent, block by block, and passes them on; and so forth, until it has had all.
+So something travels all the time, and each GPU sends as much as it receives. The tiles side by side in a block of rows
+share out its sending: each copies some steps' tokens from shared memory. Programs wait for the other GPUs' tokens, so
+all of them have to run at the same time, one on each multiprocessor.
 
-Source: the fused all-gather of Flux (arXiv:2406.06858).
+Source: the fused all-gather of Flux (arXiv:2406.06858), along a ring.
 
 Shapes: R GPUs, B batch, T tokens, t tokens of one GPU (T/R), W width, F features.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
@@ -35,101 +42,111 @@ from kernels.persistent_matmul import (
 
 def peer_all_gather_matmul(
     part: Float[Array, "B t W"],
-    matrix: Float[Array, "W F"] | Float[Array, "F W"],
+    matrices: Sequence[Float[Array, "W ?F"] | Float[Array, "?F W"]],
     axis: str,
     num_ranks: int,
     num_multiprocessors: int,
     *,
     transpose: bool = False,
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T W"]]:
-    """All GPUs' tokens times this GPU's matrix, and all GPUs' tokens, in the order of the ranks.
+) -> tuple[Array, ...]:
+    """All GPUs' tokens times each of this GPU's matrices, `[B, T, F]`, and last all GPUs' tokens, `[B, T, W]`.
+
+    Tokens come in the order of the ranks.
 
     Args:
       part: this GPU's tokens.
-      matrix: to this GPU's features; `[F, W]` with `transpose`.
+      matrices: to this GPU's features; `[F, W]` with `transpose`.
       axis: the mesh axis of the GPUs.
       num_ranks: R.
       num_multiprocessors: of a GPU.
-      transpose: whether to multiply by the matrix's transpose.
+      transpose: whether to multiply by the matrices' transposes.
     """
     batch, length, depth = part.shape
-    num_features = matrix.shape[0 if transpose else 1]
-    columns = tile_columns(num_features)
-    tiles = TokenTiles(batch, length, columns, num_features // columns)
+    along_features = 0 if transpose else 1
+    features = [matrix.shape[along_features] for matrix in matrices]
+    # A tile's features are one matrix's.
+    columns = tile_columns(math.gcd(*features))
+    tiles = TokenTiles(batch, length, columns, sum(features) // columns)
 
     def make_phases(gmem) -> list[Phase]:
-        part, matrix, result, whole = gmem
-        # A flag for each block of rows of each other GPU's tokens, the next GPU's first.
+        part, matrix, whole, *results = gmem
+        # Flags for the tokens of each GPU before this one, the nearest first: one for each block of rows.
         peers = GpuPeers.of(axis, (num_ranks - 1) * tiles.num_blocks, num_ranks)
-        everywhere = [*(peers.reference_there(whole, distance) for distance in peers.others), whole]
+        next_whole = peers.reference_there(whole, 1)
 
-        def flag(tile, distance: int):
-            """Of a tile of the GPU so many ranks after the one whose flag it is."""
-            return (distance - 1) * tiles.num_blocks + tiles.block(tile)[0]
+        def flag(tile, hops: int):
+            """Of a tile of tokens that have come so many hops."""
+            return (hops - 1) * tiles.num_blocks + tiles.block(tile)[0]
 
-        def operands_of(tokens, first):
-            """Those of tiles whose rows lie in an array from some token on."""
-            return lambda tile: tiles.operands(tile, first, [tokens], [matrix], transpose=transpose)
+        def phase_of(hops: int) -> Phase:
+            """The tiles of tokens that have come so many hops: of the GPU so many ranks before."""
+            first = (peers.rank_after(num_ranks - hops) if hops else peers.rank) * length
+            source, source_first = (whole, first) if hops else (part, 0)
+            places = [next_whole] if hops < num_ranks - 1 else []
+            if not hops:
+                places.append(whole)
 
-        def is_sent(tile):
-            return tiles.block(tile)[1] == 0
+            def wait_for_block(tile):
+                if hops:
+                    peers.wait(flag(tile, hops), tiles.num_across * NUM_CONSUMERS)
 
-        def send_stage(tile, step, left, warpgroup):
-            @pl.when(is_sent(tile))
-            def send():
-                sequence, first_token, _ = tiles.place(tile)
-                rows = warpgroup * WGMMA_ROWS
-                here = pl.ds(peers.rank * length + first_token + rows, WGMMA_ROWS)
-                stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-                for each in everywhere:
-                    plgpu.copy_smem_to_gmem(stage, each.at[sequence, here, along], commit_group=False)
+            def send_stage(tile, step, left, warpgroup):
+                if not places:
+                    return
+
+                @pl.when(lax.rem(step, tiles.num_across) == tiles.block(tile)[1])
+                def send():
+                    sequence, first_token, _ = tiles.place(tile)
+                    rows = warpgroup * WGMMA_ROWS
+                    here = pl.ds(first + first_token + rows, WGMMA_ROWS)
+                    stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+                    for each in places:
+                        plgpu.copy_smem_to_gmem(stage, each.at[sequence, here, along], commit_group=False)
+
+                # Also a group of no copy: the stage before may have been sent, and is loaded anew after this step.
                 plgpu.commit_smem_to_gmem_group()
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-        def store_at(first):
+            def announce(tile, warpgroup):
+                if hops < num_ranks - 1:
+                    peers.signal(flag(tile, hops + 1), 1)
+
             def store(products, tile, warpgroup, buffers):
                 sequence, first_token, first_column = tiles.place(tile)
                 here = pl.ds(first + first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
 
                 def start_copy(column, buffer):
-                    across = pl.ds(first_column + column, STORED_COLUMNS)
-                    plgpu.copy_smem_to_gmem(buffer, result.at[sequence, here, across])
+                    for result, begin in zip(results, itertools.accumulate(features, initial=0), strict=False):
+                        across = first_column + column - begin
+
+                        @pl.when((across >= 0) & (across < result.shape[2]))
+                        def copy(result=result, across=across):
+                            place = result.at[sequence, here, pl.ds(across, STORED_COLUMNS)]
+                            plgpu.copy_smem_to_gmem(buffer, place, commit_group=False)
+
+                    plgpu.commit_smem_to_gmem_group()
 
                 store_columns(products[0], buffers, start_copy)
 
-            return store
+            return Phase(
+                tiles.num_tiles,
+                lambda tile: tiles.operands(tile, source_first, [source], [matrix], transpose=transpose),
+                multiply_rows_by(transpose=transpose),
+                store,
+                before_loads=wait_for_block,
+                in_step=send_stage,
+                after_steps=announce,
+            )
 
-        def announce(tile, warpgroup):
-            @pl.when(is_sent(tile))
-            def signal():
-                for distance in peers.others:
-                    peers.signal(flag(tile, peers.distance_back(distance)), distance)
+        return list(map(phase_of, range(num_ranks)))
 
-        multiply = multiply_rows_by(transpose=transpose)
-
-        def phase_of(distance: int) -> Phase:
-            """The tiles of another GPU's tokens."""
-            first = peers.rank_after(distance) * length
-
-            def wait_for_block(tile):
-                peers.wait(flag(tile, distance), NUM_CONSUMERS)
-
-            operands = operands_of(whole, first)
-            return Phase(tiles.num_tiles, operands, multiply, store_at(first), before_loads=wait_for_block)
-
-        store_own = store_at(peers.rank * length)
-        own = Phase(
-            tiles.num_tiles, operands_of(part, 0), multiply, store_own, in_step=send_stage, after_steps=announce
-        )
-        return [own, *map(phase_of, peers.others)]
-
-    result, whole = launch_matmul(
+    whole, *products = launch_matmul(
         make_phases,
-        (part, matrix),
-        [jax.ShapeDtypeStruct((batch, num_ranks * length, size), part.dtype) for size in (num_features, depth)],
+        (part, jnp.concatenate(matrices, axis=along_features)),
+        [jax.ShapeDtypeStruct((batch, num_ranks * length, size), part.dtype) for size in (depth, *features)],
         stages_of_rows(columns, transpose=transpose),
         columns,
         num_multiprocessors,
         name="all_gather_matmul",
     )
-    return result, whole
+    return *products, whole

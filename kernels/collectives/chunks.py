@@ -18,8 +18,6 @@ from jaxtyping import Array, Float, Int
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.slice_fusion import without_slice_fusion
 
-MOST_RANKS = 4
-"""GPUs that may read each other's chunks; their buffers have no room for more."""
 _TILE = TILE_LINES * LINE
 
 

@@ -28,8 +28,6 @@ from kernels.target import Target
 Collectives = Literal["mosaic_gpu", "xla"]
 """mosaic_gpu: kernels in which GPUs write to each other's memory. xla: XLA's collectives, everywhere."""
 
-# GPUs that the kernels serve, and for which they are chosen. More haven't run them.
-_MOST_RANKS, _MOST_CHOSEN_RANKS = 4, 2
 # Of the kernels' tiles.
 _TOKENS, _FEATURES = 128, 64
 
@@ -73,8 +71,7 @@ def choose_collectives(
         raise ValueError(f"collectives={named!r} is not one of {', '.join(get_args(Collectives))}, or None")
     if named == "xla":
         return ChosenCollectives("xla")
-    most_ranks = _MOST_CHOSEN_RANKS if named is None else _MOST_RANKS
-    reason = peer_memory.unsupported_reason(mesh, axis, most_ranks) or _unsupported_reason(part, features, dtype)
+    reason = peer_memory.unsupported_reason(mesh, axis) or _unsupported_reason(part, features, dtype)
     if reason is None:
         target = Target.of(mesh.devices.flat[0])
         return ChosenCollectives("mosaic_gpu", num_multiprocessors=target.num_multiprocessors)
@@ -112,8 +109,8 @@ def all_gather_matmul(
 
 
 def _all_gather_matmul_forward(part: Array, matrices: tuple[Array, ...], axis: str, chosen: ChosenCollectives):
-    product, whole = _gather_and_multiply(part, matrices[0], axis, chosen)
-    return (product, *(whole @ matrix for matrix in matrices[1:])), (whole, matrices)
+    products, whole = _gather_and_multiply(part, matrices, axis, chosen)
+    return products, (whole, matrices)
 
 
 def _all_gather_matmul_backward(
@@ -149,7 +146,7 @@ def _matmul_reduce_scatter_backward(
     axis: str, chosen: ChosenCollectives, operands: tuple[Array, Array], gradient: Array
 ):
     features, matrix = operands
-    of_features, whole = _gather_and_multiply(gradient, matrix, axis, chosen, transpose=True)
+    (of_features,), whole = _gather_and_multiply(gradient, (matrix,), axis, chosen, transpose=True)
     return of_features, _sum_over_tokens(features, whole)
 
 
@@ -161,20 +158,25 @@ matmul_reduce_scatter.defvjp(
 
 @jax.named_scope("all_gather_matmul")
 def _gather_and_multiply(
-    part: Float[Array, "B t W"], matrix: Array, axis: str, chosen: ChosenCollectives, *, transpose: bool = False
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T W"]]:
-    """The product, and all ranks' tokens."""
+    part: Float[Array, "B t W"],
+    matrices: Sequence[Array],
+    axis: str,
+    chosen: ChosenCollectives,
+    *,
+    transpose: bool = False,
+) -> tuple[tuple[Float[Array, "B T ?F"], ...], Float[Array, "B T W"]]:
+    """The products, and all ranks' tokens."""
     if chosen.num_multiprocessors is not None:
         from kernels.collectives.all_gather_kernel import peer_all_gather_matmul
 
-        part, matrix = without_slice_fusion(part, matrix)
+        part, *matrices = without_slice_fusion(part, *matrices)
         outputs = peer_all_gather_matmul(
-            part, matrix, axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
+            part, matrices, axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
         )
-        product, whole = without_slice_fusion(*outputs)
-        return product, whole
+        *products, whole = without_slice_fusion(*outputs)
+        return tuple(products), whole
     whole = lax.all_gather(part, axis, axis=1, tiled=True)
-    return whole @ (matrix.T if transpose else matrix), whole
+    return tuple(whole @ (matrix.T if transpose else matrix) for matrix in matrices), whole
 
 
 @jax.named_scope("matmul_reduce_scatter")

@@ -17,35 +17,34 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kernels.mesh import manual_axes
 
+MOST_RANKS = 4
+"""GPUs that the kernels serve: more haven't run them, and the buffers of chunks have no room for theirs."""
 _HOPPER = 9.0
 _OLDEST_JAX = (0, 11)
 _OVERLAPPING_FLAG = r"--xla_gpu_enable_latency_hiding_scheduler(?!=(?:false|0))"
 
 
-def sizes_unsupported_reason(sizes: Mapping[str, int], axis: str, most_ranks: int = 2) -> str | None:
+def sizes_unsupported_reason(sizes: Mapping[str, int], axis: str) -> str | None:
     """Why no devices of a mesh of these sizes can reach each other's memory along an axis, or None if some can.
 
     Args:
       sizes: of the mesh.
       axis: that the kernels' ranks lie along.
-      most_ranks: that the kernels serve.
     """
     num_devices = math.prod(sizes.values())
-    if not 2 <= num_devices <= most_ranks or sizes[axis] != num_devices:
-        number, which = ("two", "both") if most_ranks == 2 else (f"2 to {most_ranks}", "all")
-        return f"is for meshes of {number} devices, {which} of them along {axis}, not for {dict(sizes)}"
+    if not 2 <= num_devices <= MOST_RANKS or sizes[axis] != num_devices:
+        return f"is for meshes of 2 to {MOST_RANKS} devices, all of them along {axis}, not for {dict(sizes)}"
     return None
 
 
-def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str, most_ranks: int = 2) -> str | None:
+def unsupported_reason(mesh: Mesh | AbstractMesh, axis: str) -> str | None:
     """Why the ranks of an axis can't reach each other's memory, or None if they can.
 
     Args:
       mesh: all of the devices.
       axis: that the kernels' ranks lie along.
-      most_ranks: that the kernels serve.
     """
-    if (reason := sizes_unsupported_reason(mesh.shape, axis, most_ranks)) is not None:
+    if (reason := sizes_unsupported_reason(mesh.shape, axis)) is not None:
         return reason
     if isinstance(mesh, AbstractMesh):
         return "is for GPUs that are known, not for an abstract mesh"

@@ -11,7 +11,9 @@ Shapes: R GPUs, B batch, T tokens, t tokens of one GPU (T/R), F features that ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_matrix
 from kernels.collectives.gpu_peers import GpuPeers
 from kernels.collectives.token_tiles import TokenTiles
 from kernels.persistent_matmul import (
     NUM_CONSUMERS,
-    STORE_BUFFERS,
     STORED_COLUMNS,
     Phase,
     launch_matmul,
     multiply_rows_by,
     stages_of_rows,
     store_columns,
+    store_parts,
     tile_columns,
 )
 
@@ -58,10 +60,8 @@ def peer_matmul_reduce_scatter(
     width, length, dtype = matrices[0].shape[0 if transpose else 1], whole_length // num_ranks, features[0].dtype
     columns = tile_columns(width)
     tiles = TokenTiles(batch, length, columns, width // columns)
-    # Each other GPU's rows come some columns at a time.
-    num_loads = columns // STORED_COLUMNS * (num_ranks - 1)
 
-    def make_phases(gmem, arrived) -> list[Phase]:
+    def make_phases(gmem) -> list[Phase]:
         operands, (result, *received) = gmem[:-num_ranks], gmem[-num_ranks:]
         features, matrices = operands[: len(operands) // 2], operands[len(operands) // 2 :]
         num_flags = tiles.num_tiles * NUM_CONSUMERS
@@ -80,6 +80,9 @@ def peer_matmul_reduce_scatter(
             here = pl.ds(first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
             return sequence, here, pl.ds(first_column + column, STORED_COLUMNS)
 
+        def start_copy(destination, tile, warpgroup, column, buffer):
+            plgpu.copy_smem_to_gmem(buffer, destination.at[some_columns(tile, warpgroup, column)])
+
         def phase_of(distance: int) -> Phase:
             """The tiles of another GPU's rows, which it gets."""
             back = peers.distance_back(distance)
@@ -90,49 +93,32 @@ def peer_matmul_reduce_scatter(
 
             def send(products, tile, warpgroup, buffers):
                 announce(tile - num_multiprocessors, warpgroup)  # the program's tile before, whose copies have had time
-
-                def start_copy(column, buffer):
-                    plgpu.copy_smem_to_gmem(buffer, sent.at[some_columns(tile, warpgroup, column)])
-
-                store_columns(products[0], buffers, start_copy)
+                store_columns(products[0], buffers, functools.partial(start_copy, sent, tile, warpgroup))
 
             return Phase(tiles.num_tiles, operands_of(peers.rank_after(distance)), multiply, send, finish=announce)
 
-        def start_load(tile, warpgroup, load: int, buffers):
-            part, source = divmod(load, len(received))
-            columns = some_columns(tile, warpgroup, part * STORED_COLUMNS)
-            buffer = load % STORE_BUFFERS
-            barrier = arrived.at[warpgroup * STORE_BUFFERS + buffer]
-            plgpu.copy_gmem_to_smem(received[source].at[columns], buffers.at[buffer], barrier)
-
-        def start_loads(tile, warpgroup, buffers):
+        def add(products, tile, warpgroup, buffers):
             for distance in peers.others:
                 peers.wait(flag(tile, warpgroup, distance))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for load in range(min(STORE_BUFFERS, num_loads)):
-                start_load(tile, warpgroup, load, buffers)
 
-        def add(products, tile, warpgroup, buffers):
-            for load in range(num_loads):
-                part, source = divmod(load, len(received))
-                column, buffer = part * STORED_COLUMNS, buffers.at[load % STORE_BUFFERS]
-                if source == 0:
+            def load(column):
+                return [load_matrix(each.at[some_columns(tile, warpgroup, column)], shared=False) for each in received]
+
+            def parts() -> Iterator[tuple[Any, Callable]]:
+                following = load(0)
+                for column in range(0, columns, STORED_COLUMNS):
+                    of_others = following
+                    if column + STORED_COLUMNS < columns:
+                        following = load(column + STORED_COLUMNS)
                     total = products[0][:, column : column + STORED_COLUMNS]
-                plgpu.barrier_wait(arrived.at[warpgroup * STORE_BUFFERS + load % STORE_BUFFERS])
-                total += plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
-                is_whole = source == len(received) - 1
-                if is_whole:
-                    buffer[...] = total.astype(buffers.dtype)
-                plgpu.commit_smem()
-                if is_whole:
-                    plgpu.copy_smem_to_gmem(buffer, result.at[some_columns(tile, warpgroup, column)])
-                if load + STORE_BUFFERS < num_loads:
-                    if is_whole:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    start_load(tile, warpgroup, load + STORE_BUFFERS, buffers)
+                    for each in of_others:
+                        total += each.astype(jnp.float32)
+                    yield total, functools.partial(start_copy, result, tile, warpgroup, column)
+
+            store_parts(parts(), buffers)
 
         multiply = multiply_rows_by(transpose=transpose)
-        own = Phase(tiles.num_tiles, operands_of(peers.rank), multiply, add, before_steps=start_loads)
+        own = Phase(tiles.num_tiles, operands_of(peers.rank), multiply, add)
         return [*map(phase_of, peers.others), own]
 
     own = jax.ShapeDtypeStruct((batch, length, width), dtype)
@@ -144,6 +130,5 @@ def peer_matmul_reduce_scatter(
         columns,
         num_multiprocessors,
         name="matmul_reduce_scatter",
-        scratch=[plgpu.Barrier(num_barriers=NUM_CONSUMERS * STORE_BUFFERS)],
     )
     return result

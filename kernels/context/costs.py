@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from kernels.call import AttentionCall
 from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
-from kernels.context.exchanges.halo import reach_of
+from kernels.context.exchanges.halo import halo_of, reach_of
 from kernels.context.exchanges.needed import can_leave_any, num_sent
 from kernels.context.exchanges.ring import documents_bound_hops, num_hops
 from kernels.context.split import Split
@@ -222,9 +222,8 @@ def _peer_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]
 
 
 def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
-    reach = reach_of(call.mask)
-    assert reach is not None, "the exchange serves the call"
-    num_tokens = (split.num_runs or 1) * sum(reach)
+    num_runs = split.num_runs or 1
+    num_tokens = num_runs * sum(halo_of(call, call.q_len // num_runs))
     forward = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
     # Gradients come back in the keys' dtype, and are added up in the softmax's.
     return forward, 2 * forward, 2 * forward

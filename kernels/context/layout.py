@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.collectives import chunks, peer_memory
+from kernels.collectives import peer_memory
 from kernels.context.deal import Deal, check_deal
 from kernels.context.split import Split
 from kernels.masks import Mask
@@ -52,7 +52,7 @@ class MeshLayout(NamedTuple):
         """The split of the rows that the caller's arrays hold `length` tokens of."""
         axis, num_ranks = self.sequence_axis, self.mesh.shape[self.sequence_axis]
         length = length // self.sizes[axis] * num_ranks
-        peer_refusal = peer_memory.unsupported_reason(self.mesh, axis, chunks.MOST_RANKS)
+        peer_refusal = peer_memory.unsupported_reason(self.mesh, axis)
         return Split.of(axis, num_ranks, self.deal, length, peer_refusal)
 
     def call_of_a_device(self, call: AttentionCall) -> AttentionCall:

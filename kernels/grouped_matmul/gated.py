@@ -15,10 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, spread
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_matrix, load_vector, spread
 from kernels.grouped_matmul.mosaic_gpu import RowTiles, launch
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.persistent_matmul import (
+    NUM_CONSUMERS,
+    STORE_BUFFERS,
     STORED_COLUMNS,
     Phase,
     multiply_rows_by,
@@ -52,7 +54,7 @@ def multiply_gated(
 ) -> GatedFeatures:
     """Features, gates, and the hidden features of both, each row's times its weight."""
     num_columns = matrices.up.shape[2]
-    tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS)
+    tiles = RowTiles.of(groups, num_columns, _GATED_COLUMNS, stores_all=matrices.reads_all_rows)
     biases = [each for each in (matrices.up_bias, matrices.gate_bias) if each is not None]
 
     def make_phases(gmem) -> list[Phase]:
@@ -81,7 +83,7 @@ def multiply_gated(
                     for part, result in ((of_rows, features), (of_gates, gates), (weighted, hidden)):
                         yield part, functools.partial(here.store, result, tile, warpgroup, column)
 
-            store_parts(parts(), buffers)
+            pl.when(here.is_stored(tile))(lambda: store_parts(parts(), buffers))
 
         operands = functools.partial(here.operands, rows=[rows], matrices=[[up, gate]], transpose=False)
         return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=False), store)]
@@ -102,7 +104,7 @@ def multiply_gated(
 
 def differentiate_gated(
     gradients: Float[Array, "R W"],
-    down: Float[Array, "G F W"],
+    matrices: GatedMatrices,
     features: Float[Array, "R F"],
     gates: Float[Array, "R F"],
     weights: Float[Array, " R"],
@@ -113,35 +115,60 @@ def differentiate_gated(
     """The gradients of features and gates beside the hidden features, and those of the weights.
 
     Args:
-      gradients: of the products of hidden features and `down`.
-      down: the groups' last matrices.
+      gradients: of the products of hidden features and the last matrices.
     """
-    num_columns = down.shape[1]
+    num_columns = matrices.down.shape[1]
     columns = tile_columns(num_columns)
-    tiles = RowTiles.of(groups, num_columns, columns)
+    tiles = RowTiles.of(groups, num_columns, columns, stores_all=matrices.reads_all_rows)
 
-    def make_phases(gmem) -> list[Phase]:
+    def make_phases(gmem, arrived) -> list[Phase]:
         gradients, down, features, gates, weights, block_groups, block_ends, *results, of_weights = gmem
         here = tiles.on(block_groups, block_ends)
 
-        def store(products, tile, warpgroup, buffers):
+        def place(tile, warpgroup):
+            """A consumer's first row, its rows, and the tile's first column."""
             first_row, first_column = here.place(tile, warpgroup)
             # The last pair may have one block of rows.
-            own = pl.ds(jnp.minimum(first_row, tiles.num_rows - WGMMA_ROWS), WGMMA_ROWS)
+            return first_row, pl.ds(jnp.minimum(first_row, tiles.num_rows - WGMMA_ROWS), WGMMA_ROWS), first_column
+
+        def start_loads(tile, warpgroup, buffers):
+            """Loads the first columns' features and gates while the products are computed."""
+            _, own, first_column = place(tile, warpgroup)
+
+            @pl.when(here.is_stored(tile))
+            def load():
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                for i, each in enumerate((features, gates)):
+                    columns = each.at[own, pl.ds(first_column, STORED_COLUMNS)]
+                    plgpu.copy_gmem_to_smem(columns, buffers.at[i], arrived.at[warpgroup * STORE_BUFFERS + i])
+
+        def store(products, tile, warpgroup, buffers):
+            pl.when(here.is_stored(tile))(lambda: store_rows(products[0], tile, warpgroup, buffers))
+
+        def store_rows(product, tile, warpgroup, buffers):
+            first_row, own, first_column = place(tile, warpgroup)
             own_weights = load_vector(weights.at[own], rows=True, shared=False)
             sums = []
 
+            def first_columns():
+                for i in range(STORE_BUFFERS):
+                    plgpu.barrier_wait(arrived.at[warpgroup * STORE_BUFFERS + i])
+                return [load_matrix(buffers.at[i], shared=True) for i in range(STORE_BUFFERS)]
+
             def load(column):
+                """Starts to load other columns, for which nothing waits until they are asked for."""
                 across = pl.ds(first_column + column, STORED_COLUMNS)
-                return [_load_matrix(each.at[own, across]) for each in (features, gates)]
+                loaded = [load_matrix(each.at[own, across], shared=False) for each in (features, gates)]
+                return lambda: loaded
 
             def parts() -> Iterator[tuple[Any, Callable]]:
-                following = load(0)
+                following = first_columns
                 for column in range(0, columns, STORED_COLUMNS):
-                    of_rows, of_gates = (each.astype(jnp.float32) for each in following)
+                    load_here = following
                     if column + STORED_COLUMNS < columns:
                         following = load(column + STORED_COLUMNS)
-                    of_hidden = products[0][:, column : column + STORED_COLUMNS]
+                    of_rows, of_gates = (each.astype(jnp.float32) for each in load_here())
+                    of_hidden = product[:, column : column + STORED_COLUMNS]
                     spread_weights = spread(own_weights, of_hidden.shape, rows=True)
                     activated, in_gates, in_rows = activation(of_gates, of_rows)
                     sums.append((of_hidden * activated).sum(axis=1))
@@ -158,25 +185,23 @@ def differentiate_gated(
                 of_weights.at[first_column // columns, own][...] = functools.reduce(jnp.add, sums)
 
         operands = functools.partial(here.operands, rows=[gradients], matrices=[[down]], transpose=True)
-        return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=True), store)]
+        multiply = multiply_rows_by(transpose=True)
+        return [Phase(tiles.num_tiles, operands, multiply, store, before_steps=start_loads)]
 
     result = jax.ShapeDtypeStruct((tiles.num_rows, num_columns), gradients.dtype)
     sums = jax.ShapeDtypeStruct((num_columns // columns, tiles.num_rows), jnp.float32)
     *results, of_weights = launch(
         make_phases,
-        (gradients, down, features, gates, weights, tiles.groups, tiles.ends),
+        (gradients, matrices.down, features, gates, weights, tiles.groups, tiles.ends),
         [result, result, result, sums],
         stages_of_rows(columns, transpose=True),
         columns,
         choice,
         name="differentiate_gated",
+        scratch=[plgpu.Barrier(num_barriers=NUM_CONSUMERS * STORE_BUFFERS)],
     )
     return GatedFeatures(*results), of_weights.sum(0)
 
 
 def _load_columns(vector, shape: tuple[int, int]) -> jax.Array:
     return spread(load_vector(vector, rows=False, shared=False).astype(jnp.float32), shape, rows=False)
-
-
-def _load_matrix(matrix) -> jax.Array:
-    return plgpu.load(matrix, layout=plgpu.Layout.WGMMA, optimized=False)  # type: ignore[call-arg]

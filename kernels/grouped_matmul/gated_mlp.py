@@ -30,6 +30,11 @@ class GatedMatrices(NamedTuple):
     up_bias: Float[Array, "G F"] | None = None
     gate_bias: Float[Array, "G F"] | None = None
 
+    @property
+    def reads_all_rows(self) -> bool:
+        """Whether a gradient sums over all rows, also over those after the last group's, which must then be finite."""
+        return self.up_bias is not None
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def grouped_gated_mlp(
@@ -53,7 +58,7 @@ def grouped_gated_mlp(
       residual_name: `checkpoint_name` of features and gates, all that the gradient needs beside the arguments.
 
     Returns:
-      In the rows' dtype. The rows that pad a group may have any values.
+      In the rows' dtype. The rows that pad a group, or come after the last group's, may have any values.
     """
     return _forward(rows, weights, matrices, groups, activation, choice, residual_name)[0]
 
@@ -71,7 +76,7 @@ def _forward(
 
     features, gates, hidden = gated.multiply_gated(rows, matrices, weights, groups, activation, choice)
     features, gates = checkpoint_name(features, residual_name), checkpoint_name(gates, residual_name)
-    outputs = mosaic_gpu.multiply_rows([hidden], [matrices.down], groups, choice, transpose=False)
+    outputs = mosaic_gpu.multiply_rows([hidden], [matrices.down], groups, choice, transpose=False, stores_all=False)
     return outputs, (rows, weights, matrices, groups, features, gates)
 
 
@@ -82,10 +87,12 @@ def _backward(
 
     rows, weights, matrices, groups, features, gates = residuals
     (of_features, of_gates, hidden), of_weights = gated.differentiate_gated(
-        gradients, matrices.down, features, gates, weights, groups, activation, choice
+        gradients, matrices, features, gates, weights, groups, activation, choice
     )
     between = [of_features, of_gates]
-    of_rows = mosaic_gpu.multiply_rows(between, [matrices.up, matrices.gate], groups, choice, transpose=True)
+    of_rows = mosaic_gpu.multiply_rows(
+        between, [matrices.up, matrices.gate], groups, choice, transpose=True, stores_all=False
+    )
     of_up, of_gate = (mosaic_gpu.multiply_groups(rows, each, groups, choice) for each in between)
     of_down = mosaic_gpu.multiply_groups(hidden, gradients, groups, choice)
     of_biases: list[Array] = []

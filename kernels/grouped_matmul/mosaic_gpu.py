@@ -73,6 +73,7 @@ class RowTiles(NamedTuple):
       groups: of each block of rows, `[blocks]`; as many as there are groups: none.
       ends: where the rows of each block's group end that don't pad it, from the block's first row, `[blocks]`.
       num_groups: G.
+      stores_all: whether the rows after the last group's are stored, too. Else they keep what the memory holds.
     """
 
     num_rows: int
@@ -81,15 +82,16 @@ class RowTiles(NamedTuple):
     groups: Any
     ends: Any
     num_groups: int
+    stores_all: bool
 
     @staticmethod
-    def of(groups: RowGroups, num_columns: int, columns: int) -> RowTiles:
+    def of(groups: RowGroups, num_columns: int, columns: int, *, stores_all: bool) -> RowTiles:
         num_rows, ends = groups.sources.size, jnp.cumsum(groups.sizes)
         # The last pair may have one block of rows, and then the other is of no group.
         firsts = jnp.arange(_PAIR_SIZE * pl.cdiv(num_rows, _PAIR_SIZE * BLOCK_ROWS), dtype=jnp.int32) * BLOCK_ROWS
         block_groups = jnp.searchsorted(ends, firsts, side="right", method="compare_all").astype(jnp.int32)
         block_ends = (ends - groups.sizes + groups.counts)[jnp.minimum(block_groups, ends.size - 1)] - firsts
-        return RowTiles(num_rows, num_columns, columns, block_groups, block_ends, ends.size)
+        return RowTiles(num_rows, num_columns, columns, block_groups, block_ends, ends.size, stores_all)
 
     def on(self, groups: Any, ends: Any) -> RowTiles:
         """The same, within a kernel: with references in the place of arrays."""
@@ -116,6 +118,11 @@ class RowTiles(NamedTuple):
         """Of a tile's rows; of rows of no group, some group."""
         first, of_pair, _ = self._place(tile)
         return jnp.minimum(self.groups[first + of_pair], self.num_groups - 1)
+
+    def is_stored(self, tile) -> Any:
+        """Whether a tile's rows are stored."""
+        first, of_pair, _ = self._place(tile)
+        return self.stores_all or self.groups[first + of_pair] < self.num_groups
 
     def operands(
         self, tile, rows: Sequence[Any], matrices: Sequence[Sequence[Any]], *, transpose: bool
@@ -160,11 +167,15 @@ def multiply_rows(
     choice: GroupedMatmulChoice,
     *,
     transpose: bool,
+    stores_all: bool = True,
 ) -> Float[Array, "R N"]:
-    """Rows times their group's matrix, or its transpose (then matrices are `[G, N, K]`); the sum over all products."""
+    """Rows times their group's matrix, or its transpose (then matrices are `[G, N, K]`); the sum over all products.
+
+    Rows after the last group's come out as 0, or as anything if not `stores_all`.
+    """
     num_columns, num_products = matrices[0].shape[1 if transpose else 2], len(rows)
     columns = tile_columns(num_columns)
-    tiles = RowTiles.of(groups, num_columns, columns)
+    tiles = RowTiles.of(groups, num_columns, columns, stores_all=stores_all)
 
     def make_phases(gmem) -> list[Phase]:
         *factors, block_groups, block_ends, result = gmem
@@ -172,7 +183,8 @@ def multiply_rows(
         here = tiles.on(block_groups, block_ends)
 
         def store(products, tile, warpgroup, buffers):
-            store_columns(products[0], buffers, functools.partial(here.store, result, tile, warpgroup))
+            start_copy = functools.partial(here.store, result, tile, warpgroup)
+            pl.when(here.is_stored(tile))(lambda: store_columns(products[0], buffers, start_copy))
 
         operands = functools.partial(here.operands, rows=rows, matrices=matrices, transpose=transpose)
         return [Phase(tiles.num_tiles, operands, multiply_rows_by(transpose=transpose), store)]
@@ -255,7 +267,7 @@ def multiply_groups(
 
 
 def launch(
-    make_phases: Callable[[Any], Sequence[Phase]],
+    make_phases: Callable[..., Sequence[Phase]],
     operands: tuple[Array, ...],
     results: Sequence[jax.ShapeDtypeStruct],
     stages: tuple[tuple[int, int], tuple[int, int]],
@@ -263,6 +275,7 @@ def launch(
     choice: GroupedMatmulChoice,
     *,
     name: str,
+    scratch: Sequence[Any] = (),
     pair_size: int = _PAIR_SIZE,
     num_matrices: int = 1,
 ) -> tuple[Array, ...]:
@@ -278,6 +291,7 @@ def launch(
             columns,
             num_programs,
             name=name,
+            scratch=scratch,
             num_matrices=num_matrices,
             pair_size=pair_size,
             # New in JAX 0.11.

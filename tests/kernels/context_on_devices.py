@@ -184,9 +184,9 @@ def stand_in_for_gpus() -> None:
     )
     of_gpus = peer_memory.unsupported_reason
 
-    def unsupported_reason(mesh, axis, most_ranks=2):
-        are_all = mesh.shape[axis] == mesh.size and 2 <= mesh.size <= most_ranks
-        return None if are_all else of_gpus(mesh, axis, most_ranks)
+    def unsupported_reason(mesh, axis):
+        are_all = mesh.shape[axis] == mesh.size and 2 <= mesh.size <= peer_memory.MOST_RANKS
+        return None if are_all else of_gpus(mesh, axis)
 
     peer_memory.unsupported_reason = unsupported_reason
     chunks.unsupported_reason = lambda *_: None

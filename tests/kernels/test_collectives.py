@@ -195,12 +195,15 @@ def test_kernels_say_whom_they_cannot_serve(devices, changes, reason):
 
 
 @NEEDS_JAX_0_11
-def test_on_more_than_two_gpus_kernels_are_taken_by_name_alone():
-    four = [gpu(i) for i in range(4)]
-    mesh = SimpleNamespace(size=4, shape={"data": 1, "tensor": 4}, devices=np.array(four).reshape(1, 4))
-    call = (mesh, "tensor", (1, 128, 64), (64,), "bfloat16")
-    assert choose_collectives(*call).passed_over.startswith("is for meshes of two devices, both of them along tensor")
-    assert choose_collectives(*call, "mosaic_gpu") == ("mosaic_gpu", None, 132)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_kernels_are_taken_on_up_to_four_gpus(num_ranks):
+    devices = np.array([gpu(i) for i in range(num_ranks)]).reshape(1, num_ranks)
+    mesh = SimpleNamespace(size=num_ranks, shape={"data": 1, "tensor": num_ranks}, devices=devices)
+    chosen = choose_collectives(mesh, "tensor", (1, 128, 64), (64,), "bfloat16")
+    if num_ranks <= 4:
+        assert chosen == ("mosaic_gpu", None, 132)
+    else:
+        assert chosen.passed_over.startswith("is for meshes of 2 to 4 devices, all of them along tensor, not for")
 
 
 @NEEDS_JAX_0_11

@@ -96,8 +96,8 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
     from kernels.call import AttentionInputs
     from kernels.context.exchanges.halo import Halo
 
-    length, reach = 4096, 200
-    call = call_of(CausalMask() & LocalMask(reach, 0), length=length, num_ranks=num_ranks)
+    length, num_tokens = 4096, 256
+    call = call_of(CausalMask() & LocalMask(200, 0), length=length, num_ranks=num_ranks)
     split = Split.of("context", num_ranks, deal, length)
 
     def collect(x):
@@ -105,11 +105,11 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
 
     text = on_ranks(num_ranks, collect, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
     moved = [line for line in text.splitlines() if "ppermute" in line]
-    # A run gets its neighbour's last tokens, and the two halves of a zigzag may come from different slots.
+    # A run gets its neighbour's last tokens, in whole tiles. Two halves of a zigzag may come from different slots.
     assert num_runs <= len(moved) <= num_runs + (deal == "zigzag")
-    assert all(f"bf16[1,{reach},16,128]" in line for line in moved)
+    assert all(f"bf16[1,{num_tokens},16,128]" in line for line in moved)
     forward, backward = exchange_cost("halo", call, split).received_bytes
-    minimum = num_runs * reach * 16 * 256 * 2
+    minimum = num_runs * num_tokens * 16 * 256 * 2
     assert forward == minimum
     assert backward == 2 * minimum  # the keys again, and gradients back
 

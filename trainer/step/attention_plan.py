@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
-from kernels.collectives import chunks, peer_memory
+from kernels.collectives import peer_memory
 from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
 from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
@@ -79,11 +79,11 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
     if mesh is None:
         target, peer_refusal = (
             Target("cpu", "cpu"),
-            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context", chunks.MOST_RANKS),
+            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context"),
         )
     else:
         target = Target.of(mesh.devices.flat[0])
-        peer_refusal = peer_memory.unsupported_reason(mesh, "context", chunks.MOST_RANKS)
+        peer_refusal = peer_memory.unsupported_reason(mesh, "context")
     try:
         plan = plan_context(
             attention_calls(config, target),
@@ -141,7 +141,7 @@ def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]
                 round(cost.held_bytes),
                 {name: each.seconds for name, each in chosen.costs.items()},
                 dict(chosen.refusals.items()),
-                target.platform == "gpu" and mesh.size <= chunks.MOST_RANKS,
+                target.platform == "gpu" and mesh.size <= peer_memory.MOST_RANKS,
             )
             call = kernel_call(chosen.name, call, split)
         try:

@@ -35,6 +35,9 @@ from trainer.step.sharding import batch_sharding, is_on_host, parameter_sharding
 from trainer.step.skipping import Skipping, judge, schedule_at
 from trainer.step.tensor_plan import plan_tensor
 
+WITHOUT_CUDA_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
+"""XLA's compiler options that keep kernels out of CUDA graphs. Within one a profiler names no kernel's instruction."""
+
 Batch = dict[str, Array]
 BATCH_DTYPES = {
     "tokens": jnp.int32,
@@ -284,12 +287,21 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             in_shardings=(shardings, of_batch),
             out_shardings=(shardings, of_scalar),
             donate_argnums=0,
+            compiler_options=_compiler_options(mesh),
         ),
         gradients=jax.jit(
             mean_loss_gradient, in_shardings=(shardings.params, of_batch), out_shardings=(shardings.params, of_scalar)
         ),
         eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
     )
+
+
+def _compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
+    """XLA's, for a step.
+
+    Within CUDA graphs a step of several GPUs is slower: "Training on four H200s" in docs/benchmarks.md.
+    """
+    return WITHOUT_CUDA_GRAPHS if mesh.devices.flat[0].platform == "gpu" and mesh.size > 1 else None
 
 
 def _into_micro_batches(x: Array, count: int) -> Array:

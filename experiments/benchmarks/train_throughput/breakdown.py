@@ -30,8 +30,6 @@ Part = Literal[
     "unknown",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-WITHOUT_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
-"""Compiler options of programs to trace: inside a CUDA graph the profiler names the graph, and no instruction."""
 
 _COLLECTIVES = (
     "all-reduce",

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.benchmarks.train_throughput.breakdown import WITHOUT_GRAPHS, break_down, read_kernels
+from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
 from kernels.collectives import Collectives
 from kernels.context import Exchange
@@ -35,7 +35,7 @@ from trainer.observers.record import measured_memory
 from trainer.process.versions import installed_versions
 from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, device_peak
-from trainer.step.functions import StepMetrics, TrainState, make_step_functions
+from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.step.tensor_plan import plan_tensor
 
@@ -95,7 +95,7 @@ def measure(
     breakdown = None
     if trace and workload.num_traced_steps:
         lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-        traced_step = lowering.lowered.compile(WITHOUT_GRAPHS)
+        traced_step = lowering.lowered.compile(WITHOUT_CUDA_GRAPHS)
         state, _, _ = run(traced_step, state, 1)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):

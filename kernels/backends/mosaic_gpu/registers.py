@@ -43,6 +43,11 @@ def load_vector(ref, *, rows: bool, shared: bool = True) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
+def load_matrix(ref, *, shared: bool) -> jax.Array:
+    """Loads a matrix from shared or else global memory, as an accumulator's registers hold it."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
+
+
 def spread(vector, shape, *, rows: bool) -> jax.Array:
     """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])

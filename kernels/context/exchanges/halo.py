@@ -21,6 +21,8 @@ from kernels.context.exchanges.collected import Collected
 from kernels.context.split import Split
 from kernels.masks import LocalMask, Mask
 
+_TILE_KEYS = 128  # of most tiles
+
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     """The mask has to reach only so far, and a rank to hold runs that every row has alike."""
@@ -51,11 +53,13 @@ def reach_by_side(mask: Mask) -> tuple[int | None, int | None]:
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     """What a rank's kernel is called for: its runs side by side, with their halos."""
-    num_runs, (left, right) = _num_runs(split), _reach(call)
+    num_runs = _num_runs(split)
+    run_length = call.q_len // num_runs
+    left, right = halo_of(call, run_length)
     call = call._replace(
         batch=call.batch * num_runs,
-        q_len=call.q_len // num_runs,
-        kv_len=left + call.q_len // num_runs + right,
+        q_len=run_length,
+        kv_len=left + run_length + right,
         has_segment_ids=True,
     )
     if call.mask.window is None:
@@ -102,7 +106,7 @@ class Halo(Collected):
 
     def _parts(self) -> list[tuple[int, Callable]]:
         """Of a run with its halo, in order: the number of tokens, and what makes them of this rank's tokens."""
-        left, right = map(self._pieces, _reach(self.call))
+        left, right = map(self._pieces, halo_of(self.call, self.run_length))
 
         def neighbours(distance: int, length: int, from_end: bool) -> tuple[int, Callable]:
             return length, lambda x: self._neighbours(x, distance, length, from_end=from_end)
@@ -115,7 +119,7 @@ class Halo(Collected):
 
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
         ids, positions = inputs.query_segment_ids, inputs.query_positions
-        left, right = _reach(self.call)
+        left, right = halo_of(self.call, self.run_length)
         places = self.queries(self.split.places(inputs))
         key_places = places[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
         # What lies beyond the ends of the row belongs to no document.
@@ -180,10 +184,16 @@ def _num_runs(split: Split) -> int:
     return split.num_runs
 
 
-def _reach(call: AttentionCall) -> tuple[int, int]:
+def halo_of(call: AttentionCall, run_length: int) -> tuple[int, int]:
+    """How many tokens before and after its own a run gets: as far as the mask reaches, in whole tiles.
+
+    A kernel would pad keys to whole tiles itself, and copy all of them for that.
+    """
     reach = reach_of(call.mask)
     assert reach is not None, "checked by unsupported_reason"
-    return reach
+    multiple = 1 if run_length % _TILE_KEYS else _TILE_KEYS
+    left, right = (-(-side // multiple) * multiple for side in reach)
+    return left, right
 
 
 def runs_of_ranks(split: Split) -> list[tuple[int, ...]]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.collectives import chunks as chunk_collectives
+from kernels.collectives import peer_memory
 from kernels.context.exchanges import gather
 from kernels.context.exchanges.collected import arange_like
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
@@ -34,8 +35,8 @@ local_call = gather.local_call
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     """The ranks have to be GPUs that reach each other's memory, and chunks whole tiles of it."""
-    if split.num_ranks > chunk_collectives.MOST_RANKS:
-        return f"is for at most {chunk_collectives.MOST_RANKS} ranks, not for {split.num_ranks}"
+    if split.num_ranks > peer_memory.MOST_RANKS:
+        return f"is for at most {peer_memory.MOST_RANKS} ranks, not for {split.num_ranks}"
     if split.peer_refusal is not None:
         return split.peer_refusal
     if split.length // split.run_chunk > MOST_CHUNKS:
