@@ -35,7 +35,7 @@ class ActivationSharding:
       deal: which tokens of a row each rank of `sequence_axis` holds.
       exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
       collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of GPUs that write to each other's
-        memory; None: the kernels where two GPUs can run them.
+        memory; None: the kernels where two to four GPUs can run them.
 
     Raises:
       ValueError: if the mesh lacks one of the axes, or has axes of type Explicit or Manual.

@@ -75,6 +75,8 @@ _COPIES_BY_PEER, _FASTER_BY_PEER = 5, 1.4
 # The share of a ring's hops that kernels hide at best on a torus: what is sent takes some of the memory's bandwidth. On
 # GPUs they hide nothing: "Training on four H200s" in docs/benchmarks.md.
 _HIDDEN_SHARE_OF_HOPS = 0.75
+# How much longer a GPU takes for a hop than for as many bytes of other exchanges. Seen there, too.
+_SLOWER_BY_HOPS = 1.45
 # A rank's work over the mean where documents of other lengths in each row decide it, about: `chunk_costs` of random
 # packed rows of 131,072 tokens say 1.1 to 1.3 over 2 ranks, and 1.6 to 2.2 over 8. And what is left of it when each row
 # is dealt out by cost.
@@ -148,6 +150,8 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
             # Hops are under way while kernels run, but for those that take gradients home.
             home = _hop_bytes(call) * _ring_hops(call, split)[1] / links.bytes_per_s
             exposed -= min(_HIDDEN_SHARE_OF_HOPS * (exposed - home), kernels)
+        else:
+            exposed *= _SLOWER_BY_HOPS
     fits = held <= _MOST_OF_MEMORY * links.memory_bytes
     return ExchangeCost((forward, backward), held, kernels + exposed, exposed, fits)
 

@@ -221,7 +221,7 @@ class TensorConfig:
 
     collectives: Collectives | None = None
     """mosaic_gpu: by kernels in which GPUs write to each other's memory; xla: by XLA's collectives. None: the kernels
-    where two GPUs can run them."""
+    where two to four GPUs can run them."""
 
     def __post_init__(self):
         if self.collectives is not None:
