@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ class SavedRun:
 
     config: TrainConfig
     checkpoint: FoundCheckpoint
+    init_from: Mapping[str, Any]
+    """What its record says that the parameters began as; empty: they were random, or the record is gone."""
 
 
 def open_saved_run(path: Path, *, setting: str) -> SavedRun:
@@ -49,7 +53,18 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
-    return SavedRun(config, checkpoint)
+    return SavedRun(config, checkpoint, _init_from(workdir.record))
+
+
+def _init_from(record: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(record.read_text(encoding="utf-8")).get("init_from") or {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserMistake(
+            f"{record}, which says what the run began with, can't be read: {error}; mend it, or move it away"
+        ) from error
 
 
 def abstract_params(model: GPTConfig, sharding: jax.sharding.Sharding) -> Any:

@@ -96,7 +96,8 @@ def write_huggingface(
       generation_config: what transformers' `generate` is to do by default.
       model_type: the family to save it as, by transformers' name; None: the first that can express the model.
       context_length: tokens that the model was trained on at most, for those who ask config.json; None: left out,
-        unless the rotary embedding is scaled. With longrope config.json tells what the embedding is scaled to.
+        unless the rotary embedding is scaled. config.json has at least what the embedding is scaled to, by which some
+        versions of transformers compute it, and with longrope just that.
 
     Raises:
       ValueError: the folder exists, no family can express the model, or the parameters aren't the config's.
@@ -151,10 +152,10 @@ def _more_keys(
     widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
     keys: dict[str, Any] = {"torch_dtype": widest.name}
     keys |= {name: (generation_config or {}).get(name) for name in _SPECIAL_TOKENS}
-    scaling = config.rope_scaling
-    if context_length is None and scaling.kind in ("llama3", "yarn"):
-        context_length = round(scaling.original_context_length * scaling.factor)
-    return keys if context_length is None else keys | {"max_position_embeddings": context_length}
+    scalings = {layer.rope_scaling for layer in config.layer_counts if layer.rope_scaling.kind in ("llama3", "yarn")}
+    lengths = [round(scaling.original_context_length * scaling.factor) for scaling in scalings]
+    lengths += [] if context_length is None else [context_length]
+    return keys | {"max_position_embeddings": max(lengths)} if lengths else keys
 
 
 class _Piece(NamedTuple):

@@ -21,7 +21,7 @@ from trainer.config import DataConfig
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
-from trainer.saved_run import open_saved_run
+from trainer.saved_run import SavedRun, open_saved_run
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -42,9 +42,10 @@ def run(command: ExportCommand) -> None:
     if command.output.exists():  # what `write_huggingface` refuses, before minutes of reading
         raise UserMistake(f"--output {command.output} exists already; name a folder that is to be made, or remove it")
     try:
-        model_type = family_of(saved.config.model)[0].model_type
+        model_type = _choose_family(saved, console)
     except ValueError as refused:
         raise UserMistake(f"workdir {command.workdir} can't be exported: {refused}") from refused
+    context_length = max(saved.config.sequence_length, saved.init_from.get("context_length") or 0)
     tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
     end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
     try:
@@ -62,7 +63,7 @@ def run(command: ExportCommand) -> None:
                     # A folder's own tells more, and is copied.
                     generation_config=None if folder and (folder / "generation_config.json").is_file() else end,
                     model_type=model_type,
-                    context_length=saved.config.sequence_length,
+                    context_length=context_length,
                 )
 
             with console.working(f"writing {command.output}"):
@@ -83,6 +84,23 @@ def run(command: ExportCommand) -> None:
     )
     if folder is None:
         console.note("without a tokenizer: the run's is no tokenizer.json")
+
+
+def _choose_family(saved: SavedRun, console: Console) -> str:
+    """The family that the run's parameters began as, if it can still express the model; otherwise the first that can.
+
+    Raises:
+      ValueError: none can.
+    """
+    began_as = saved.init_from.get("family")
+    if began_as is not None:
+        try:
+            return family_of(saved.config.model, began_as)[0].model_type
+        except ValueError as refused:
+            chosen = family_of(saved.config.model)[0].model_type
+            console.warning(f"the run began with a {began_as}, which the model no longer is: {refused}")
+            return chosen
+    return family_of(saved.config.model)[0].model_type
 
 
 def _load_tokenizer(name: str | None, data: DataConfig, checkpoint: FoundCheckpoint) -> Tokenizer | None:

@@ -92,6 +92,7 @@ def _describe_huggingface(folder: Path) -> dict[str, Any]:
         files = sorted({tensor.file.path for tensor in tensors.values()})
     return {
         "family": values["model_type"],
+        "context_length": values.get("max_position_embeddings"),
         "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
         "files": {Path(file).name: os.path.getsize(file) for file in files},
     }
@@ -100,9 +101,13 @@ def _describe_huggingface(folder: Path) -> dict[str, Any]:
 def _load_checkpoint(
     folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
 ) -> tuple[Any, dict[str, Any]]:
-    checkpoint = open_saved_run(folder, setting="init_from").checkpoint
+    saved = open_saved_run(folder, setting="init_from")
+    checkpoint = saved.checkpoint
     for damaged in checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
     with console.working("loading parameters"):
         checkpoint, params = restore_params(checkpoint, functions.abstract_state.params)
-    return params, {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
+    # What the parameters began as, as long as a run goes on with them.
+    began_as = {name: saved.init_from[name] for name in ("family", "context_length") if name in saved.init_from}
+    origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
+    return params, origin | began_as

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layers.pretrained import config_from_huggingface, read_params
+from layers.pretrained import config_from_huggingface, read_params, save
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import parse_command_line
 from trainer.config.file import config_to_json
@@ -102,11 +103,52 @@ def test_what_is_exported_and_read_again_has_every_bit(pretrained, trained, expo
     tokenizer = pretrained.folder / "tokenizer.json"
     assert (output / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     values = json.loads((output / "config.json").read_text())
-    assert values["max_position_embeddings"] == trained.config.sequence_length
+    # What llama3's scaling goes up to, which is more than the run was trained on.
+    assert values["max_position_embeddings"] == 128 > trained.config.sequence_length
     assert values["eos_token_id"] == load_tokenizer(str(tokenizer)).end_of_document_id
     # The folder is one that a run can begin with.
     arguments = ["--config", str(pretrained.page), "--init-from", str(output)]
     assert parse_command_line(arguments).train.model == trained.config.model
+
+
+@pytest.fixture
+def with_record(with_config):
+    """A workdir whose record says what the run began as."""
+
+    def make(**began_as: object) -> Path:
+        path = with_config()
+        Workdir(path).record.write_text(json.dumps({"init_from": began_as or None}))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_run_is_exported_as_the_family_that_it_began_with(family, with_record, pretrained, trained, export, tmp_path):
+    output = tmp_path / "out"
+    status, told, errors = export(with_record(family=family, context_length=4096), output)
+    assert (status, errors) == (0, "")
+    assert f" as {family}: " in told
+    values = json.loads((output / "config.json").read_text())
+    assert (values["model_type"], values["max_position_embeddings"]) == (family, 4096)
+    assert_same_bits(read_params(output, pretrained.model), trained.params)
+
+
+def test_a_model_that_its_family_no_longer_expresses_is_told_of(with_record, export, tmp_path):
+    status, told, _ = export(with_record(family="gemma2", context_length=None), tmp_path / "out")
+    assert status == 0
+    assert " as llama: " in told
+    assert "the run began with a gemma2, which the model no longer is: " in told
+
+
+def test_a_run_of_random_parameters_is_the_first_family_that_can_be(with_record, export, tmp_path):
+    assert " as llama: " in export(with_record(), tmp_path / "out")[1]
+
+
+def test_a_damaged_record_is_refused(with_record, export, tmp_path):
+    path = with_record()
+    Workdir(path).record.write_text("{")
+    assert "which says what the run began with, can't be read: " in refusal(export(path, tmp_path / "out"))
 
 
 def test_another_dtype_rounds_once(pretrained, trained, export, tmp_path):
@@ -196,6 +238,20 @@ def test_a_real_command_starts_no_accelerator(trained, tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_process_that_is_told_to_leave_leaves_nothing(trained, export, tmp_path, monkeypatch):
+    def write_tensors(folder, *_):
+        (folder / "model.safetensors").write_bytes(b"half of it")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(save, "_write_tensors", write_tensors)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as left:
+        export(trained.path, tmp_path / "out")
+    assert left.value.code == 143
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 EXPORT_BOTH = """

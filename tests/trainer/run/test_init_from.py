@@ -84,7 +84,12 @@ def test_the_first_loss_is_the_pretrained_models(pretrained, continued, read_run
     assert told.pop("seconds") > 0
     assert len(told.pop("config_sha256")) == 64
     size = (pretrained.folder / "model.safetensors").stat().st_size
-    assert told == {"path": str(pretrained.folder), "family": "llama", "files": {"model.safetensors": size}}
+    assert told == {
+        "path": str(pretrained.folder),
+        "family": "llama",
+        "context_length": 128,
+        "files": {"model.safetensors": size},
+    }
     assert record["data"]["tokenizer"] == str(pretrained.folder / "tokenizer.json")
 
 
@@ -101,6 +106,8 @@ def test_a_run_begins_with_another_runs_parameters_alone(pretrained, continued, 
         "checkpoint": str(checkpoint),
         "step": 2,
         "sha256": hashlib.sha256((checkpoint / "SHA256SUMS").read_bytes()).hexdigest(),
+        "family": "llama",  # what these parameters began as
+        "context_length": 128,
     }
     assert record["data"]["tokenizer"] == str(pretrained.folder / "tokenizer.json"), "the first folder's"
 
