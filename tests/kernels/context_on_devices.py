@@ -237,6 +237,12 @@ def draw_sizes_of_gpus(rng, mask_name, num_ranks):
     return Sizes(length, num_heads, num_kv_heads, head_dim, value_dim, str(rng.choice(["bfloat16", "float16"])))
 
 
+def draw_sizes(rng, num_ranks, deal, exchange):
+    """Such as CPU devices take no time for. Halos come in whole tiles where runs do."""
+    lengths = {"peer": [768], "halo": [96, 128 * num_ranks * (2 if deal == "zigzag" else 1)]}
+    return Sizes(int(rng.choice(lengths.get(exchange, [96]))))
+
+
 def draw_cases(rng, num_cases, of_gpus):
     """Cases of all exchanges; of GPUs, and a seventh of the others, of a few that read each other's memory."""
     # Causal masks have the most to show there: their rows are compact.
@@ -259,7 +265,7 @@ def main(seed: int, num_cases: int) -> None:
         stand_in_for_gpus()
     for shards, mask_name, deal, exchange in draw_cases(rng, num_cases, of_gpus):
         implementations = [None] if of_gpus else [SMALL_TILES] if exchange == "peer" else ["reference", SMALL_TILES]
-        sizes = draw_sizes_of_gpus(rng, mask_name, shards[2]) if of_gpus else Sizes(96 if exchange != "peer" else 768)
+        sizes = draw_sizes_of_gpus(rng, mask_name, shards[2]) if of_gpus else draw_sizes(rng, shards[2], deal, exchange)
         result = compare(rng, shards, mask_name, deal, exchange, sizes, implementations)
         case = {"mesh": shards, "mask": mask_name, "deal": deal, "exchange": exchange, "sizes": sizes}
         print(json.dumps(case | result), flush=True)
