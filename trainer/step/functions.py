@@ -287,7 +287,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             in_shardings=(shardings, of_batch),
             out_shardings=(shardings, of_scalar),
             donate_argnums=0,
-            compiler_options=_compiler_options(mesh),
+            compiler_options=compiler_options(mesh),
         ),
         gradients=jax.jit(
             mean_loss_gradient, in_shardings=(shardings.params, of_batch), out_shardings=(shardings.params, of_scalar)
@@ -296,10 +296,10 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     )
 
 
-def _compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
-    """XLA's, for a step.
+def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
+    """XLA's compiler options for a step on a mesh; None: its defaults.
 
-    Within CUDA graphs a step of several GPUs is slower: "Training on four H200s" in docs/benchmarks.md.
+    Within CUDA graphs a step of several GPUs was slower: "Training on four H200s" in docs/benchmarks.md.
     """
     return WITHOUT_CUDA_GRAPHS if mesh.devices.flat[0].platform == "gpu" and mesh.size > 1 else None
 

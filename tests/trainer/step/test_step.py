@@ -1,6 +1,7 @@
 """The training step against dense logits and AdamW written out, and what it must leave alone."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from kernels import CausalMask
 from layers import GPTConfig
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.step.functions import make_step_functions
+from trainer.step.functions import WITHOUT_CUDA_GRAPHS, compiler_options, make_step_functions
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import make_mesh
 from trainer.step.skipping import NUM_RECENT, Skipping
@@ -267,3 +268,18 @@ def test_seeds_decide_the_parameters(functions, initial_state):
 def assert_trees_close(actual, expected):
     for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(actual)[0], jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "options"),
+    [
+        ("gpu", 1, None),
+        ("gpu", 2, WITHOUT_CUDA_GRAPHS),
+        ("gpu", 4, WITHOUT_CUDA_GRAPHS),
+        ("cpu", 4, None),
+        ("tpu", 8, None),
+    ],
+)
+def test_steps_of_several_gpus_run_outside_of_cuda_graphs(platform, num_devices, options):
+    devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
+    assert compiler_options(SimpleNamespace(devices=devices, size=num_devices)) == options
