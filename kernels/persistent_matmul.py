@@ -179,7 +179,7 @@ def launch_matmul(
     Args:
       make_phases: (references to operands and outputs, references to `scratch`) → the kernel's phases.
       operands: arrays.
-      outputs: the result first, in whose dtype products are computed and stored.
+      outputs: the first one of the dtype that products are computed and stored in.
       stages: shapes of a stage of the left and of the right operand.
       columns: of a tile.
       num_programs: as many as run at the same time, one to a multiprocessor. They may wait for each other.
@@ -239,6 +239,7 @@ def launch_matmul(
         cluster_names=(pair_axis,) if pair_axis else (),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
+        # exp and 1/√x, of which activations are made, as the hardware has them: results are rounded to 16 bits.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*operands)

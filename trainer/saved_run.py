@@ -25,8 +25,6 @@ class SavedRun:
 
     config: TrainConfig
     checkpoint: FoundCheckpoint
-    init_from: Mapping[str, Any]
-    """What its record says that the parameters began as; empty: they were random, or the record is gone."""
 
 
 def open_saved_run(path: Path, *, setting: str) -> SavedRun:
@@ -53,17 +51,28 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
-    return SavedRun(config, checkpoint, _init_from(workdir.record))
+    return SavedRun(config, checkpoint)
 
 
-def _init_from(record: Path) -> Mapping[str, Any]:
+def read_init_from(path: Path) -> Mapping[str, Any]:
+    """What a run's record says that its parameters began as; empty: they were random, or there is no record.
+
+    Args:
+      path: the workdir.
+
+    Raises:
+      UserMistake: the record is damaged.
+    """
+    record = Workdir(path).record
     try:
-        return json.loads(record.read_text(encoding="utf-8")).get("init_from") or {}
+        values = json.loads(record.read_text(encoding="utf-8"))
+        init_from = values["init_from"] or {}
+        return {name: init_from[name] for name in ("family", "context_length") if init_from.get(name) is not None}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserMistake(
-            f"{record}, which says what the run began with, can't be read: {error}; mend it, or move it away"
+            f"{record}, which says what the run began with, can't be read: {error!r}; mend it, or move it away"
         ) from error
 
 

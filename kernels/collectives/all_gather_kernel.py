@@ -40,6 +40,11 @@ from kernels.persistent_matmul import (
 )
 
 
+def num_joined(features: Sequence[int]) -> int:
+    """How many matrices, to so many features each, one kernel takes: all, if its tiles are as wide as for the first."""
+    return len(features) if tile_columns(math.gcd(*features)) == tile_columns(features[0]) else 1
+
+
 def peer_all_gather_matmul(
     part: Float[Array, "B t W"],
     matrices: Sequence[Float[Array, "W ?F"] | Float[Array, "?F W"]],

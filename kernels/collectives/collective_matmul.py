@@ -167,16 +167,19 @@ def _gather_and_multiply(
 ) -> tuple[tuple[Float[Array, "B T ?F"], ...], Float[Array, "B T W"]]:
     """The products, and all ranks' tokens."""
     if chosen.num_multiprocessors is not None:
-        from kernels.collectives.all_gather_kernel import peer_all_gather_matmul
+        from kernels.collectives.all_gather_kernel import num_joined, peer_all_gather_matmul
 
         part, *matrices = without_slice_fusion(part, *matrices)
+        joined = num_joined([matrix.shape[0 if transpose else 1] for matrix in matrices])
         outputs = peer_all_gather_matmul(
-            part, matrices, axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
+            part, matrices[:joined], axis, lax.axis_size(axis), chosen.num_multiprocessors, transpose=transpose
         )
         *products, whole = without_slice_fusion(*outputs)
-        return tuple(products), whole
-    whole = lax.all_gather(part, axis, axis=1, tiled=True)
-    return tuple(whole @ (matrix.T if transpose else matrix) for matrix in matrices), whole
+        matrices = matrices[joined:]
+    else:
+        products, whole = [], lax.all_gather(part, axis, axis=1, tiled=True)
+    products += [whole @ (matrix.T if transpose else matrix) for matrix in matrices]
+    return tuple(products), whole
 
 
 @jax.named_scope("matmul_reduce_scatter")

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kernels.mesh import manual_axes
 
 MOST_RANKS = 4
-"""GPUs that the kernels serve: more haven't run them, and the buffers of chunks have no room for theirs."""
+"""GPUs that the kernels serve. Two and four have run them; the buffers of chunks have no room for more."""
 _HOPPER = 9.0
 _OLDEST_JAX = (0, 11)
 _OVERLAPPING_FLAG = r"--xla_gpu_enable_latency_hiding_scheduler(?!=(?:false|0))"

@@ -37,6 +37,7 @@ TOKENIZER_NAMES = (
 GENERATION_NAME = "generation_config.json"
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_SCALED = ("llama3", "yarn")  # to a length that config.json tells
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -64,6 +65,8 @@ def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family,
             reasons.append(str(error))
         else:
             return family, written
+    if model_type is not None:
+        raise ValueError(reasons[0])
     raise ValueError(
         "no model of transformers that is known here computes what this one does:\n  " + "\n  ".join(reasons)
     )
@@ -96,8 +99,8 @@ def write_huggingface(
       generation_config: what transformers' `generate` is to do by default.
       model_type: the family to save it as, by transformers' name; None: the first that can express the model.
       context_length: tokens that the model was trained on at most, for those who ask config.json; None: left out,
-        unless the rotary embedding is scaled. config.json has at least what the embedding is scaled to, by which some
-        versions of transformers compute it, and with longrope just that.
+        unless the rotary embedding is scaled. Where it is, config.json has at least what llama3 scales it to, and
+        just what yarn and longrope do: some versions of transformers compute the embedding from that.
 
     Raises:
       ValueError: the folder exists, no family can express the model, or the parameters aren't the config's.
@@ -152,9 +155,11 @@ def _more_keys(
     widest = max(dtypes.values(), key=lambda dtype: dtype.itemsize)
     keys: dict[str, Any] = {"torch_dtype": widest.name}
     keys |= {name: (generation_config or {}).get(name) for name in _SPECIAL_TOKENS}
-    scalings = {layer.rope_scaling for layer in config.layer_counts if layer.rope_scaling.kind in ("llama3", "yarn")}
-    lengths = [round(scaling.original_context_length * scaling.factor) for scaling in scalings]
-    lengths += [] if context_length is None else [context_length]
+    scalings = {layer.rope_scaling for layer in config.layer_counts}
+    scaled = {each.kind: round(each.original_context_length * each.factor) for each in scalings if each.kind in _SCALED}
+    if "yarn" in scaled:
+        return keys | {"max_position_embeddings": scaled["yarn"]}
+    lengths = [*scaled.values(), *([] if context_length is None else [context_length])]
     return keys | {"max_position_embeddings": max(lengths)} if lengths else keys
 
 

@@ -151,7 +151,7 @@ def roundings(found, expected, unit):
 def main(seed: int, num_draws: int) -> None:
     rng = np.random.default_rng(seed)
     wanted = "mosaic_gpu" if jax.devices()[0].platform == "gpu" else "xla"
-    numbers = [number for number in (2, 4) if number <= jax.device_count()]
+    numbers = [number for number in (2, 3, 4) if number <= jax.device_count()]
     for draw in range(num_draws):
         num_ranks = numbers[-1 - draw % len(numbers)]
         mesh = jax.make_mesh(

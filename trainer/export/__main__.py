@@ -1,9 +1,9 @@
 """`python -m trainer.export --workdir DIR --output DIR [--dtype bfloat16] [--shard-size 5GB]`.
 
 Exit status: 0 completed; 1 failed; 2 a mistake in the command, the checkpoint, or a model that no family of
-`layers.pretrained` can express, told in one message; 130 Ctrl-C; 143 SIGTERM. Whatever the status, a folder under the
-output's name is whole, and nothing else is left. Only SIGKILL leaves parts, in a hidden folder beside it, named
-`.OUTPUT.` and some letters, which may be removed. No accelerator is started.
+`layers.pretrained` can express, told in one message; 130 Ctrl-C; 143 SIGTERM; 129 a closed terminal (SIGHUP). Whatever
+the status, a folder under the output's name is whole. A process that is killed otherwise may leave parts, in a hidden
+folder beside it, named `.OUTPUT.` and some letters, which may be removed. No accelerator is started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         command = parse_command_line(arguments)
         from trainer.export.export_run import run  # imports Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-        with _ended_by_sigterm():
+        with _ended_by_signals():
             run(command)
         return COMPLETED
 
@@ -35,13 +35,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the process as an exception does, which removes what has been written."""
-    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the process as an exception does, which removes what has been written."""
+    # What is started to outlive its terminal (`nohup`) ignores SIGHUP, and continues to.
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def leave(number: int, _: object) -> None:
+        for each in heeded:
+            signal.signal(each, signal.SIG_IGN)  # another one mustn't disturb the removal
+        sys.exit(128 + number)
+
+    handlers = {number: signal.signal(number, leave) for number in heeded}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from layers import GPTConfig
 from layers.pretrained import write_huggingface
 from layers.pretrained.save import family_of
 from layers.pretrained.table import parameter_shapes
@@ -21,7 +22,7 @@ from trainer.config import DataConfig
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
-from trainer.saved_run import SavedRun, open_saved_run
+from trainer.saved_run import open_saved_run, read_init_from
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -31,7 +32,7 @@ def run(command: ExportCommand) -> None:
 
     Raises:
       UserMistake: a checkpoint is missing, the output exists, the tokenizer isn't training's, or no family can express
-        the model.
+        the model, or the record is damaged.
       TrainingFailed: every checkpoint is damaged, the folder can't be written, or this machine is out of memory.
     """
     console, begun = Console(), time.perf_counter()
@@ -41,11 +42,12 @@ def run(command: ExportCommand) -> None:
         console.warning(f"{damaged}; the one before it is taken")
     if command.output.exists():  # what `write_huggingface` refuses, before minutes of reading
         raise UserMistake(f"--output {command.output} exists already; name a folder that is to be made, or remove it")
+    init_from = read_init_from(command.workdir)
     try:
-        model_type = _choose_family(saved, console)
+        model_type = _choose_family(saved.config.model, init_from.get("family"), console)
     except ValueError as refused:
         raise UserMistake(f"workdir {command.workdir} can't be exported: {refused}") from refused
-    context_length = max(saved.config.sequence_length, saved.init_from.get("context_length") or 0)
+    context_length = max(saved.config.sequence_length, init_from.get("context_length", 0))
     tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
     end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
     try:
@@ -86,21 +88,20 @@ def run(command: ExportCommand) -> None:
         console.note("without a tokenizer: the run's is no tokenizer.json")
 
 
-def _choose_family(saved: SavedRun, console: Console) -> str:
-    """The family that the run's parameters began as, if it can still express the model; otherwise the first that can.
+def _choose_family(model: GPTConfig, began_as: str | None, console: Console) -> str:
+    """The family that a run's parameters began as, if it can still express the model; otherwise the first that can.
 
     Raises:
       ValueError: none can.
     """
-    began_as = saved.init_from.get("family")
-    if began_as is not None:
-        try:
-            return family_of(saved.config.model, began_as)[0].model_type
-        except ValueError as refused:
-            chosen = family_of(saved.config.model)[0].model_type
-            console.warning(f"the run began with a {began_as}, which the model no longer is: {refused}")
-            return chosen
-    return family_of(saved.config.model)[0].model_type
+    if began_as is None:
+        return family_of(model)[0].model_type
+    try:
+        return family_of(model, began_as)[0].model_type
+    except ValueError as refused:
+        chosen = family_of(model)[0].model_type
+        console.warning(f"the run began with a {began_as}, and goes out as a {chosen}: {refused}")
+        return chosen
 
 
 def _load_tokenizer(name: str | None, data: DataConfig, checkpoint: FoundCheckpoint) -> Tokenizer | None:

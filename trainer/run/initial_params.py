@@ -22,7 +22,7 @@ from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
 from trainer.hosts.agreement import require_same
 from trainer.hosts.peers import Peers
-from trainer.saved_run import open_saved_run
+from trainer.saved_run import open_saved_run, read_init_from
 from trainer.step.functions import StepFunctions
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
@@ -101,13 +101,15 @@ def _describe_huggingface(folder: Path) -> dict[str, Any]:
 def _load_checkpoint(
     folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
 ) -> tuple[Any, dict[str, Any]]:
-    saved = open_saved_run(folder, setting="init_from")
-    checkpoint = saved.checkpoint
+    checkpoint = open_saved_run(folder, setting="init_from").checkpoint
     for damaged in checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
     with console.working("loading parameters"):
         checkpoint, params = restore_params(checkpoint, functions.abstract_state.params)
-    # What the parameters began as, as long as a run goes on with them.
-    began_as = {name: saved.init_from[name] for name in ("family", "context_length") if name in saved.init_from}
+    began_as: dict[str, Any] = {}
+    try:  # what the parameters began as, from run to run
+        began_as |= read_init_from(folder)
+    except UserMistake as damaged:
+        console.warning(f"{damaged}; an export won't know it")
     origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}
     return params, origin | began_as

@@ -299,9 +299,11 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:
     """XLA's compiler options for a step on a mesh; None: its defaults.
 
-    Within CUDA graphs a step of several GPUs was slower: "Training on four H200s" in docs/benchmarks.md.
+    Within CUDA graphs, steps whose GPUs wait for each other in each layer were slower: "Training on four H200s" in
+    docs/benchmarks.md.
     """
-    return WITHOUT_CUDA_GRAPHS if mesh.devices.flat[0].platform == "gpu" and mesh.size > 1 else None
+    waits = max(mesh.shape["tensor"], mesh.shape["context"]) > 1
+    return WITHOUT_CUDA_GRAPHS if waits and mesh.devices.flat[0].platform == "gpu" else None
 
 
 def _into_micro_batches(x: Array, count: int) -> Array:

@@ -141,7 +141,7 @@ def write_sparse(folder: Path, tensors: dict[str, tuple[int, ...]]) -> int:
 @pytest.mark.parametrize("name", REAL_SIZES)
 def test_every_tensor_of_a_published_size_is_found(name, tmp_path, monkeypatch):
     values = REAL_SIZES[name]
-    if "moe" in values["model_type"] and transformers.__version__ >= "5":
+    if "moe" in values["model_type"] and int(transformers.__version__.split(".")[0]) >= 5:
         pytest.skip("transformers 5 holds experts by other names than it saves them by")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**values))

@@ -14,6 +14,7 @@ from kernels import CausalMask
 from layers import GPTConfig
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
+from trainer.step import functions as step_functions
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, compiler_options, make_step_functions
 from trainer.step.optimizer import make_optimizer
 from trainer.step.sharding import make_mesh
@@ -271,15 +272,23 @@ def assert_trees_close(actual, expected):
 
 
 @pytest.mark.parametrize(
-    ("platform", "num_devices", "options"),
+    ("platform", "sizes", "options"),
     [
-        ("gpu", 1, None),
-        ("gpu", 2, WITHOUT_CUDA_GRAPHS),
-        ("gpu", 4, WITHOUT_CUDA_GRAPHS),
-        ("cpu", 4, None),
-        ("tpu", 8, None),
+        ("gpu", {}, None),
+        ("gpu", {"fsdp": 4}, None),
+        ("gpu", {"tensor": 2}, WITHOUT_CUDA_GRAPHS),
+        ("gpu", {"context": 4, "data": 2}, WITHOUT_CUDA_GRAPHS),
+        ("tpu", {"tensor": 8}, None),
     ],
 )
-def test_steps_of_several_gpus_run_outside_of_cuda_graphs(platform, num_devices, options):
-    devices = np.array([SimpleNamespace(platform=platform)] * num_devices)
-    assert compiler_options(SimpleNamespace(devices=devices, size=num_devices)) == options
+def test_steps_whose_gpus_wait_for_each_other_run_outside_of_cuda_graphs(platform, sizes, options):
+    devices = np.array([SimpleNamespace(platform=platform)])
+    assert compiler_options(SimpleNamespace(devices=devices, shape={"tensor": 1, "context": 1} | sizes)) == options
+
+
+def test_compiler_options_reach_the_compiler(monkeypatch):
+    monkeypatch.setattr(step_functions, "compiler_options", lambda _: {"xla_no_such_option": "1"})
+    step = make_step_functions(CONFIG, make_mesh(MeshConfig()))
+    lowered = step.train_step.lower(step.abstract_state, step.abstract_batch)
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        lowered.compile()
