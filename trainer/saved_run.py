@@ -66,11 +66,11 @@ def read_init_from(path: Path) -> Mapping[str, Any]:
     record = Workdir(path).record
     try:
         values = json.loads(record.read_text(encoding="utf-8"))
-        init_from = values["init_from"] or {}
+        init_from = values.get("init_from") or {}  # older records don't have it
         return {name: init_from[name] for name in ("family", "context_length") if init_from.get(name) is not None}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise UserMistake(
             f"{record}, which says what the run began with, can't be read: {error!r}; mend it, or move it away"
         ) from error

@@ -20,7 +20,6 @@ from kernels.grouped_matmul.mosaic_gpu import RowTiles, launch
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.persistent_matmul import (
     NUM_CONSUMERS,
-    STORE_BUFFERS,
     STORED_COLUMNS,
     Phase,
     multiply_rows_by,
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from kernels.grouped_matmul.multiply import GroupedMatmulChoice
 
 _GATED_COLUMNS = 128  # of a tile, of features and of their gates
+_NUM_LOADED = 2  # features and gates, each in one of the buffers that rows leave through
 
 
 class GatedFeatures(NamedTuple):
@@ -140,7 +140,7 @@ def differentiate_gated(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 for i, each in enumerate((features, gates)):
                     columns = each.at[own, pl.ds(first_column, STORED_COLUMNS)]
-                    plgpu.copy_gmem_to_smem(columns, buffers.at[i], arrived.at[warpgroup * STORE_BUFFERS + i])
+                    plgpu.copy_gmem_to_smem(columns, buffers.at[i], arrived.at[warpgroup * _NUM_LOADED + i])
 
         def store(products, tile, warpgroup, buffers):
             pl.when(here.is_stored(tile))(lambda: store_rows(products[0], tile, warpgroup, buffers))
@@ -151,9 +151,9 @@ def differentiate_gated(
             sums = []
 
             def first_columns():
-                for i in range(STORE_BUFFERS):
-                    plgpu.barrier_wait(arrived.at[warpgroup * STORE_BUFFERS + i])
-                return [load_matrix(buffers.at[i], shared=True) for i in range(STORE_BUFFERS)]
+                for i in range(_NUM_LOADED):
+                    plgpu.barrier_wait(arrived.at[warpgroup * _NUM_LOADED + i])
+                return [load_matrix(buffers.at[i], shared=True) for i in range(_NUM_LOADED)]
 
             def load(column):
                 """Starts to load other columns, for which nothing waits until they are asked for."""
@@ -198,7 +198,7 @@ def differentiate_gated(
         columns,
         choice,
         name="differentiate_gated",
-        scratch=[plgpu.Barrier(num_barriers=NUM_CONSUMERS * STORE_BUFFERS)],
+        scratch=[plgpu.Barrier(num_barriers=NUM_CONSUMERS * _NUM_LOADED)],
     )
     return GatedFeatures(*results), of_weights.sum(0)
 
