@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from kernels.backends.mosaic_gpu.machine import fix_dump_name
+from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
 
@@ -205,7 +205,7 @@ def launch_matmul(
     def body(*refs):
         gmem, (smem, ring, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
         if interpret is None:
-            fix_dump_name("_".join((name, *map(str, outputs[0].shape))))
+            begin_kernel("_".join((name, *map(str, outputs[0].shape))))
         phases = make_phases(gmem, *own)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
         if pair_axis is not None:

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.mosaic_gpu.machine import fix_dump_name
+from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.collectives.gpu_peers import GpuPeers
 from kernels.persistent_matmul import div_rem
@@ -233,7 +233,7 @@ def _copy_chunks(
     def body(sources, num_chunks, *refs):
         arrays, results, refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays], refs[2 * num_arrays :]
         stages, loaded, *buffers = refs[:num_arrays], *refs[num_arrays:]
-        fix_dump_name("_".join((name, *map(str, result.shape))))
+        begin_kernel("_".join((name, *map(str, result.shape))))
         program, peers = lax.axis_index("program"), GpuPeers.of(axis, num_programs, num_ranks)
         everywhere = [arrays, *([peers.reference_there(ref, distance) for ref in arrays] for distance in peers.others)]
         tiles = _ChunkTiles.of(result.shape, num_lines, None if num_chunks is None else num_chunks[0])

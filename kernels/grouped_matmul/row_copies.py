@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import fix_dump_name
+from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.persistent_matmul import BLOCK_DEPTH
 from kernels.slice_fusion import without_slice_fusion
@@ -71,7 +71,7 @@ def copy_rows(
 
     def body(rows, places, ends, padded_ends, copies, stages, zeros, loaded):
         if not choice.interpret:
-            fix_dump_name("_".join(("copy_rows", *map(str, result.shape))))
+            begin_kernel("_".join(("copy_rows", *map(str, result.shape))))
         program = lax.axis_index("program")
 
         def num_own(number: int):

@@ -203,7 +203,7 @@ def test_a_table_is_source_of_the_latest_winners():
     ]
     found: dict = {}
     exec(table.render(rows), found)
-    assert found["FORWARD"] == {(64, "window", 4096): (3, 128, 2, True, False, 24)}
+    assert found["FORWARD"] == {(64, "narrow_window", 4096): (3, 128, 2, True, False, 24)}
     assert found["FASTEST_BACKWARD"] == {(64, "packed", 4096): "split"}
     assert "NVIDIA H200, JAX 0.11.2, 2026-11-21" in found["__doc__"]
 
@@ -233,11 +233,14 @@ def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
         TunedCall(64, "window", 32768): MosaicForwardTuning(num_l2_heads=3),
         TunedCall(128, "packed", 32768): MosaicForwardTuning(num_l2_heads=4),
         TunedCall(128, "causal", 4096): MosaicForwardTuning(num_l2_heads=5),
+        TunedCall(128, "narrow_window", 4096): MosaicForwardTuning(num_l2_heads=6),
     }
     monkeypatch.setattr(tunings, "FORWARD", rows)
     assert resolve(None, call_of(length=8192)).forward_tiles.num_l2_heads == 1
     assert resolve(None, call_of(length=16384)).forward_tiles.num_l2_heads == 2
     assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles.num_l2_heads == 3
+    assert resolve(None, call_of(head_dim=128, length=64, mask=LocalMask(2047, 0))).forward_tiles.num_l2_heads == 6
+    assert resolve(None, call_of(head_dim=128, length=64, mask=LocalMask(2048, 0))).forward_tiles.num_l2_heads == 5
     assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles.num_l2_heads == 1
     assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles.num_l2_heads == 4
     assert resolve(None, call_of(head_dim=128, length=1 << 20, mask=LocalMask(7, 7))).forward_tiles.num_l2_heads == 5

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import measure_errors, quantities
-from experiments.benchmarks.attention.cases import FA3, HOPPER, TRITON, Case, known_cases
+from experiments.benchmarks.attention.cases import FA3, HOPPER, TRITON, WINDOWS, Case, known_cases
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
@@ -53,6 +53,7 @@ class Suite:
 SUITES = {
     "hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn"),
     "fa3": Suite(tuple(FA3), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
+    "windows": Suite(tuple(WINDOWS), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
     "triton": Suite(
         tuple(TRITON), ("triton_split", "triton_fused", "pallas_triton", "tokamax_triton", "cudnn"), "pallas_triton"
     ),
@@ -65,9 +66,10 @@ class AttentionArguments:
 
     cases: tuple[str, ...] | None = None
     """Names from CASES; the suite's, or `window_1024`, if not given."""
-    suite: Literal["hopper", "fa3", "triton"] | None = None
+    suite: Literal["hopper", "fa3", "windows", "triton"] | None = None
     """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `fa3`, FlashAttention-3
-    and cuDNN on Hopper GPUs; `triton`, both forms of the Triton kernels and other Triton kernels."""
+    and cuDNN on Hopper GPUs; `windows`, narrow windows beside these two; `triton`, both forms of the Triton kernels and
+    other Triton kernels."""
     backends: tuple[str, ...] | None = None
     """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None
@@ -136,7 +138,7 @@ def headings(case: Case, arguments: AttentionArguments) -> tuple[str, ...]:
         return ("backend", *(f"{quantity}: rms (× {baseline}), largest" for quantity in quantities(case)))
     if arguments.compile_lengths:
         return ("backend", "length", "trace and lower", "compile")
-    return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "temporaries", "compile")
+    return ("backend", "direction", "ms", "TFLOP/s", f"× {baseline}", "of roofline", "temporaries", "compile")
 
 
 def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
@@ -153,6 +155,7 @@ def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
         memory = row["temporary_bytes"]
         yield from (row["direction"], f"{row['seconds'] * 1e3:,.3f}{scaled}", f"{row['tflops_per_s']:,.1f}")
         yield f"{row['speed_ratios'][baseline]:.3f}" if baseline in row["speed_ratios"] else ""
+        yield "" if row["roofline"] is None else f"{max(row['roofline'].values()) / row['seconds']:.0%}"
         yield "" if memory is None else f"{memory / 1e6:,.0f} MB"
         yield f"{row['compile_s']:.1f} s"
 

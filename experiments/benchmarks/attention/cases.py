@@ -108,6 +108,16 @@ FA3 = {
 """The shapes that are compared with FlashAttention-3: pretraining's, gpt-oss's layers with sinks, packed documents,
 keys that are more than the queries, and multi-head latent attention's two head dims."""
 
+WINDOWS = {
+    **{
+        f"1x16x32768x128_window_{size}": Case(1, 32_768, 16, 16, 128, LocalMask(size - 1, 0))
+        for size in (128, 256, 512, 1024)
+    },
+    "1x12x32768x64_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
+    "1x64/8x16384x64_window_128_sinks": FA3["1x64/8x16384x64_window_128_sinks"],
+}
+"""Narrow windows, whose rows are bound by memory as much as by the tensor cores."""
+
 TRITON = {
     **{f"1x2x32768x{dim}": Case(1, 32_768, 2, 2, dim, CAUSAL) for dim in (32, 64, 128)},
     **{f"4x24x4096x{dim}": Case(4, 4096, 24, 24, dim, CAUSAL) for dim in (32, 64, 128)},
@@ -128,6 +138,7 @@ CASES = {
     "1x16x32768x192/128": Case(1, 32_768, 16, 16, 192, CAUSAL, value_dim=128),
     **HOPPER,
     **FA3,
+    **WINDOWS,
     **TRITON,
 }
 

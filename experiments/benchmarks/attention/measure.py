@@ -14,6 +14,7 @@ import jax
 
 from experiments.benchmarks.attention.cases import Case, Direction, describe, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender, lower
+from experiments.benchmarks.attention.roofline import roofline
 from experiments.benchmarks.attention.timing import AttentionContender, how_many_last, speed_ratio, time_in_rounds
 from trainer.compile.stages import compile_lowering
 
@@ -34,8 +35,8 @@ def measure_speed(
 ) -> list[dict[str, Any]]:
     """Times of one case, backend × (forward, backward, both); the arguments are the command's.
 
-    A row's `speed_ratios` are the others' times over its own. A backend that can't serve a direction has a row with the
-    reason in place of the times.
+    A row's `speed_ratios` are the others' times over its own; its `roofline` is the call's on this device. A backend
+    that can't serve a direction has a row with the reason in place of the times.
     """
     problem = make_problem(case)
     common = {"case": name, **describe(case), "num_pairs": problem.num_pairs, **where()}
@@ -65,6 +66,7 @@ def measure_speed(
     for measured in ("forward", "backward", "forward_backward"):
         compiled: Direction = "forward" if measured == "forward" else "forward_backward"
         seconds = {b: _seconds(case, served, measured) for b, served in contenders.items() if compiled in served}
+        bounds = roofline(problem, measured, common["device"])
         for backend, times in seconds.items():
             contender = contenders[backend][compiled]
             row = {
@@ -79,6 +81,7 @@ def measure_speed(
                 "calls_per_program": contender.calls_per_program,
                 "measured_at_length": contender.length,
                 "tflops_per_s": problem.flops(measured) / statistics.median(times) / 1e12,
+                "roofline": None if bounds is None else bounds._asdict(),
                 "compile_s": contender.compile_s,
                 "temporary_bytes": contender.temporary_bytes,
                 "speed_ratios": {other: speed_ratio(theirs, times) for other, theirs in seconds.items()},

@@ -2,6 +2,8 @@
 
     python -m experiments.benchmarks.attention.speed_table --suite hopper
     python -m experiments.benchmarks.attention.speed_table --suite fa3
+    python -m experiments.benchmarks.attention.speed_table --suite fa3_h200
+    python -m experiments.benchmarks.attention.speed_table --suite windows
 
 What stands between the suite's two markers in the page is replaced; a test holds the page to what this command writes.
 """
@@ -22,10 +24,15 @@ from trainer.process.broken_pipe import reader_may_leave
 REPOSITORY = Path(__file__).parents[3]
 RESULTS = {
     suite: REPOSITORY / "experiments/benchmarks/results" / name
-    for suite, name in (("hopper", "attention_hopper_h200.jsonl"), ("fa3", "attention_fa3_h100.jsonl"))
+    for suite, name in (
+        ("hopper", "attention_hopper_h200.jsonl"),
+        ("fa3", "attention_fa3_h100.jsonl"),
+        ("fa3_h200", "attention_fa3_h200.jsonl"),
+        ("windows", "attention_windows_h100.jsonl"),
+    )
 }
 """Suite → the rows that its table and its picture are made from."""
-HEADINGS = ("batch × heads × length × head dim", *("forward", "× cuDNN", "× next"), *("backward", "× cuDNN", "× next"))
+SHAPE, OF_DIRECTION, ROOFLINE = "batch × heads × length × head dim", ("× cuDNN", "× next"), "of roofline"
 VERSIONS = {
     "jax": "JAX",
     "nvidia-cudnn-cu13": "cuDNN",
@@ -62,7 +69,7 @@ class Markers(NamedTuple):
 class SpeedTableArguments:
     """Writes a table of attention speeds in docs/benchmarks.md."""
 
-    suite: Literal["hopper", "fa3"] = "hopper"
+    suite: Literal["hopper", "fa3", "fa3_h200", "windows"] = "hopper"
     """Whose table."""
     results: Path | None = None
     """JSON lines of `python -m experiments.benchmarks.attention`, of which the later one counts where a measurement was
@@ -86,11 +93,13 @@ def make_table(rows: Iterable[dict[str, Any]], backend: str) -> str:
         )
         for row in latest.values()
     }
-    lines = ["; ".join(sorted(circumstances)) + ":", "", _line(HEADINGS), _line("---" for _ in HEADINGS)]
+    of_direction = (*OF_DIRECTION, *([ROOFLINE] if all(row.get("roofline") for row in latest.values()) else []))
+    headings = (SHAPE, "forward", *of_direction, "backward", *of_direction)
+    lines = ["; ".join(sorted(circumstances)) + ":", "", _line(headings), _line("---" for _ in headings)]
     for case in dict.fromkeys(case for case, _ in latest):
         directions = [latest.get((case, direction)) for direction in ("forward", "backward")]
         title = case_title(next(row for row in directions if row is not None))
-        lines.append(_line([title, *(cell for row in directions for cell in _speeds(row))]))
+        lines.append(_line([title, *(cell for row in directions for cell in _speeds(row, ROOFLINE in headings))]))
     return "\n".join(lines)
 
 
@@ -130,10 +139,10 @@ def _line(columns: Iterable[str]) -> str:
     return f"| {' | '.join(columns)} |"
 
 
-def _speeds(row: dict[str, Any] | None) -> tuple[str, str, str]:
-    """TFLOP/s, and how many times as fast as cuDNN and as the fastest of the others."""
+def _speeds(row: dict[str, Any] | None, has_roofline: bool) -> tuple[str, ...]:
+    """TFLOP/s, how many times as fast as cuDNN and as the fastest of the others, and the share of the roofline."""
     if row is None:
-        return "–", "–", "–"
+        return ("–",) * (3 + has_roofline)
     ratios = row["speed_ratios"]
     others = {name: ratios[name] for name in NEXT if name in ratios}
     closest = min(others, key=others.__getitem__, default=None)
@@ -141,6 +150,7 @@ def _speeds(row: dict[str, Any] | None) -> tuple[str, str, str]:
         f"{row['tflops_per_s']:.0f}",
         f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–",
         "–" if closest is None else f"{others[closest]:.2f} ({NEXT[closest]})",
+        *([f"{max(row['roofline'].values()) / row['seconds']:.0%}"] if has_roofline else []),
     )
 
 

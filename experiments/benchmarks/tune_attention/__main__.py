@@ -48,6 +48,7 @@ class SearchArguments:
         "1x12x32768x64",
         "1x16/2x32768x256",
         "1x16x32768x128_window_4096",
+        "1x16x32768x128_window_1024",
         "1x16x32768x128_documents",
         "4x24x4096x128",
         "4x24x4096x64",

@@ -1,10 +1,9 @@
-"""Candidates side by side: compiled together, held to the same results, timed in rounds of all."""
+"""Candidates side by side: held to the same results, timed in rounds of all."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ def race(
     *,
     num_rounds: int,
     sample_ms: float,
-    num_compilers: int = 8,
     largest_difference: float = 0.02,
     hopeless: float = 1.25,
 ) -> list[Trial]:
@@ -49,7 +47,6 @@ def race(
     Args:
       candidates: tunings, and each as the kernels take it.
       expected: the results of another backend for the same problem and direction.
-      num_compilers: candidates that are compiled at the same time.
       largest_difference: from what is expected, the Frobenius norm relative to its own; rounding to 16 bits leaves some
         thousandths.
       hopeless: at so many times the fastest one's first sample, a candidate sits the rounds out.
@@ -57,17 +54,13 @@ def race(
     Returns:
       One trial per candidate, in their order.
     """
-    with ThreadPoolExecutor(num_compilers) as pool:
-        compilations = {
-            tuning: pool.submit(compile_contender, problem, implementation, timed)
-            for tuning, implementation in candidates.items()
-        }
     refused: dict[Any, str] = {}
     contenders: dict[Any, AttentionContender] = {}
     first: dict[Any, float] = {}
-    for tuning, compilation in compilations.items():
+    # One after another: threads mustn't lower kernels at a time (kernels/backends/mosaic_gpu/one_thread.py).
+    for tuning, implementation in candidates.items():
         try:
-            contender = compilation.result()
+            contender = compile_contender(problem, implementation, timed)
             if (difference := largest_relative_difference(contender.start(), expected)) <= largest_difference:
                 contender.prepare(sample_ms)
                 # A whole sample: single runs of less than a millisecond scatter by half.

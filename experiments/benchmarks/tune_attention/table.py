@@ -80,7 +80,7 @@ Each key is (head dim, family of the mask, length in tokens); two head dims are 
 
 from typing import Literal
 
-_Key = tuple[int, Literal["full", "causal", "window", "packed", "other"], int]
+_Key = tuple[int, Literal["full", "causal", "window", "narrow_window", "packed", "other"], int]
 '''
 
 

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from kernels.backends.mosaic_gpu.memory import matrix
+from kernels.backends.mosaic_gpu.one_thread import refuse_other_threads
 from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
@@ -36,8 +37,8 @@ def add_product(accumulator, a, b, memory, warpgroup) -> None:
     plgpu.wgmma(accumulator, a, b)
 
 
-def fix_dump_name(name: str) -> None:
-    """Keeps JAX's count of kernels out of a kernel's bytes, from within the kernel: names the files of its dumps.
+def begin_kernel(name: str) -> None:
+    """A kernel's first act, as it is lowered: refuses other threads that lower one, and names the files of its dumps.
 
     The name is a part of what is compiled. JAX counts the kernels that the process has lowered in it (seen in 0.11.2),
     so that no cache would know a kernel again: neither XLA's, when another program of the process has the same kernel,
@@ -45,10 +46,11 @@ def fix_dump_name(name: str) -> None:
     """
 
     @plgpu.inline_mgpu()
-    def set_name(context) -> None:
+    def begin(context) -> None:
+        refuse_other_threads()
         context.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
 
-    set_name()
+    begin()
 
 
 class Output(NamedTuple):
@@ -116,7 +118,7 @@ class Hopper:
         """
         return _COPIED_ROWS
 
-    fix_dump_name = staticmethod(fix_dump_name)
+    begin_kernel = staticmethod(begin_kernel)
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
     column_indices = staticmethod(column_indices)
@@ -139,7 +141,7 @@ class Interpreter(Hopper):
         return block
 
     @staticmethod
-    def fix_dump_name(name: str) -> None:
+    def begin_kernel(name: str) -> None:
         pass
 
     @staticmethod
@@ -189,7 +191,7 @@ def launch(
 
     def kernel(*refs):
         *gmem, smem, barriers = refs
-        machine.fix_dump_name("_".join((name, *map(str, operands[0].shape))))
+        machine.begin_kernel("_".join((name, *map(str, operands[0].shape))))
         context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
 
         @pl.when(context.warpgroup == num_consumers)

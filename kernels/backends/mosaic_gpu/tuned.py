@@ -1,14 +1,15 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
 NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
-H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22
+H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX
+0.11.2, 2026-11-27, chosen by hand
 
 Each key is (head dim, family of the mask, length in tokens); two head dims are tuned as one (`tuned_head_dim`).
 """
 
 from typing import Literal
 
-_Key = tuple[int, Literal["full", "causal", "window", "packed", "other"], int]
+_Key = tuple[int, Literal["full", "causal", "window", "narrow_window", "packed", "other"], int]
 
 FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     # num_warpgroups, block_kv, num_stages, ping_pong, persistent, num_l2_heads
@@ -20,6 +21,7 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (128, "causal", 4096): (2, 128, 2, False, True, 4),
     (128, "causal", 32768): (3, 64, 2, False, False, 4),
     (128, "full", 32768): (3, 64, 2, False, False, 4),
+    (128, "narrow_window", 32768): (3, 64, 3, False, True, 4),
     (128, "packed", 32768): (3, 64, 3, False, True, 24),
     (128, "window", 32768): (3, 64, 3, False, True, 4),
     (160, "causal", 32768): (3, 64, 2, False, False, 4),
@@ -38,6 +40,7 @@ FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     (128, "causal", 4096): (2, 64, 2, False, 64, 2, 8, True),
     (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
     (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (128, "narrow_window", 32768): (2, 64, 2, False, 64, 2, 24, True),
     (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False),
     (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False),
     (160, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),

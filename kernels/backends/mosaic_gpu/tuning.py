@@ -18,7 +18,9 @@ from kernels.masks import Mask
 _OTHERS_COST = 1.1
 MAX_EQUAL_HEAD_DIM = 128
 """Up to it a backward pads the keys' and the values' head dims to the wider one. Above it both count by themselves."""
-CallFamily = Literal["full", "causal", "window", "packed", "other"]
+CallFamily = Literal["full", "causal", "window", "narrow_window", "packed", "other"]
+# Windows of up to so many tokens have blocks as short as those of short rows.
+_NARROW_WINDOW = 2048
 
 
 class _Warpgroups:
@@ -222,8 +224,10 @@ def call_family(mask: Mask, *, packed: bool) -> CallFamily:
     """What a mask, and documents where `packed`, leave out.
 
     >>> from kernels import CausalMask, LocalMask
-    >>> call_family(CausalMask() & LocalMask(1023, 0), packed=False)
+    >>> call_family(CausalMask() & LocalMask(4095, 0), packed=False)
     'window'
+    >>> call_family(LocalMask(1023, 0), packed=False)
+    'narrow_window'
     """
     if packed:
         return "packed"
@@ -231,7 +235,10 @@ def call_family(mask: Mask, *, packed: bool) -> CallFamily:
         return "full"
     if mask.window is None or mask.window[1] != 0:
         return "other"
-    return "causal" if mask.window[0] is None else "window"
+    left = mask.window[0]
+    if left is None:
+        return "causal"
+    return "window" if left >= _NARROW_WINDOW else "narrow_window"
 
 
 FORWARD = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned.FORWARD.items()}
@@ -260,7 +267,7 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
-    if least is None or key.family == "window":
+    if least is None or key.family in ("window", "narrow_window"):
         return best
     for other_key, tiles in FORWARD.items():
         if other_key.head_dim == key.head_dim and other_key.family in ("causal", "full"):
@@ -286,8 +293,10 @@ def _likest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: i
     head_dim = max(tuned_head_dim(call.head_dim, call.value_dim), at_least)
     # Positions take as much shared memory as segment ids do.
     family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
+    likest_families = [family, *(["window"] if family == "narrow_window" else []), "causal"]
 
     def unlikeness(key: TunedCall):
-        return key.head_dim, key.family != family, key.family != "causal", abs(math.log(key.length / call.q_len))
+        differs = (key.family != each for each in likest_families)
+        return key.head_dim, *differs, abs(math.log(key.length / call.q_len))
 
     return min((key for key in table if key.head_dim >= head_dim), key=unlikeness)
