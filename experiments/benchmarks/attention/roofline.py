@@ -10,12 +10,11 @@ import re
 from typing import Literal, NamedTuple
 
 from experiments.benchmarks.attention.cases import Problem
+from trainer.compile.topology.gpu import GPU_MODELS
 from trainer.step.flops import PEAK_BF16_FLOPS
 
 Measured = Literal["forward", "backward", "forward_backward"]
 
-# What a device's memory moves: the data sheets at nvidia.com/en-us/data-center (h100, h200).
-_MEMORY_BYTES_PER_S = ((r"NVIDIA (GH|H)200.*", 4.8e12), (r"NVIDIA H100 .*HBM3", 3.35e12))
 _FLOAT32_BYTES = 4
 
 
@@ -29,20 +28,18 @@ class Roofline(NamedTuple):
 
 
 def roofline(problem: Problem, measured: Measured, device_kind: str) -> Roofline | None:
-    """A call's roofline, or None for a device whose peaks aren't known here.
+    """A call's roofline, or None for devices other than `GPU_MODELS`.
 
     Args:
       problem: in 16 bits.
       measured: as in `Problem.flops`.
       device_kind: as JAX names it.
     """
-    peak, bandwidth = (
-        next((each for kind, each in table if re.fullmatch(kind, device_kind)), None)
-        for table in (PEAK_BF16_FLOPS, _MEMORY_BYTES_PER_S)
-    )
-    if peak is None or bandwidth is None:
+    model = next((model for model in GPU_MODELS if model.device_kind == device_kind), None)
+    if model is None:
         return None
-    return Roofline(problem.flops(measured) / peak, least_bytes(problem, measured) / bandwidth)
+    peak = next(peak for kind, peak in PEAK_BF16_FLOPS if re.fullmatch(kind, device_kind))
+    return Roofline(problem.flops(measured) / peak, least_bytes(problem, measured) / (1e12 * model.bandwidth_tb_s))
 
 
 def least_bytes(problem: Problem, measured: Measured) -> int:

@@ -150,7 +150,7 @@ def _speeds(row: dict[str, Any] | None, has_roofline: bool) -> tuple[str, ...]:
         f"{row['tflops_per_s']:.0f}",
         f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–",
         "–" if closest is None else f"{others[closest]:.2f} ({NEXT[closest]})",
-        *([f"{max(row['roofline'].values()) / row['seconds']:.0%}"] if has_roofline else []),
+        *([f"{100 * max(row['roofline'].values()) / row['seconds']:.0f} %"] if has_roofline else []),
     )
 
 
