@@ -203,9 +203,33 @@ def test_a_table_is_source_of_the_latest_winners():
     ]
     found: dict = {}
     exec(table.render(rows), found)
-    assert found["FORWARD"] == {(64, "narrow_window", 4096): (3, 128, 2, True, False, 24)}
+    assert found["FORWARD"] == {(64, "narrow_window", 1024): (3, 128, 2, True, False, 24)}
     assert found["FASTEST_BACKWARD"] == {(64, "packed", 4096): "split"}
+    assert found["FASTEST_BACKWARD_ON"] == {}
     assert "NVIDIA H200, JAX 0.11.2, 2026-11-21" in found["__doc__"]
+
+
+def test_a_table_has_the_form_that_is_another_one_on_a_device():
+    case = {"mask": "CausalMask()", "document_length": None, "head_dim": 64, **ROW, "search": "fastest_backward"}
+    rows = [
+        {**case, "length": 4096, "tuning": "fused", "device": "one GPU"},
+        {**case, "length": 32768, "tuning": "fused", "device": "one GPU"},
+        {**case, "length": 4096, "tuning": "split"},
+        {**case, "length": 32768, "tuning": "fused"},
+    ]
+    found: dict = {}
+    exec(table.render(rows), found)
+    assert found["FASTEST_BACKWARD"] == {(64, "causal", 4096): "split", (64, "causal", 32768): "fused"}
+    assert found["FASTEST_BACKWARD_ON"] == {"one GPU": {(64, "causal", 4096): "fused"}}
+
+
+def test_a_call_gets_the_form_of_its_device(monkeypatch):
+    key, call = TunedCall(128, "causal", 4096), call_of(head_dim=128)
+    monkeypatch.setattr(tunings, "FASTEST_BACKWARD", {key: "fused"})
+    monkeypatch.setattr(tunings, "FASTEST_BACKWARD_ON", {call.target.device_kind: {key: "split"}, "another": {}})
+    assert resolve(None, call).backward == "split"
+    assert resolve(None, call._replace(target=Target("gpu", "another", 9.0, 132))).backward == "fused"
+    assert resolve(None, call._replace(target=Target("gpu", "a third", 9.0, 132))).backward == "fused"
 
 
 def test_the_table_is_made_from_the_rows_that_are_kept():

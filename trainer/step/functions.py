@@ -20,8 +20,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels import Target
 from kernels.context import Deal
-from layers import GPT, ActivationSharding
+from kernels.exp_logits import ExpLogits, unsupported_reason
+from layers import GPT, ActivationSharding, GPTConfig
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
@@ -142,6 +144,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     schedule = make_schedule(config.optimizer, config.num_steps)
     deal, _ = plan_deal(config, mesh)
     plan_tensor(config, mesh)  # refuses what can't serve
+    exp_logits = exp_logits_of(config.model, mesh)
 
     def make_model() -> GPT:
         exchange, collectives = config.context.exchange, config.tensor.collectives
@@ -181,6 +184,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
                 z_loss=config.loss.z_loss,
                 logits_soft_cap=config.model.final_logits_soft_cap,
                 shared_over="tensor" if mesh.shape["tensor"] > 1 else None,
+                exp_logits=exp_logits,
             )
 
     def training_loss(params, batch: Batch, *, gather_layer: GatherLayer | None = None) -> LossSums:
@@ -294,6 +298,13 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         ),
         eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
     )
+
+
+def exp_logits_of(model: GPTConfig, mesh: Mesh) -> ExpLogits | None:
+    """The kernel that computes exponentials in place of logits; None where it doesn't serve."""
+    target = Target.of(mesh.devices.flat[0])
+    reason = unsupported_reason(jnp.dtype(model.compute_dtype), model.width, model.vocab_size, target)
+    return ExpLogits(target) if reason is None else None
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:

@@ -5,6 +5,11 @@ chunk's logits already determine its gradients up to one factor. The forward pas
 once, and the backward pass only scales them. That takes three matmuls with the head; recomputing the logits would take
 four.
 
+Where `kernels.exp_logits` serves, no logits are stored under differentiation. A token's exponentials are relative to
+its target's: their sum is the exponential of its loss. Times a number for each token, which is known once its sum is,
+they are the probabilities; so the token's rows of the matmuls that follow are multiplied in their place. If float32
+can't hold a sum, everything is computed once more, from logits.
+
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
 which have the same tokens and each a slice of the vocabulary, share the tokens out: the head is gathered once, its
 gradient is reduce-scattered once, and nothing is sent within the loop over chunks. The vocabulary could stay split
@@ -18,13 +23,20 @@ Shapes: B batch, T sequence, N tokens of the device, D width, V vocabulary, C to
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from kernels.exp_logits import ExpLogits
+
+# Beyond it, what the exponentials are multiplied by is too small a number for bfloat16. It is a loss of 69 nats.
+_HIGHEST_SUM = 1e30
+# Of what z-loss multiplies probabilities by. The target's exponential is divided by it.
+_LEAST_Z_FACTOR = 0.5
 
 
 class CrossEntropy(NamedTuple):
@@ -50,6 +62,7 @@ def chunked_cross_entropy(
     z_loss: float,
     logits_soft_cap: float | None = None,
     shared_over: str | None = None,
+    exp_logits: ExpLogits | None = None,
 ) -> CrossEntropy:
     """Masked cross-entropy and z-loss, summed over tokens.
 
@@ -66,6 +79,8 @@ def chunked_cross_entropy(
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       shared_over: mesh axis, of type Auto in the context's mesh, whose devices all have these tokens and share the
         work on them. None: this device does it all.
+      exp_logits: computes exponentials of logits where there are gradients; a device and a head that it serves. None:
+        XLA computes logits.
 
     Returns:
       The sums over these tokens.
@@ -75,7 +90,7 @@ def chunked_cross_entropy(
     >>> round(float(loss.nats), 4), int(loss.num_targets)  # 2 log 4
     (2.7726, 2)
     """
-    options = _Options(chunk_size, z_loss, logits_soft_cap, shared_over)
+    options = _Options(chunk_size, z_loss, logits_soft_cap, shared_over, exp_logits)
     loss = _cross_entropy(options, hidden, head_kernel, targets, target_mask)
     return CrossEntropy(loss.total, *map(lax.stop_gradient, loss[1:]))
 
@@ -85,6 +100,7 @@ class _Options(NamedTuple):
     z_loss: float
     logits_soft_cap: float | None
     shared_over: str | None
+    exp_logits: ExpLogits | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,9 +157,28 @@ def _pad_tokens(x: Shaped[Array, "B T ..."], num_tokens: int) -> Shaped[Array, "
     return jnp.pad(x, [(0, 0), (0, num_tokens)] + [(0, 0)] * (x.ndim - 2))
 
 
+class _Tokens(NamedTuple):
+    """A device's tokens."""
+
+    hidden: Float[Array, "B T D"]
+    targets: Int[Array, "B T"]
+    target_mask: Bool[Array, "B T"]
+
+
 def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with_gradients: bool):
-    """The loss and the gradients of a device's tokens, [B, T, D], [B, T] and [B, T], a chunk at a time."""
-    sum_dtype, cap = jnp.promote_types(hidden.dtype, jnp.float32), options.logits_soft_cap
+    """The loss and the gradients of a device's tokens."""
+    tokens = _Tokens(hidden, targets, target_mask)
+    if not with_gradients or options.exp_logits is None:
+        return _sweep_by_logits(tokens, head, options, with_gradients=with_gradients)
+    swept, is_held = _sweep_by_exponentials(tokens, head, options, options.exp_logits)
+    # Logits in float32 and their gradient take three times the memory of exponentials.
+    by_logits = options._replace(chunk_size=-(-options.chunk_size // 3))
+    return lax.cond(is_held, lambda: swept, lambda: _sweep_by_logits(tokens, head, by_logits, with_gradients=True))
+
+
+def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Options, *, with_gradients: bool):
+    """The loss and the gradients, by logits."""
+    sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
 
     def sweep_chunk(d_head, chunk):
         hidden, targets, target_mask = chunk  # [C, D], [C], [C]
@@ -153,10 +188,9 @@ def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with
         highest, exp_sum = _highest_and_exp_sum(logits)
         log_partition = highest + jnp.log(exp_sum)  # [C]
         target_logits = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        nats = jnp.where(target_mask, log_partition - target_logits, 0.0).sum()
-        z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition), 0.0).sum()
+        sums = _sum_up(log_partition - target_logits, log_partition, target_mask, options)
         if not with_gradients:
-            return d_head, ((nats, z), None)
+            return d_head, (sums, None)
         log_partition = log_partition[:, None]
         probabilities = jnp.exp(logits - log_partition)
         is_target = targets[:, None] == jnp.arange(head.shape[1])
@@ -166,17 +200,62 @@ def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
         d_hidden = jnp.dot(d_logits, head.T, preferred_element_type=sum_dtype).astype(hidden.dtype)
         d_head += jnp.dot(hidden.T, d_logits, preferred_element_type=sum_dtype)
-        return d_head, ((nats, z), d_hidden)
+        return d_head, (sums, d_hidden)
 
     d_head = jnp.zeros(head.shape, sum_dtype) if with_gradients else None
-    of_tokens = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, target_mask))
-    chunks = tuple(_into_chunks(x, options.chunk_size) for x in of_tokens)
-    d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, chunks)
+    d_head, (sums, d_hidden) = lax.scan(sweep_chunk, d_head, _into_chunks(tokens, options.chunk_size))
+    loss = _join_sums(sums, tokens)
+    return loss, (_join_chunks(d_hidden, tokens), d_head) if with_gradients else None
+
+
+def _sweep_by_exponentials(
+    tokens: _Tokens, head: Float[Array, "D V"], options: _Options, exp_logits: ExpLogits
+) -> tuple[tuple[CrossEntropy, tuple[Array, Array]], Bool[Array, ""]]:
+    """The same by exponentials, and whether it holds: no sum and no token's z-loss is too large for it."""
+    sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
+    target_logits = jnp.einsum("btd,btd->bt", tokens.hidden, head.T[tokens.targets], preferred_element_type=sum_dtype)
+    target_slopes = jnp.ones_like(target_logits)
+    if cap is not None:
+        capped = jnp.tanh(target_logits / cap)
+        target_logits, target_slopes = cap * capped, 1.0 - jnp.square(capped)
+
+    def sweep_chunk(d_head, chunk):
+        (hidden, targets, target_mask), target_logits, target_slopes = chunk
+        exponentials, exp_sum = exp_logits(hidden, head, target_logits, soft_cap=cap)
+        nats = jnp.log(exp_sum)
+        log_partition = target_logits + nats
+        # The gradient is z_factor * exponential / exp_sum, and 1 less at the target, whose exponential is 1.
+        z_factor = 1.0 + 2.0 * options.z_loss * log_partition
+        factors = jnp.where(target_mask, z_factor / exp_sum, 0.0)[:, None]
+        at_targets = target_slopes * (1.0 - exp_sum / z_factor)
+        terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
+        d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
+        d_head += jnp.dot((factors * hidden).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype)
+        # Of all tokens: 0 times the infinite exponentials of a token that the mask leaves out isn't 0. Not of a NaN.
+        is_held = (exp_sum < _HIGHEST_SUM) & (z_factor > _LEAST_Z_FACTOR)
+        sums = _sum_up(nats, log_partition, target_mask, options)
+        return d_head, (sums, d_hidden, is_held.all())
+
+    chunks = _into_chunks((tokens, target_logits, target_slopes), options.chunk_size)
+    d_head, (sums, d_hidden, is_held) = lax.scan(sweep_chunk, jnp.zeros(head.shape, sum_dtype), chunks)
+    return (_join_sums(sums, tokens), (_join_chunks(d_hidden, tokens), d_head)), is_held.all()
+
+
+def _sum_dtype(head: Array) -> jnp.dtype:
+    return jnp.promote_types(head.dtype, jnp.float32)
+
+
+def _sum_up(
+    nats: Float[Array, " C"], log_partition: Float[Array, " C"], target_mask: Bool[Array, " C"], options: _Options
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """A chunk's nats and z."""
+    z = options.z_loss * jnp.where(target_mask, jnp.square(log_partition), 0.0).sum()
+    return jnp.where(target_mask, nats, 0.0).sum(), z
+
+
+def _join_sums(sums: tuple[Float[Array, " chunks"], Float[Array, " chunks"]], tokens: _Tokens) -> CrossEntropy:
     nats, z = (x.sum() for x in sums)
-    loss = CrossEntropy(nats + z, nats, z, target_mask.sum(dtype=jnp.int32))
-    if not with_gradients:
-        return loss, None
-    return loss, (d_hidden.reshape(-1, hidden.shape[-1])[: targets.size].reshape(hidden.shape), d_head)
+    return CrossEntropy(nats + z, nats, z, tokens.target_mask.sum(dtype=jnp.int32))
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
@@ -197,9 +276,18 @@ def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"
     return lax.reduce((logits, jnp.ones_like(logits)), begin, combine, (1,))
 
 
-def _into_chunks(x: Array, chunk_size: int) -> Array:
-    """[N, …] → [chunks, C, …], C the least that needs no more chunks; the last is padded with zeros."""
-    num_chunks = -(-x.shape[0] // chunk_size)
-    length = -(-x.shape[0] // num_chunks)
-    padding = [(0, num_chunks * length - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
-    return jnp.pad(x, padding).reshape(num_chunks, length, *x.shape[1:])
+def _into_chunks(arrays: Any, chunk_size: int) -> Any:
+    """[B, T, …] → [chunks, C, …], C the least that needs no more chunks; the last is padded with zeros."""
+
+    def divide(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "chunks C ..."]:
+        x = x.reshape(-1, *x.shape[2:])
+        num_chunks = -(-x.shape[0] // chunk_size)
+        length = -(-x.shape[0] // num_chunks)
+        padding = [(0, num_chunks * length - x.shape[0])] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, padding).reshape(num_chunks, length, *x.shape[1:])
+
+    return jax.tree.map(divide, arrays)
+
+
+def _join_chunks(x: Float[Array, "chunks C D"], tokens: _Tokens) -> Float[Array, "B T D"]:
+    return x.reshape(-1, x.shape[-1])[: tokens.targets.size].reshape(tokens.hidden.shape)

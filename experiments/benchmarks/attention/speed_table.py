@@ -29,6 +29,7 @@ RESULTS = {
         ("fa3", "attention_fa3_h100.jsonl"),
         ("fa3_h200", "attention_fa3_h200.jsonl"),
         ("windows", "attention_windows_h100.jsonl"),
+        ("windows_h200", "attention_windows_h200.jsonl"),
     )
 }
 """Suite → the rows that its table and its picture are made from."""
@@ -69,7 +70,7 @@ class Markers(NamedTuple):
 class SpeedTableArguments:
     """Writes a table of attention speeds in docs/benchmarks.md."""
 
-    suite: Literal["hopper", "fa3", "fa3_h200", "windows"] = "hopper"
+    suite: Literal["hopper", "fa3", "fa3_h200", "windows", "windows_h200"] = "hopper"
     """Whose table."""
     results: Path | None = None
     """JSON lines of `python -m experiments.benchmarks.attention`, of which the later one counts where a measurement was

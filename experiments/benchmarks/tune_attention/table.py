@@ -23,8 +23,6 @@ from kernels.backends.mosaic_gpu.tuning import (
     MosaicBackwardTuning,
     MosaicForwardTuning,
     TunedCall,
-    call_family,
-    tuned_head_dim,
 )
 from kernels.masks import parse_mask
 from trainer.process.broken_pipe import reader_may_leave
@@ -49,25 +47,32 @@ class TableArguments:
 
 def key_of(case: Case) -> TunedCall:
     """The row that a case's winner goes into."""
-    family = call_family(case.mask, packed=case.document_length is not None)
-    return TunedCall(tuned_head_dim(case.head_dim, case.output_dim), family, case.length)
+    head_dims = case.head_dim, case.output_dim
+    return TunedCall.of(case.mask, case.length, head_dims, packed=case.document_length is not None)
 
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:
     """The table as Python source, formatted as `ruff format` leaves it."""
     winners: dict[str, dict[TunedCall, Mapping[str, Any]]] = {search: {} for search in SECTIONS}
+    forms: dict[str, dict[TunedCall, str]] = {}
     for row in rows:
         if row["chosen"]:
-            family = call_family(parse_mask(row["mask"]), packed=row["document_length"] is not None)
-            head_dim = tuned_head_dim(row["head_dim"], row.get("value_dim") or row["head_dim"])
-            winners[row["search"]][TunedCall(head_dim, family, row["length"])] = row
+            head_dims, packed = (
+                (row["head_dim"], row.get("value_dim") or row["head_dim"]),
+                row["document_length"] is not None,
+            )
+            key = TunedCall.of(parse_mask(row["mask"]), row["length"], head_dims, packed=packed)
+            winners[row["search"]][key] = row
+            if row["search"] == "fastest_backward":
+                forms.setdefault(row["device"], {})[key] = row["tuning"]
     made = {
         ", ".join([row["device"], f"JAX {row['jax']}", row["date"], *row.get("remarks", ())])
         for table in winners.values()
         for row in table.values()
     }
     sections = [_section(*SECTIONS[search], table) for search, table in winners.items()]
-    return _HEADER.format(made=textwrap.fill("; ".join(sorted(made)), _LINE_LENGTH)) + "".join(sections)
+    others = _forms_of_devices(forms, {key: row["tuning"] for key, row in winners["fastest_backward"].items()})
+    return _HEADER.format(made=textwrap.fill("; ".join(sorted(made)), _LINE_LENGTH)) + "".join(sections) + others
 
 
 _LINE_LENGTH = 120
@@ -75,7 +80,7 @@ _HEADER = '''"""The best tunings found, written by `python -m experiments.benchm
 
 {made}
 
-Each key is (head dim, family of the mask, length in tokens); two head dims are tuned as one (`tuned_head_dim`).
+Each key is (head dim, family of the mask, length in tokens), the fields of a `TunedCall`.
 """
 
 from typing import Literal
@@ -97,6 +102,20 @@ def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[s
         for key, row in sorted(winners.items())
     ]
     return "\n".join([f"\n{name}: dict[_Key, {value_type}] = {{", *names, *rows, "}\n"])
+
+
+def _forms_of_devices(forms: Mapping[str, Mapping[TunedCall, str]], fastest: Mapping[TunedCall, str]) -> str:
+    """Where another form of the backward was the fastest on a kind of device."""
+    lines = ["", 'FASTEST_BACKWARD_ON: dict[str, dict[_Key, Literal["fused", "split"]]] = {']
+    lines.append("    # Where it is another one on such a GPU.")
+    for device, found in sorted(forms.items()):
+        if others := {key: form for key, form in found.items() if form != fastest[key]}:
+            keys = [
+                f'        ({key.head_dim}, "{key.family}", {key.length}): "{form}",'
+                for key, form in sorted(others.items())
+            ]
+            lines += [f'    "{device}": {{', *keys, "    },"]
+    return "\n".join([*lines, "}", ""])
 
 
 def _source(tuning: Any, tuning_class: Any) -> str:

@@ -1,10 +1,10 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
 NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
-H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX
-0.11.2, 2026-11-27, chosen by hand
+H100 80GB HBM3, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA
+H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-27, chosen by hand
 
-Each key is (head dim, family of the mask, length in tokens); two head dims are tuned as one (`tuned_head_dim`).
+Each key is (head dim, family of the mask, length in tokens), the fields of a `TunedCall`.
 """
 
 from typing import Literal
@@ -17,11 +17,15 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (32, "causal", 32768): (3, 64, 3, True, True, 24),
     (64, "causal", 4096): (3, 64, 4, False, True, 24),
     (64, "causal", 32768): (3, 64, 4, False, False, 4),
+    (64, "narrow_window", 128): (3, 64, 4, False, True, 1),
+    (64, "narrow_window", 1024): (3, 64, 4, False, True, 24),
     (64, "packed", 32768): (3, 64, 4, False, True, 24),
     (128, "causal", 4096): (2, 128, 2, False, True, 4),
     (128, "causal", 32768): (3, 64, 2, False, False, 4),
     (128, "full", 32768): (3, 64, 2, False, False, 4),
-    (128, "narrow_window", 32768): (3, 64, 3, False, True, 4),
+    (128, "narrow_window", 128): (2, 64, 4, False, True, 4),
+    (128, "narrow_window", 256): (3, 64, 3, False, True, 24),
+    (128, "narrow_window", 1024): (3, 64, 3, False, True, 4),
     (128, "packed", 32768): (3, 64, 3, False, True, 24),
     (128, "window", 32768): (3, 64, 3, False, True, 4),
     (160, "causal", 32768): (3, 64, 2, False, False, 4),
@@ -36,11 +40,15 @@ FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24, False),
     (64, "causal", 4096): (2, 128, 2, False, 64, 2, 4, True),
     (64, "causal", 32768): (2, 128, 2, False, 64, 2, 2, False),
+    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 2, False),
+    (64, "narrow_window", 1024): (2, 128, 2, False, 64, 2, 48, True),
     (64, "packed", 32768): (2, 128, 2, False, 64, 2, 48, False),
     (128, "causal", 4096): (2, 64, 2, False, 64, 2, 8, True),
     (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
     (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False),
-    (128, "narrow_window", 32768): (2, 64, 2, False, 64, 2, 24, True),
+    (128, "narrow_window", 128): (2, 64, 2, False, 64, 2, 48, True),
+    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 48, True),
+    (128, "narrow_window", 1024): (2, 64, 2, False, 64, 2, 24, True),
     (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False),
     (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False),
     (160, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
@@ -53,10 +61,15 @@ SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
     (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False),
     (64, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 24, False),
+    (64, "narrow_window", 1024): (2, 64, 2, False, 128, 2, 4, True),
     (64, "packed", 32768): (3, 64, 2, False, 64, 2, 24, False),
     (128, "causal", 4096): (2, 64, 2, False, 128, 2, 24, False),
     (128, "causal", 32768): (2, 64, 2, False, 128, 2, 24, False),
     (128, "full", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "narrow_window", 128): (2, 64, 2, False, 128, 2, 24, True),
+    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 24, False),
+    (128, "narrow_window", 1024): (2, 64, 1, False, 128, 2, 24, True),
     (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24, False),
     (128, "window", 32768): (2, 64, 2, False, 128, 2, 24, False),
     (256, "causal", 4096): (2, 64, 2, True, 64, 2, 24, False),
@@ -68,13 +81,26 @@ FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (32, "causal", 32768): "fused",
     (64, "causal", 4096): "fused",
     (64, "causal", 32768): "fused",
+    (64, "narrow_window", 128): "fused",
+    (64, "narrow_window", 1024): "fused",
     (64, "packed", 32768): "fused",
     (128, "causal", 4096): "fused",
     (128, "causal", 32768): "fused",
     (128, "full", 32768): "fused",
+    (128, "narrow_window", 128): "split",
+    (128, "narrow_window", 256): "fused",
+    (128, "narrow_window", 1024): "fused",
     (128, "packed", 32768): "fused",
     (128, "window", 32768): "fused",
     (160, "causal", 32768): "fused",
     (256, "causal", 4096): "split",
     (256, "causal", 32768): "split",
+}
+
+FASTEST_BACKWARD_ON: dict[str, dict[_Key, Literal["fused", "split"]]] = {
+    # Where it is another one on such a GPU.
+    "NVIDIA H100 80GB HBM3": {
+        (64, "narrow_window", 128): "split",
+        (128, "narrow_window", 256): "split",
+    },
 }

@@ -201,11 +201,31 @@ class MosaicGpuTuning:
 
 
 class TunedCall(NamedTuple):
-    """What calls are tuned by: a head dim (`tuned_head_dim`), what the mask leaves out, and the queries' length."""
+    """What calls are tuned by.
+
+    Attributes:
+      head_dim: as of `tuned_head_dim`.
+      family: what the mask leaves out.
+      length: tokens of a narrow window; of other families, those of the queries.
+    """
 
     head_dim: int
     family: CallFamily
     length: int
+
+    @staticmethod
+    def of(mask: Mask, length: int, head_dims: tuple[int, int], *, packed: bool) -> TunedCall:
+        """Of calls of so many queries, of head dims of keys and values, and with documents where `packed`.
+
+        >>> from kernels import LocalMask
+        >>> TunedCall.of(LocalMask(1023, 0), 32768, (64, 64), packed=False)
+        TunedCall(head_dim=64, family='narrow_window', length=1024)
+        """
+        family = call_family(mask, packed=packed)
+        if family == "narrow_window":
+            assert mask.window is not None, f"{family} is a window"
+            length = max((mask.window[0] or 0) + 1, 1)
+        return TunedCall(tuned_head_dim(*head_dims), family, length)
 
 
 def tuned_head_dim(head_dim: int, value_dim: int) -> int:
@@ -246,12 +266,18 @@ FUSED = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned
 SPLIT = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned.SPLIT.items()}
 FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWARD.items()}
 """The best tunings found: of the forward, of both backwards, and the faster one of these."""
+FASTEST_BACKWARD_ON = {
+    device: {TunedCall(*key): form for key, form in forms.items()}
+    for device, forms in tuned.FASTEST_BACKWARD_ON.items()
+}
+"""By the kind of device, where its faster backward is the other one."""
 
 
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
     """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    fastest = FASTEST_BACKWARD[_likest_key(FASTEST_BACKWARD, call, at_least=_wide_values(call))]
+    forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
+    fastest = forms[_likest_key(forms, call, at_least=_wide_values(call))]
     backward = (tuning.backward or fastest) if tuning.may_fuse else "split"
     return dataclasses.replace(
         tuning,
@@ -290,13 +316,15 @@ def _wide_values(call: AttentionCall) -> int:
 
 def _likest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
     """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
-    head_dim = max(tuned_head_dim(call.head_dim, call.value_dim), at_least)
     # Positions take as much shared memory as segment ids do.
-    family = call_family(call.mask, packed=call.has_segment_ids or call.has_positions)
+    packed = call.has_segment_ids or call.has_positions
+    tuned_call = TunedCall.of(call.mask, call.q_len, (call.head_dim, call.value_dim), packed=packed)
+    head_dim = max(tuned_call.head_dim, at_least)
+    family = tuned_call.family
     likest_families = [family, *(["window"] if family == "narrow_window" else []), "causal"]
 
     def unlikeness(key: TunedCall):
         differs = (key.family != each for each in likest_families)
-        return key.head_dim, *differs, abs(math.log(key.length / call.q_len))
+        return key.head_dim, *differs, abs(math.log(key.length / tuned_call.length))
 
     return min((key for key in table if key.head_dim >= head_dim), key=unlikeness)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels import Target
+from kernels.exp_logits import ExpLogits
+from layers import GPTConfig
+from trainer.config import MeshConfig
+from trainer.step.functions import exp_logits_of
 from trainer.step.loss import chunked_cross_entropy
+from trainer.step.sharding import make_mesh
+
+NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 
 
 def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
@@ -122,6 +130,89 @@ def test_gradient_scales_with_the_cotangent_and_only_total_has_one(rng):
         gradient_of(lambda loss: 3.0 * loss.total), 3.0 * gradient_of(lambda loss: loss.total), rtol=1e-6
     )
     assert not np.any(gradient_of(lambda loss: loss.nats + loss.z))
+
+
+def value_and_gradients_both_ways(hidden, head, targets, mask, **options):
+    """By exponentials, and by logits, in bfloat16."""
+    arrays = jnp.asarray(hidden, jnp.bfloat16), jnp.asarray(head), targets, mask
+    kernels = ExpLogits(Target.of(), interpret=True), None
+    return [value_and_gradients(*arrays, **options, exp_logits=kernel) for kernel in kernels]
+
+
+def rounded(array):
+    return np.asarray(jnp.asarray(array, jnp.bfloat16), np.float32)
+
+
+def assert_is_dense(loss, gradients, hidden, head, targets, mask, z_loss, cap=None):
+    """Against float64 of the rounded arrays."""
+    nats, z, d_hidden, d_head = dense_oracle(rounded(hidden), rounded(head), targets, mask, z_loss=z_loss, cap=cap)
+    np.testing.assert_allclose(loss.nats, nats, rtol=1e-4)
+    np.testing.assert_allclose(loss.z, z, rtol=1e-4)
+    assert loss.num_targets == mask.sum()
+    assert gradients[0].dtype == jnp.bfloat16
+    assert gradients[1].dtype == jnp.float32
+    assert relative_error(gradients[0].astype(np.float32), d_hidden) < 1e-2
+    assert relative_error(gradients[1], d_head) < 1e-2
+
+
+def tells_apart(one, other) -> bool:
+    """Whether gradients of hidden states were rounded in different ways."""
+    return bool(np.any(np.asarray(one[1][0]) != np.asarray(other[1][0])))
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize(
+    ("chunk_size", "cap", "z_loss"), [(64, None, 1e-2), (1000, 3.0, 1e-2), (100, None, 0.0)], ids=repr
+)
+def test_exponentials_match_dense_float64(rng, chunk_size, cap, z_loss):
+    inputs = make_inputs(rng, 2, 95, 64, 192)
+    options = {"chunk_size": chunk_size, "z_loss": z_loss, "logits_soft_cap": cap}
+    of_exponentials, of_logits = value_and_gradients_both_ways(*inputs, **options)
+    assert_is_dense(*of_exponentials, *inputs, z_loss, cap)
+    assert tells_apart(of_exponentials, of_logits)
+    assert not np.any(np.asarray(of_exponentials[1][0], np.float32)[~inputs[3]])
+
+
+@NEEDS_JAX_0_11
+def test_sums_that_float32_does_not_hold_are_computed_from_logits(rng):
+    hidden, head, targets, mask = make_inputs(rng, 1, 70, 64, 64)
+    hidden[0, 5] *= 100
+    for is_counted in (True, False):  # a token that the mask leaves out has exponentials, too
+        mask[0, 5] = is_counted
+        of_exponentials, of_logits = value_and_gradients_both_ways(
+            hidden, head, targets, mask, chunk_size=32, z_loss=0.0
+        )
+        assert_is_dense(*of_exponentials, hidden, head, targets, mask, z_loss=0.0)
+        assert not tells_apart(of_exponentials, of_logits)
+
+
+@NEEDS_JAX_0_11
+def test_a_z_loss_that_turns_gradients_over_is_computed_from_logits(rng):
+    inputs = make_inputs(rng, 1, 70, 64, 64)
+    inputs = np.abs(inputs[0]), -np.abs(inputs[1]) / 4, *inputs[2:]  # log-partitions of about -6
+    of_exponentials, of_logits = value_and_gradients_both_ways(*inputs, chunk_size=32, z_loss=0.2)
+    assert_is_dense(*of_exponentials, *inputs, z_loss=0.2)
+    assert not tells_apart(of_exponentials, of_logits)
+
+
+@NEEDS_JAX_0_11
+def test_a_nan_stays_one(rng):
+    hidden, *others = make_inputs(rng, 1, 70, 64, 64)
+    hidden[0, 3] = np.nan
+    (loss, gradients), _ = value_and_gradients_both_ways(hidden, *others, chunk_size=32, z_loss=0.0)
+    assert np.isnan(loss.total) == others[2][0, 3]
+    assert np.isnan(np.asarray(gradients[1])).any()
+
+
+def test_the_kernel_serves_a_model_on_hopper_gpus_alone(monkeypatch):
+    mesh = make_mesh(MeshConfig())
+    served = GPTConfig(vocab_size=50304, compute_dtype="bfloat16")
+    assert exp_logits_of(served, mesh) is None
+    hopper = Target("gpu", "NVIDIA H200", 9.0, 132)
+    monkeypatch.setattr(Target, "of", lambda device: hopper)
+    has_kernel = jax.__version_info__ >= (0, 11)
+    assert exp_logits_of(served, mesh) == (ExpLogits(hopper) if has_kernel else None)
+    assert exp_logits_of(GPTConfig(vocab_size=50257, compute_dtype="bfloat16"), mesh) is None
 
 
 def largest_array(function, *args) -> int:
