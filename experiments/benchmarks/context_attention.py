@@ -35,7 +35,7 @@ from experiments.benchmarks.traced_exchange import TracedExchange, trace_exchang
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, choose_exchange, deal_tokens
+from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, deal_tokens, exchange_cost
 from trainer.errors import UserMistake
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
@@ -229,8 +229,9 @@ def compile_contender(
         key_value_segment_ids=dealt_ids,
         device=layout.mesh.devices.flat[0],
     )
-    chosen = choose_exchange(layout.call_of_a_device(call), layout.split(case.length), exchange)
-    cost, num_devices = chosen.costs[exchange], layout.mesh.size
+    of_a_device, split = layout.call_of_a_device(call), layout.split(case.length)
+    # Nothing is made anew here.
+    cost, num_devices = exchange_cost(exchange, of_a_device, split, made_anew=False), layout.mesh.size
     row = {
         "traced": traced._asdict(),
         "exposed_s": traced.exposed_s - traced.waiting_s - traced_one.exposed_s / num_devices,

@@ -5,7 +5,7 @@
 """
 
 from kernels.context.attention import attend_over_mesh
-from kernels.context.costs import Exchange, ExchangeCost
+from kernels.context.costs import Exchange, ExchangeCost, exchange_cost
 from kernels.context.deal import Deal, check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchange import ChosenExchange, choose_exchange, kernel_call
 from kernels.context.layout import MeshLayout
@@ -27,6 +27,7 @@ __all__ = [
     "chunk_costs",
     "deal_tokens",
     "default_chunk_size",
+    "exchange_cost",
     "imbalance",
     "kernel_call",
     "plan_context",

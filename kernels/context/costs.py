@@ -75,8 +75,10 @@ _COPIES_BY_PEER, _FASTER_BY_PEER = 5, 1.4
 # The share of a ring's hops that kernels hide at best on a torus: what is sent takes some of the memory's bandwidth. On
 # GPUs they hide nothing: "Training on four H200s" in docs/benchmarks.md.
 _HIDDEN_SHARE_OF_HOPS = 0.75
-# How much longer a GPU takes for a hop than for as many bytes of other exchanges. Seen there, too.
-_SLOWER_BY_HOPS = 1.45
+# How much longer a GPU takes for a hop than for as many bytes of other exchanges, and how much faster NCCL gathers and
+# sums up. Seen there, too.
+_SLOWER_BY_HOPS = 1.58
+_FASTER_BY_GATHER = 1.3
 # A rank's work over the mean where documents of other lengths in each row decide it, about: `chunk_costs` of random
 # packed rows of 131,072 tokens say 1.1 to 1.3 over 2 ranks, and 1.6 to 2.2 over 8. And what is left of it when each row
 # is dealt out by cost.
@@ -118,16 +120,32 @@ def links_of(target: Target) -> Links:
     return _OTHER_LINKS
 
 
-def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> ExchangeCost:
+class _Bytes(NamedTuple):
+    """Of an exchange, on one device: what comes in the forward pass and in the backward pass, and is held at most.
+
+    `again`: of the backward pass's, what came in the forward pass, too.
+    """
+
+    forward: float
+    backward: float
+    again: float
+    held: float
+
+
+def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, made_anew: bool = True) -> ExchangeCost:
     """The cost of an exchange that serves the call.
 
     Args:
       name: the exchange.
       call: of one device.
       split: of the rows.
+      made_anew: whether the backward pass makes the layer anew, as a remat policy has it. Otherwise XLA keeps what came
+        in the forward pass.
     """
     links = links_of(call.target)
-    forward, backward, held = _BYTES[name](call, split)
+    forward, backward, again, held = _BYTES[name](call, split)
+    if not made_anew:
+        backward -= again
     kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
     if name != "heads":  # each rank works on its own queries
         kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)
@@ -137,6 +155,7 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split) -> Exchange
         exposed *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
     elif name == "gather":
         kernels *= _SLOWER_WITH_QUERY_PLACES
+        exposed /= 1.0 if links.is_torus else _FASTER_BY_GATHER
         # Whole rows are put together, twice, and their gradients filled in and taken apart, whatever was sent.
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
         exposed += _COPIES_OF_WHOLE_ROWS * whole / links.memory_bytes_per_s
@@ -183,7 +202,7 @@ def _key_bytes(call: AttentionCall, num_tokens: float, num_heads: int, itemsize:
     return call.batch * num_tokens * num_heads * (call.head_dim + call.value_dim) * itemsize
 
 
-def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+def _gather_bytes(call: AttentionCall, split: Split) -> _Bytes:
     itemsize, sum_itemsize = call.dtype.itemsize, call.softmax_dtype.itemsize
     sent = _tokens_sent(call, split)
     others = (split.num_ranks - 1) * sent
@@ -193,7 +212,7 @@ def _gather_bytes(call: AttentionCall, split: Split) -> tuple[float, float, floa
     in_order = split.deal == "in_order" and sent == call.q_len
     received = _key_bytes(call, split.num_ranks * sent, call.num_kv_heads, itemsize + sum_itemsize)
     whole = 0.0 if in_order else _key_bytes(call, split.length, call.num_kv_heads, 2 * itemsize)
-    return forward, backward, received + whole
+    return _Bytes(forward, backward, forward, received + whole)
 
 
 def _tokens_sent(call: AttentionCall, split: Split) -> int:
@@ -218,27 +237,29 @@ def _tokens_before(call: AttentionCall, split: Split) -> int:
     return (split.num_runs or _RUNS_BY_COST) * reach
 
 
-def _peer_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+def _peer_bytes(call: AttentionCall, split: Split) -> _Bytes:
     num_tokens = min((split.num_ranks - 1) * call.q_len, _tokens_before(call, split))
     needed = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
-    # Once more where a remat policy makes a layer anew. What is held: the kernel's whole rows, and their gradients.
-    return needed, 2 * needed, 2 * _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
+    # What is held: the kernel's whole rows, and their gradients.
+    held = 2 * _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
+    return _Bytes(needed, 2 * needed, needed, held)
 
 
-def _halo_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+def _halo_bytes(call: AttentionCall, split: Split) -> _Bytes:
     num_runs = split.num_runs or 1
     num_tokens = num_runs * sum(halo_of(call, call.q_len // num_runs))
     forward = _key_bytes(call, num_tokens, call.num_kv_heads, call.dtype.itemsize)
     # Gradients come back in the keys' dtype, and are added up in the softmax's.
-    return forward, 2 * forward, 2 * forward
+    return _Bytes(forward, 2 * forward, forward, 2 * forward)
 
 
-def _ring_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+def _ring_bytes(call: AttentionCall, split: Split) -> _Bytes:
     hops, hops_home = _ring_hops(call, split)
     keys = _hop_bytes(call)
     gradients = _key_bytes(call, call.q_len, call.num_kv_heads, call.softmax_dtype.itemsize)
-    # They go home in the keys' dtype.
-    return hops * keys, (hops + hops_home) * keys + hops * gradients, 2 * (keys + gradients)
+    # They go home in the keys' dtype. XLA keeps what came by the first hop, which is outside of the loop over hops.
+    backward = (hops + hops_home) * keys + hops * gradients
+    return _Bytes(hops * keys, backward, min(hops, 1) * keys, 2 * (keys + gradients))
 
 
 def _ring_hops(call: AttentionCall, split: Split) -> tuple[int, int]:
@@ -254,7 +275,7 @@ def _hop_bytes(call: AttentionCall) -> float:
     return _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
 
 
-def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float]:
+def _heads_bytes(call: AttentionCall, split: Split) -> _Bytes:
     queries = call.batch * call.q_len * call.num_heads * (call.head_dim + call.value_dim) * call.dtype.itemsize
     num_kv_heads = max(call.num_kv_heads, split.num_ranks)
     keys = _key_bytes(call, call.q_len, num_kv_heads, call.dtype.itemsize)
@@ -263,10 +284,11 @@ def _heads_bytes(call: AttentionCall, split: Split) -> tuple[float, float, float
     forward = (queries + keys) * from_others
     # The output's gradient and delta, and the gradients of queries, keys and values back.
     backward = (queries + keys + delta) * from_others
-    return forward, backward, 2 * (queries + keys)
+    # What comes in the forward pass is what the gradient's half starts from.
+    return _Bytes(forward, backward, 0.0, 2 * (queries + keys))
 
 
-_BYTES: dict[Exchange, Callable[[AttentionCall, Split], tuple[float, float, float]]] = {
+_BYTES: dict[Exchange, Callable[[AttentionCall, Split], _Bytes]] = {
     "gather": _gather_bytes,
     "peer": _peer_bytes,
     "halo": _halo_bytes,

@@ -114,6 +114,23 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
     assert backward == 2 * minimum  # the keys again, and gradients back
 
 
+@pytest.mark.parametrize(
+    ("name", "deal", "mask", "received", "exposed_s"),
+    # Of attention alone on four H100s, and of windows on four H200s: context_attention_h100.jsonl, …_h200.jsonl.
+    [
+        ("heads", "in_order", CAUSAL, 806_879_232, 0.00338),
+        ("gather", "zigzag", CAUSAL, 2_415_919_104, 0.01023),
+        ("ring", "zigzag", CAUSAL, 3_221_880_832, 0.02262),
+        ("halo", "in_order", CAUSAL & LocalMask(4095, 0), 67_092_480, None),  # its waiting wasn't told apart
+    ],
+)
+def test_the_cost_model_is_near_what_traces_showed(name, deal, mask, received, exposed_s):
+    call = call_of(mask, num_ranks=4, kind="NVIDIA H100 80GB HBM3")
+    cost = exchange_cost(name, call, Split.of("context", 4, deal, 131_072, None), made_anew=False)
+    assert sum(cost.received_bytes) == pytest.approx(received, rel=1e-3)
+    assert exposed_s is None or cost.exposed_seconds == pytest.approx(exposed_s, rel=0.15)
+
+
 def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
     lowest, highest = -(2**31), 2**31 - 1
     ids = np.stack([np.arange(5) + lowest, rng.permutation([lowest, highest, 0, lowest + 1, lowest + 3])]).astype(
