@@ -4,7 +4,7 @@ A softmax over a vocabulary reads float32 logits again for their sums, and again
 exponentials are relative to a number that is known before the matmul, they and their sums can be had from the sums of
 products where they are computed. They leave in 16 bits, which is what the gradient's matmuls take.
 
-Dimensions: C tokens, D width, V vocabulary.
+Dimensions: C tokens, D width, V vocabulary; D and V are multiples of 64.
 """
 
 from __future__ import annotations
@@ -71,13 +71,18 @@ class ExpLogits:
           head: bfloat16.
           shifts: float32, of each token; its exponentials are exp(logit - shift).
           soft_cap: logits become cap * tanh(logits / cap), and exponentials are multiplied by that function's slope.
-            Their sums aren't. None: logits as they are.
+            None: logits as they are.
 
         Returns:
-          Exponentials in bfloat16, and float32 sums over the vocabulary of what was rounded. Both are infinite where
-          float32 doesn't hold them.
+          Exponentials in bfloat16, and in float32 their sums over the vocabulary, as they were before they were rounded
+          and multiplied by a slope. A sum that float32 doesn't hold is infinite, and its exponentials may be anything.
+
+        Raises:
+          ValueError: a dtype, width or vocabulary that the kernel doesn't take.
         """
-        num_tokens = hidden.shape[0]
+        num_tokens, width = hidden.shape
+        if (reason := _untaken(hidden.dtype, width, head.shape[1])) is not None:
+            raise ValueError(f"exponentials of logits can't be computed by the kernel: it {reason}; compute the logits")
         padding = -num_tokens % (_PAIR_SIZE * BLOCK_ROWS)
         hidden, shifts = jnp.pad(hidden, [(0, padding), (0, 0)]), jnp.pad(shifts, (0, padding))
         exponentials, sums = _run(hidden, head, shifts * LOG2_E, soft_cap, self)
@@ -90,6 +95,10 @@ def unsupported_reason(dtype: jnp.dtype, width: int, vocab_size: int, target: Ta
         return f"is for Hopper GPUs (compute capability {_HOPPER}), not for {target.device_kind}"
     if jax.__version_info__ < _OLDEST_JAX:
         return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
+    return _untaken(dtype, width, vocab_size)
+
+
+def _untaken(dtype: jnp.dtype, width: int, vocab_size: int) -> str | None:
     # float16 ends at 65,504.
     if dtype != jnp.bfloat16:
         return f"takes bfloat16, not {dtype}"
@@ -141,12 +150,13 @@ def _run(hidden, head, log2_shifts, soft_cap: float | None, kernel: ExpLogits) -
                 for column in range(0, columns, STORED_COLUMNS):
                     logits = products[0][:, column : column + STORED_COLUMNS]
                     if soft_cap is not None:
-                        capped = jnp.tanh(logits * (1 / soft_cap))
-                        logits = capped * soft_cap
+                        # The hardware's tanh has errors of 2⁻¹¹. Exponentials are to tell a target's from 1.
+                        below = 1 / (1 + jnp.exp2(logits * (2 * LOG2_E / soft_cap)))
+                        logits = soft_cap - (2 * soft_cap) * below
                     part = jnp.exp2(logits * LOG2_E - spread(shifts, logits.shape, rows=True))
                     part_sums.append(part.sum(axis=1))
                     if soft_cap is not None:
-                        part *= 1 - capped * capped
+                        part *= 4 * (below - below * below)
                     yield part, functools.partial(start_copy, column)
 
             store_parts(parts(), buffers)

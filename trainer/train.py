@@ -55,6 +55,7 @@ from trainer.step.expert_plan import plan_experts
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
+from trainer.step.loss_plan import plan_loss
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.step.tensor_plan import plan_tensor
 from trainer.workdir import Workdir
@@ -128,7 +129,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
     attention = plan_attention(config, mesh)
-    experts, tensor = plan_experts(config, Target.of(mesh.devices.flat[0])), plan_tensor(config, mesh)
+    target = Target.of(mesh.devices.flat[0])
+    experts, tensor, loss = plan_experts(config, target), plan_tensor(config, mesh), plan_loss(config.model, target)
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)
@@ -138,7 +140,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
-    plans = attention, experts, tensor
+    plans = attention, experts, tensor, loss
     return Setup(config, corpus, functions, *plans, batches, validation_batches, samples, flops, peak)
 
 

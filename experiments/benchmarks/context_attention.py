@@ -230,8 +230,7 @@ def compile_contender(
         device=layout.mesh.devices.flat[0],
     )
     of_a_device, split = layout.call_of_a_device(call), layout.split(case.length)
-    # Nothing is made anew here.
-    cost, num_devices = exchange_cost(exchange, of_a_device, split, made_anew=False), layout.mesh.size
+    cost, num_devices = exchange_cost(exchange, of_a_device, split, remat=False), layout.mesh.size
     row = {
         "traced": traced._asdict(),
         "exposed_s": traced.exposed_s - traced.waiting_s - traced_one.exposed_s / num_devices,

@@ -121,31 +121,37 @@ def links_of(target: Target) -> Links:
 
 
 class _Bytes(NamedTuple):
-    """Of an exchange, on one device: what comes in the forward pass and in the backward pass, and is held at most.
+    """Of an exchange, on one device.
 
-    `again`: of the backward pass's, what came in the forward pass, too.
+    Attributes:
+      forward: what comes in the forward pass.
+      backward: what comes in the backward pass, where a remat policy makes the layer anew.
+      kept: of that, what the forward pass leaves where no policy does.
+      held: at most at one time.
     """
 
     forward: float
     backward: float
-    again: float
+    kept: float
     held: float
 
 
-def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, made_anew: bool = True) -> ExchangeCost:
+def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: bool = True) -> ExchangeCost:
     """The cost of an exchange that serves the call.
 
     Args:
       name: the exchange.
       call: of one device.
       split: of the rows.
-      made_anew: whether the backward pass makes the layer anew, as a remat policy has it. Otherwise XLA keeps what came
-        in the forward pass.
+      remat: whether a remat policy makes the layer anew in the backward pass.
+
+    Returns:
+      The cost of one layer.
     """
     links = links_of(call.target)
-    forward, backward, again, held = _BYTES[name](call, split)
-    if not made_anew:
-        backward -= again
+    forward, backward, kept, held = _BYTES[name](call, split)
+    if not remat:
+        backward -= kept
     kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
     if name != "heads":  # each rank works on its own queries
         kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)

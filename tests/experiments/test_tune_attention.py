@@ -126,6 +126,20 @@ def test_what_is_hopelessly_slow_sits_the_rounds_out(monkeypatch):
     assert (fast.seconds, fast.refused) == (1.0, None)
 
 
+def test_a_slow_first_sample_is_taken_again(monkeypatch):
+    def compile_with_made_up_clock(problem, tuning, timed):
+        # Two runs and a sample, of a second each, but that the first sample of the small tuning takes three.
+        moments = itertools.chain([0, 1, 1, 2, 2, 5 if tuning.block_q == 32 else 3], itertools.count(5))
+        return dataclasses.replace(compile_contender(problem, tuning, timed), clock=lambda: next(moments))
+
+    monkeypatch.setattr(race_module, "compile_contender", compile_with_made_up_clock)
+    problem = make_problem(SMALL)
+    expected = compile_contender(problem, "reference", "forward").start()
+    candidates = {size: BlockwiseTuning(size, size) for size in (32, 64)}
+    trials = race(problem, "forward", candidates, expected, num_rounds=1, sample_ms=0, hopeless=1.25)
+    assert [trial.refused for trial in trials] == [None, None]
+
+
 def test_a_difference_is_the_worst_arrays_and_nan_stays():
     x = jnp.ones((4, 4))
     assert largest_relative_difference((x, (x, 1.5 * x)), (x, (x, x))) == pytest.approx(0.5)
@@ -257,13 +271,21 @@ def test_a_call_gets_the_tiles_of_the_likest_one(monkeypatch):
         TunedCall(64, "window", 32768): MosaicForwardTuning(num_l2_heads=3),
         TunedCall(128, "packed", 32768): MosaicForwardTuning(num_l2_heads=4),
         TunedCall(128, "causal", 4096): MosaicForwardTuning(num_l2_heads=5),
-        TunedCall(128, "narrow_window", 4096): MosaicForwardTuning(num_l2_heads=6),
+        TunedCall(128, "narrow_window", 256): MosaicForwardTuning(num_l2_heads=6),
+        TunedCall(128, "narrow_window", 1024): MosaicForwardTuning(num_l2_heads=7),
+        TunedCall(256, "causal", 4096): MosaicForwardTuning(num_l2_heads=8),
+        TunedCall(256, "causal", 32768): MosaicForwardTuning(num_l2_heads=9),
     }
     monkeypatch.setattr(tunings, "FORWARD", rows)
     assert resolve(None, call_of(length=8192)).forward_tiles.num_l2_heads == 1
     assert resolve(None, call_of(length=16384)).forward_tiles.num_l2_heads == 2
     assert resolve(None, call_of(length=64, mask=LocalMask(7, 0))).forward_tiles.num_l2_heads == 3
-    assert resolve(None, call_of(head_dim=128, length=64, mask=LocalMask(2047, 0))).forward_tiles.num_l2_heads == 6
+    for window, expected in ((1, 6), (256, 6), (500, 6), (512, 7), (2048, 7)):  # as near to both: the longer one
+        call = call_of(head_dim=128, length=64, mask=LocalMask(window - 1, 0))
+        assert resolve(None, call).forward_tiles.num_l2_heads == expected
+    for length, expected in ((4096, 8), (32768, 9)):  # a window's length says nothing beside rows'
+        call = call_of(head_dim=256, length=length, mask=LocalMask(127, 0))
+        assert resolve(None, call).forward_tiles.num_l2_heads == expected
     assert resolve(None, call_of(head_dim=128, length=64, mask=LocalMask(2048, 0))).forward_tiles.num_l2_heads == 5
     assert resolve(None, call_of(length=64, mask=FullMask())).forward_tiles.num_l2_heads == 1
     assert resolve(None, call_of(head_dim=80, length=64, packed=True)).forward_tiles.num_l2_heads == 4

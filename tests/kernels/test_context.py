@@ -124,9 +124,9 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
         ("halo", "in_order", CAUSAL & LocalMask(4095, 0), 67_092_480, None),  # its waiting wasn't told apart
     ],
 )
-def test_the_cost_model_is_near_what_traces_showed(name, deal, mask, received, exposed_s):
+def test_the_cost_model_stays_near_the_traces_that_it_was_fitted_to(name, deal, mask, received, exposed_s):
     call = call_of(mask, num_ranks=4, kind="NVIDIA H100 80GB HBM3")
-    cost = exchange_cost(name, call, Split.of("context", 4, deal, 131_072, None), made_anew=False)
+    cost = exchange_cost(name, call, Split.of("context", 4, deal, 131_072, None), remat=False)
     assert sum(cost.received_bytes) == pytest.approx(received, rel=1e-3)
     assert exposed_s is None or cost.exposed_seconds == pytest.approx(exposed_s, rel=0.15)
 

@@ -21,6 +21,7 @@ from trainer.process.resident_memory import peak_resident_bytes
 from trainer.step.attention_plan import AttentionPlan, plan_attention
 from trainer.step.expert_plan import ExpertPlan, plan_experts
 from trainer.step.functions import make_step_functions
+from trainer.step.loss_plan import LossPlan, plan_loss
 from trainer.step.sharding import make_mesh
 from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
@@ -63,6 +64,7 @@ class StepProfile:
     """None: no mixture of experts."""
     tensor: TensorPlan | None
     """None: nothing is split over `mesh.tensor`."""
+    loss: LossPlan
     compiled: CompileReport
     """What compiling cost. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
@@ -124,6 +126,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         attention=attention,
         experts=plan_experts(config, Target.of(device)),
         tensor=tensor,
+        loss=plan_loss(config.model, Target.of(device)),
         compiled=compiled,
         size=size,
         collectives=collectives,

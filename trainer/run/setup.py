@@ -16,6 +16,7 @@ from trainer.step.expert_plan import ExpertPlan
 from trainer.step.flops import DevicePeak, FlopCounter
 from trainer.step.functions import Batch, StepFunctions
 from trainer.step.global_batch import make_global_batch
+from trainer.step.loss_plan import LossPlan
 from trainer.step.sharding import batch_sharding, bytes_per_device
 from trainer.step.tensor_plan import TensorPlan
 from trainer.terminal.units import format_bytes, format_count
@@ -33,6 +34,7 @@ class Setup:
     """None: no mixture of experts."""
     tensor: TensorPlan | None
     """None: nothing is split over `mesh.tensor`."""
+    loss: LossPlan
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
@@ -66,6 +68,7 @@ class Setup:
             "attention": [plan.to_json() for plan in self.attention],
             "experts": None if self.experts is None else self.experts.to_json(),
             "tensor": None if self.tensor is None else self.tensor.to_json(),
+            "loss": self.loss.to_json(),
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
 
@@ -85,6 +88,7 @@ class Setup:
             "attention": describe_attention(self.attention),
             **({} if self.experts is None else {"experts": self.experts.describe()}),
             **({} if self.tensor is None else {"tensor": self.tensor.describe()}),
+            **({"loss": self.loss.describe()} if devices[0].platform == "gpu" else {}),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"

@@ -22,14 +22,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
 from kernels.context import Deal
-from kernels.exp_logits import ExpLogits, unsupported_reason
-from layers import GPT, ActivationSharding, GPTConfig
+from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
 from trainer.step.attention_plan import plan_deal
 from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
+from trainer.step.loss_plan import plan_loss
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
 from trainer.step.router_loss import LossSums, add_router_losses, sum_load
@@ -144,7 +144,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     schedule = make_schedule(config.optimizer, config.num_steps)
     deal, _ = plan_deal(config, mesh)
     plan_tensor(config, mesh)  # refuses what can't serve
-    exp_logits = exp_logits_of(config.model, mesh)
+    target = Target.of(mesh.devices.flat[0])
+    exp_logits = plan_loss(config.model, target).exp_logits(target)
 
     def make_model() -> GPT:
         exchange, collectives = config.context.exchange, config.tensor.collectives
@@ -298,13 +299,6 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         ),
         eval_step=jax.jit(eval_step, in_shardings=(shardings.params, of_batch), out_shardings=of_scalar),
     )
-
-
-def exp_logits_of(model: GPTConfig, mesh: Mesh) -> ExpLogits | None:
-    """The kernel that computes exponentials in place of logits; None where it doesn't serve."""
-    target = Target.of(mesh.devices.flat[0])
-    reason = unsupported_reason(jnp.dtype(model.compute_dtype), model.width, model.vocab_size, target)
-    return ExpLogits(target) if reason is None else None
 
 
 def compiler_options(mesh: Mesh) -> dict[str, str | bool] | None:

@@ -33,7 +33,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.exp_logits import ExpLogits
 
-# Beyond it, what the exponentials are multiplied by is too small a number for bfloat16. It is a loss of 69 nats.
+# Beyond it, hidden states times what the exponentials are multiplied by would be lost. It is a loss of 69 nats.
 _HIGHEST_SUM = 1e30
 # Of what z-loss multiplies probabilities by. The target's exponential is divided by it.
 _LEAST_Z_FACTOR = 0.5
@@ -211,7 +211,7 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
 def _sweep_by_exponentials(
     tokens: _Tokens, head: Float[Array, "D V"], options: _Options, exp_logits: ExpLogits
 ) -> tuple[tuple[CrossEntropy, tuple[Array, Array]], Bool[Array, ""]]:
-    """The same by exponentials, and whether it holds: no sum and no token's z-loss is too large for it."""
+    """The loss and the gradients by exponentials, and whether they hold: no sum and no z-loss is too large for it."""
     sum_dtype, cap = _sum_dtype(head), options.logits_soft_cap
     target_logits = jnp.einsum("btd,btd->bt", tokens.hidden, head.T[tokens.targets], preferred_element_type=sum_dtype)
     target_slopes = jnp.ones_like(target_logits)
@@ -231,7 +231,7 @@ def _sweep_by_exponentials(
         terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
         d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
         d_head += jnp.dot((factors * hidden).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype)
-        # Of all tokens: 0 times the infinite exponentials of a token that the mask leaves out isn't 0. Not of a NaN.
+        # Of all tokens: infinite exponentials of one that the mask leaves out, times 0, aren't 0. A NaN isn't held.
         is_held = (exp_sum < _HIGHEST_SUM) & (z_factor > _LEAST_Z_FACTOR)
         sums = _sum_up(nats, log_partition, target_mask, options)
         return d_head, (sums, d_hidden, is_held.all())

@@ -206,7 +206,7 @@ class TunedCall(NamedTuple):
     Attributes:
       head_dim: as of `tuned_head_dim`.
       family: what the mask leaves out.
-      length: tokens of a narrow window; of other families, those of the queries.
+      length: how long rows of pairs are: tokens of a narrow window; of other families, the queries.
     """
 
     head_dim: int
@@ -215,7 +215,13 @@ class TunedCall(NamedTuple):
 
     @staticmethod
     def of(mask: Mask, length: int, head_dims: tuple[int, int], *, packed: bool) -> TunedCall:
-        """Of calls of so many queries, of head dims of keys and values, and with documents where `packed`.
+        """What a call is tuned by.
+
+        Args:
+          mask: the call's.
+          length: its queries.
+          head_dims: of its keys and values.
+          packed: whether it has documents.
 
         >>> from kernels import LocalMask
         >>> TunedCall.of(LocalMask(1023, 0), 32768, (64, 64), packed=False)
@@ -223,8 +229,9 @@ class TunedCall(NamedTuple):
         """
         family = call_family(mask, packed=packed)
         if family == "narrow_window":
-            assert mask.window is not None, f"{family} is a window"
-            length = max((mask.window[0] or 0) + 1, 1)
+            assert mask.window is not None
+            assert mask.window[0] is not None
+            length = max(mask.window[0] + 1, 1)
         return TunedCall(tuned_head_dim(*head_dims), family, length)
 
 
@@ -325,6 +332,8 @@ def _likest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: i
 
     def unlikeness(key: TunedCall):
         differs = (key.family != each for each in likest_families)
-        return key.head_dim, *differs, abs(math.log(key.length / tuned_call.length))
+        length = tuned_call.length if key.family == family else call.q_len
+        # Of two that are as near, the longer one.
+        return key.head_dim, *differs, abs(math.log(key.length / length)), -key.length
 
     return min((key for key in table if key.head_dim >= head_dim), key=unlikeness)

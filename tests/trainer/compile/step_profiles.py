@@ -3,6 +3,7 @@
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
 from trainer.compile.stages import CompileReport
 from trainer.compile.step_profile import HostMemory, StepProfile
+from trainer.step.loss_plan import LossPlan
 
 
 def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
@@ -17,6 +18,7 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
         attention=(),
         experts=None,
         tensor=None,
+        loss=LossPlan("xla", {}),
         compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
         size=None,
         collectives=(),

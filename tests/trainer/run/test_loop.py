@@ -102,6 +102,7 @@ def test_the_record_tells_the_run(first, read_run):
     assert record["tokens_per_step"] == 512
     assert [plan["num_layers"] for plan in record["attention"]] == [2]
     assert (record["experts"], record["tensor"]) == (None, None)
+    assert record["loss"] == {"implementation": "xla", "passed_over": {}}
     assert all(plan["backend"] == "blockwise" and "cudnn" in plan["passed_over"] for plan in record["attention"])
     steps = record["steps"]
     assert steps["num_steps"] == NUM_STEPS

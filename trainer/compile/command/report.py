@@ -38,6 +38,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         "attention": describe_attention(profile.attention),
         **({} if profile.experts is None else {"experts": profile.experts.describe()}),
         **({} if profile.tensor is None else {"tensor": profile.tensor.describe()}),
+        **({"loss": profile.loss.describe()} if profile.platform == "gpu" else {}),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
@@ -190,6 +191,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "attention": [plan.to_json() for plan in profile.attention],
         "experts": None if profile.experts is None else profile.experts.to_json(),
         "tensor": None if profile.tensor is None else profile.tensor.to_json(),
+        "loss": profile.loss.to_json(),
         "compile": {
             "trace_s": profile.compiled.trace_s,
             "lower_s": profile.compiled.lower_s,
