@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from kernels import persistent_matmul
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, spread
 from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.persistent_matmul import (
@@ -29,19 +30,16 @@ from kernels.persistent_matmul import (
     Phase,
     TileOperands,
     div_rem,
-    launch_matmul,
+    launch_on,
     multiply_rows_by,
     place_tile,
     stages_of_rows,
     store_parts,
     tile_columns,
 )
-from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
 _PAIR_SIZE = 2  # programs that share columns of the head, each of which loads a part of them for both
-_HOPPER, _OLDEST_JAX = 9.0, (0, 11)
-_INTERPRETED_PROGRAMS = 2
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,11 @@ class ExpLogits:
           and multiplied by a slope. A sum that float32 doesn't hold is infinite, and its exponentials may be anything.
 
         Raises:
-          ValueError: a dtype, width or vocabulary that the kernel doesn't take.
+          ValueError: a device, dtype, width or vocabulary that the kernel doesn't take.
         """
         num_tokens, width = hidden.shape
-        if (reason := _untaken(hidden.dtype, width, head.shape[1])) is not None:
+        reason = unsupported_reason(hidden.dtype, width, head.shape[1], self.target, interpret=self.interpret)
+        if reason is not None:
             raise ValueError(f"exponentials of logits can't be computed by the kernel: it {reason}; compute the logits")
         padding = -num_tokens % (_PAIR_SIZE * BLOCK_ROWS)
         hidden, shifts = jnp.pad(hidden, [(0, padding), (0, 0)]), jnp.pad(shifts, (0, padding))
@@ -89,23 +88,12 @@ class ExpLogits:
         return exponentials[:num_tokens], sums.sum(0)[:num_tokens]
 
 
-def unsupported_reason(dtype: jnp.dtype, width: int, vocab_size: int, target: Target) -> str | None:
+def unsupported_reason(
+    dtype: jnp.dtype, width: int, vocab_size: int, target: Target, *, interpret: bool = False
+) -> str | None:
     """Why the kernel can't serve such a head on such a device, or None if it can."""
-    if target.compute_capability != _HOPPER:
-        return f"is for Hopper GPUs (compute capability {_HOPPER}), not for {target.device_kind}"
-    if jax.__version_info__ < _OLDEST_JAX:
-        return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
-    return _untaken(dtype, width, vocab_size)
-
-
-def _untaken(dtype: jnp.dtype, width: int, vocab_size: int) -> str | None:
-    # float16 ends at 65,504.
-    if dtype != jnp.bfloat16:
-        return f"takes bfloat16, not {dtype}"
-    for size in (width, vocab_size):
-        if size % BLOCK_DEPTH:
-            return f"takes a width and a vocabulary in multiples of {BLOCK_DEPTH}, not {size}"
-    return None
+    dtypes, features = [jnp.bfloat16], (width, vocab_size)  # float16 ends at 65,504
+    return persistent_matmul.unsupported_reason(dtype, dtypes, features, target, interpret=interpret)
 
 
 def _run(hidden, head, log2_shifts, soft_cap: float | None, kernel: ExpLogits) -> tuple[Array, Array]:
@@ -165,23 +153,18 @@ def _run(hidden, head, log2_shifts, soft_cap: float | None, kernel: ExpLogits) -
         num_tiles = _PAIR_SIZE * num_down * num_across
         return [Phase(num_tiles, operands, multiply_rows_by(transpose=False), store)]
 
-    num_programs = _INTERPRETED_PROGRAMS if kernel.interpret else kernel.target.num_multiprocessors
-    assert num_programs is not None, f"{kernel.target} is a GPU"
-    exponentials, sums = without_slice_fusion(
-        *launch_matmul(
-            make_phases,
-            (hidden, head, log2_shifts),
-            [
-                jax.ShapeDtypeStruct((num_tokens, vocab_size), hidden.dtype),
-                jax.ShapeDtypeStruct((num_across, num_tokens), jnp.float32),
-            ],
-            stages_of_rows(columns, transpose=False),
-            columns,
-            num_programs,
-            name="exp_logits",
-            pair_size=_PAIR_SIZE,
-            # New in JAX 0.11.
-            interpret=plgpu.InterpretGPUParams() if kernel.interpret else None,  # type: ignore[attr-defined]
-        )
+    exponentials, sums = launch_on(
+        kernel.target,
+        make_phases,
+        (hidden, head, log2_shifts),
+        [
+            jax.ShapeDtypeStruct((num_tokens, vocab_size), hidden.dtype),
+            jax.ShapeDtypeStruct((num_across, num_tokens), jnp.float32),
+        ],
+        stages_of_rows(columns, transpose=False),
+        columns,
+        interpret=kernel.interpret,
+        name="exp_logits",
+        pair_size=_PAIR_SIZE,
     )
     return exponentials, sums

@@ -23,6 +23,8 @@ from jaxtyping import Array
 from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
+from kernels.slice_fusion import without_slice_fusion
+from kernels.target import Target
 
 BLOCK_ROWS = 128
 """Rows of a tile."""
@@ -35,6 +37,8 @@ _NUM_STAGES = 4
 _COLUMNS = (256, 192, 128, 64)  # of a tile: the most that divide the result's
 _PANEL = 8  # tiles
 _COMPUTE_REGISTERS, _LOAD_REGISTERS = 240, 24
+_HOPPER, _OLDEST_JAX = 9.0, (0, 11)
+_INTERPRETED_PROGRAMS = 2
 
 _Smem = namedtuple("_Smem", "left right stored")
 
@@ -89,6 +93,35 @@ class Phase(NamedTuple):
     in_step: Callable[..., None] = lambda *_: None
     after_steps: Callable[..., None] = lambda *_: None
     finish: Callable[..., None] = lambda *_: None
+
+
+def unsupported_reason(
+    dtype: jnp.dtype,
+    dtypes: Sequence[jax.typing.DTypeLike],
+    features: Sequence[int],
+    target: Target,
+    *,
+    interpret: bool = False,
+) -> str | None:
+    """Why a kernel can't multiply on a device, or None if it can.
+
+    Args:
+      dtype: of the operands.
+      dtypes: those that the kernel takes.
+      features: of the operands and of the result.
+      target: the device.
+      interpret: whether Pallas's interpreter runs the kernel, on any device.
+    """
+    if target.compute_capability != _HOPPER and not interpret:
+        return f"is for Hopper GPUs (compute capability {_HOPPER}), not for {target.device_kind}"
+    if jax.__version_info__ < _OLDEST_JAX:
+        return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
+    if dtype not in (taken := [jnp.dtype(each) for each in dtypes]):
+        return f"takes {' and '.join(map(str, taken))}, not {dtype}"
+    for size in features:
+        if size % BLOCK_DEPTH:
+            return f"takes features in multiples of {BLOCK_DEPTH}, not {size}"
+    return None
 
 
 def place_tile(index, num_down: int, num_across: int) -> tuple[Any, Any]:
@@ -158,6 +191,31 @@ def store_parts(parts: Iterable[tuple[Any, Callable[[Any], None]]], buffers) -> 
         buffer[...] = part.astype(buffers.dtype)
         plgpu.commit_smem()
         start_copy(buffer)
+
+
+def launch_on(
+    target: Target,
+    make_phases: Callable[..., Sequence[Phase]],
+    operands: tuple[Array, ...],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    stages: tuple[tuple[int, int], tuple[int, int]],
+    columns: int,
+    *,
+    interpret: bool,
+    **options: Any,
+) -> tuple[Array, ...]:
+    """Runs a kernel that is one device's own, with a program on each multiprocessor; or in Pallas's interpreter.
+
+    The other arguments are those of `launch_matmul`.
+    """
+    num_programs = _INTERPRETED_PROGRAMS if interpret else target.num_multiprocessors
+    assert num_programs is not None, f"{target} is a GPU"
+    # New in JAX 0.11.
+    parameters = plgpu.InterpretGPUParams() if interpret else None  # type: ignore[attr-defined]
+    results = launch_matmul(
+        make_phases, operands, outputs, stages, columns, num_programs, interpret=parameters, **options
+    )
+    return without_slice_fusion(*results)
 
 
 def launch_matmul(

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from kernels import persistent_matmul
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.grouped_matmul.row_groups import RowGroups
 from kernels.persistent_matmul import (
@@ -26,14 +27,13 @@ from kernels.persistent_matmul import (
     Phase,
     TileOperands,
     div_rem,
-    launch_matmul,
+    launch_on,
     multiply_rows_by,
     place_tile,
     stages_of_rows,
     store_columns,
     tile_columns,
 )
-from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
 if TYPE_CHECKING:
@@ -42,24 +42,14 @@ if TYPE_CHECKING:
 ALIGNMENT = BLOCK_ROWS
 """Of the groups' first rows."""
 _PAIR_SIZE = 2  # programs that share a group's matrix, each of which loads a part of it for both
-_HOPPER, _OLDEST_JAX = 9.0, (0, 11)
-_INTERPRETED_PROGRAMS = 2
 
 
 def unsupported_reason(
     dtype: jnp.dtype, features: tuple[int, ...], target: Target, *, interpret: bool = False
 ) -> str | None:
     """Why the kernels can't serve grouped matmuls between these features, or None if they can."""
-    if target.compute_capability != _HOPPER and not interpret:
-        return f"is for Hopper GPUs (compute capability {_HOPPER}), not for {target.device_kind}"
-    if jax.__version_info__ < _OLDEST_JAX:
-        return f"needs JAX {'.'.join(map(str, _OLDEST_JAX))} or later, not {jax.__version__}"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return f"takes bfloat16 and float16, not {dtype}"
-    for size in features:
-        if size % BLOCK_DEPTH:
-            return f"takes features in multiples of {BLOCK_DEPTH}, not {size}"
-    return None
+    dtypes = jnp.bfloat16, jnp.float16
+    return persistent_matmul.unsupported_reason(dtype, dtypes, features, target, interpret=interpret)
 
 
 class RowTiles(NamedTuple):
@@ -280,21 +270,16 @@ def launch(
     num_matrices: int = 1,
 ) -> tuple[Array, ...]:
     """Runs a kernel; arguments as of `launch_matmul`."""
-    num_programs = _INTERPRETED_PROGRAMS if choice.interpret else choice.target.num_multiprocessors
-    assert num_programs is not None, f"{choice.target} is a GPU"
-    return without_slice_fusion(
-        *launch_matmul(
-            make_phases,
-            operands,
-            results,
-            stages,
-            columns,
-            num_programs,
-            name=name,
-            scratch=scratch,
-            num_matrices=num_matrices,
-            pair_size=pair_size,
-            # New in JAX 0.11.
-            interpret=plgpu.InterpretGPUParams() if choice.interpret else None,  # type: ignore[attr-defined]
-        )
+    return launch_on(
+        choice.target,
+        make_phases,
+        operands,
+        results,
+        stages,
+        columns,
+        interpret=choice.interpret,
+        name=name,
+        scratch=scratch,
+        num_matrices=num_matrices,
+        pair_size=pair_size,
     )

@@ -57,10 +57,8 @@ def render(rows: Iterable[Mapping[str, Any]]) -> str:
     forms: dict[str, dict[TunedCall, str]] = {}
     for row in rows:
         if row["chosen"]:
-            head_dims, packed = (
-                (row["head_dim"], row.get("value_dim") or row["head_dim"]),
-                row["document_length"] is not None,
-            )
+            head_dims = row["head_dim"], row.get("value_dim") or row["head_dim"]
+            packed = row["document_length"] is not None
             key = TunedCall.of(parse_mask(row["mask"]), row["length"], head_dims, packed=packed)
             winners[row["search"]][key] = row
             if row["search"] == "fastest_backward":
@@ -97,10 +95,7 @@ def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[s
         fields = dataclasses.fields(tuning_class)
         value_type = f"tuple[{', '.join(str(field.type) for field in fields)}]"
         names = [f"    # {line}" for line in textwrap.wrap(", ".join(field.name for field in fields), _LINE_LENGTH - 6)]
-    rows = [
-        f'    ({key.head_dim}, "{key.family}", {key.length}): {_source(row["tuning"], tuning_class)},'
-        for key, row in sorted(winners.items())
-    ]
+    rows = [f"    {_key_source(key)}: {_source(row['tuning'], tuning_class)}," for key, row in sorted(winners.items())]
     return "\n".join([f"\n{name}: dict[_Key, {value_type}] = {{", *names, *rows, "}\n"])
 
 
@@ -110,12 +105,13 @@ def _forms_of_devices(forms: Mapping[str, Mapping[TunedCall, str]], fastest: Map
     lines.append("    # Where it is another one on such a GPU.")
     for device, found in sorted(forms.items()):
         if others := {key: form for key, form in found.items() if form != fastest[key]}:
-            keys = [
-                f'        ({key.head_dim}, "{key.family}", {key.length}): "{form}",'
-                for key, form in sorted(others.items())
-            ]
-            lines += [f'    "{device}": {{', *keys, "    },"]
+            rows = [f'        {_key_source(key)}: "{form}",' for key, form in sorted(others.items())]
+            lines += [f'    "{device}": {{', *rows, "    },"]
     return "\n".join([*lines, "}", ""])
+
+
+def _key_source(key: TunedCall) -> str:
+    return f'({key.head_dim}, "{key.family}", {key.length})'
 
 
 def _source(tuning: Any, tuning_class: Any) -> str:

@@ -24,7 +24,7 @@ def test_a_hopper_gpu_computes_exponentials_and_others_say_why_not():
     assert plan.describe() == ["mosaic_gpu, exponentials of logits in chunks"]
     assert plan.exp_logits(H200) == ExpLogits(H200)
     odd = plan_loss(dataclasses.replace(SERVED, vocab_size=50257), H200)
-    reason = "it takes a width and a vocabulary in multiples of 64, not 50257"
+    reason = "it takes features in multiples of 64, not 50257"
     assert odd.describe() == ["xla, logits in chunks", f"  mosaic_gpu passed over: {reason}"]
     assert odd.exp_logits(H200) is None
 
