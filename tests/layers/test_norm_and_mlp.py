@@ -16,6 +16,17 @@ from layers.config import MLPKind
 gelu, swiglu = functools.partial(activate, "gelu"), functools.partial(activate, "swiglu")
 
 
+def assert_is_rounded_once(actual, exact):
+    """Float32's error can move a number over the middle between two of bfloat16's: either of them is right then."""
+    exact = np.asarray(exact, np.float64)
+    error = 2**-18 * np.abs(exact)
+    least, most = ((exact + side * error).astype(jnp.bfloat16) for side in (-1, 1))
+    actual = np.asarray(actual)
+    assert actual.dtype == jnp.bfloat16
+    assert ((least <= actual) & (actual <= most)).all()
+    assert (least == most).mean() > 0.9
+
+
 def test_norm_is_computed_in_float32(rng):
     # The mean square of these overflows bfloat16's 8 bits of precision, and float16's range.
     inputs = jnp.asarray(rng.standard_normal((3, 512)) * 1e3, jnp.bfloat16)
@@ -23,9 +34,7 @@ def test_norm_is_computed_in_float32(rng):
     norm.scale[...] = jnp.asarray(rng.standard_normal(512), jnp.float32)
     values = np.asarray(inputs, np.float64)
     expected = values / np.sqrt((values**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(norm.scale[...])
-    outputs = norm(inputs)
-    assert outputs.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(outputs, jnp.asarray(expected, jnp.float32).astype(jnp.bfloat16))
+    assert_is_rounded_once(norm(inputs), expected)
 
 
 def test_norm_of_zeros_is_zero_with_a_finite_gradient():
@@ -94,7 +103,7 @@ def test_rows_are_weighted_before_they_are_rounded(rng, float64, kind):
     exact = activate(
         kind, *(jnp.asarray(x, jnp.bfloat16).astype(float) for x in (inputs, *gate)), weights=jnp.asarray(weights)
     )
-    np.testing.assert_array_equal(narrow, exact.astype(jnp.bfloat16))
+    assert_is_rounded_once(narrow, exact)
 
 
 def test_an_activation_takes_a_gate_just_where_its_kind_has_one():
