@@ -109,8 +109,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
 
     Raises:
       UserMistake: an extra isn't installed, the data can't be trained on, the mesh doesn't fit the devices, the
-        attention backend can't serve a mask or a sample, `tensor.collectives` can't serve, or processes differ in their
-        data.
+        attention backend can't serve a mask or a sample, `tensor.collectives` or `loss.implementation` can't serve, or
+        processes differ in their data.
       TrainingFailed: the devices can't be started.
     """
     peers = peers or Peers()
@@ -130,7 +130,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     mesh = make_mesh(config.mesh)
     attention = plan_attention(config, mesh)
     target = Target.of(mesh.devices.flat[0])
-    experts, tensor, loss = plan_experts(config, target), plan_tensor(config, mesh), plan_loss(config.model, target)
+    experts, tensor, loss = plan_experts(config, target), plan_tensor(config, mesh), plan_loss(config, target)
     if samples is not None:
         samples.check()
     functions = make_step_functions(config, mesh)

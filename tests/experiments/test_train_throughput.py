@@ -77,8 +77,18 @@ def test_a_workload_is_measured(rng):
     assert 0 < row["mfu_causal"] < row["mfu_noncausal"]
     assert row["loss"] == pytest.approx(np.log(256), rel=0.1)
     assert row["breakdown"] is None
+    assert row["loss_implementation"] == "xla"
     table = rendered(throughput_table([row], {"tiny": row["tokens_per_s"] / 2}))
     assert re.search(r"tiny .* 2\.000 ", table)
+
+
+def test_a_workload_is_told_how_to_run():
+    told = {"chunk_size": 64, "remat": "none", "exchange": "ring", "collectives": "xla", "loss_implementation": "xla"}
+    config = measure.override(tiny_config(), mesh={"data": 2, "fsdp": 2}, implementation=None, **told)
+    assert config.batch_size == 4
+    assert config.mesh == MeshConfig(data=2, fsdp=2)
+    found = (config.loss.chunk_size, config.model.remat, config.context.exchange, config.tensor.collectives)
+    assert (*found, config.loss.implementation) == tuple(told.values())
 
 
 @pytest.fixture(scope="module")

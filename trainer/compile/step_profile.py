@@ -88,7 +88,8 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
       devices: what to compile for; the mesh takes the first of them. None: JAX's own.
 
     Raises:
-      UserMistake: the mesh doesn't fit the devices, or what the config names for attention or `tensor` can't serve.
+      UserMistake: the mesh doesn't fit the devices, or what the config names for attention, `tensor` or the loss can't
+        serve.
       TrainingFailed: the devices can't be started, or the compiler fails for another reason than memory.
     """
     num_needed = config.mesh.data * config.mesh.fsdp * config.mesh.tensor * config.mesh.context
@@ -126,7 +127,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         attention=attention,
         experts=plan_experts(config, Target.of(device)),
         tensor=tensor,
-        loss=plan_loss(config.model, Target.of(device)),
+        loss=plan_loss(config, Target.of(device)),
         compiled=compiled,
         size=size,
         collectives=collectives,

@@ -121,6 +121,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "optimizer.offload_moments": "free",
     "loss.chunk_size": "free",
     "loss.z_loss": "training",
+    "loss.implementation": "free",
     "mesh.data": "free",
     "mesh.fsdp": "free",
     "mesh.tensor": "free",

@@ -160,6 +160,10 @@ class OptimizerConfig:
         return num_steps - self.num_warmup_steps if self.schedule == "cosine" else of_wsd
 
 
+LossImplementation = Literal["mosaic_gpu", "xla"]
+"""What the head's matmul leaves for the gradient: exponentials, by our kernel, or logits."""
+
+
 @dataclass(frozen=True)
 class LossConfig:
     """Cross-entropy over the vocabulary, computed a chunk of the sequence at a time."""
@@ -168,8 +172,12 @@ class LossConfig:
     """Tokens whose logits exist at one time."""
     z_loss: float = 1e-4
     """Weight of the squared log-partition penalty (PaLM, arXiv:2204.02311); 0 turns it off."""
+    implementation: LossImplementation | None = None
+    """mosaic_gpu: by a kernel that stores exponentials of logits; xla: by logits. None: the kernel where it serves."""
 
     def __post_init__(self):
+        if self.implementation is not None:
+            check_choice("loss.implementation", self.implementation, LossImplementation)
         if self.chunk_size < 1:
             raise ValueError(f"loss.chunk_size={self.chunk_size} must be at least 1")
         if not 0 <= self.z_loss < math.inf:

@@ -28,6 +28,7 @@ _OF_TRAINING = (
     "learning_rate",
     "num_targets",
     "num_skipped",
+    "num_losses_recomputed",
 )
 _NO_VALUES = ("step", "time")
 _COMPILE = "compile/"

@@ -133,5 +133,7 @@ def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[s
     }
     of_routers = {"load_balance_loss": metrics.load_balance_loss, "router_z_loss": metrics.router_z_loss}
     values |= {name: float(value) for name, value in of_routers.items() if value is not None}
+    if metrics.num_losses_recomputed is not None:
+        values["num_losses_recomputed"] = int(metrics.num_losses_recomputed)
     recompile_s = compiles.recompile_seconds("train_step", step)
     return values | ({"recompile_s": recompile_s} if recompile_s else {})

@@ -86,6 +86,8 @@ class StepMetrics(NamedTuple):
     """Of the routers of a mixture of experts, the mean over tokens and layers, before its weight; None without them."""
     router_z_loss: Float[Array, ""] | None = None
     """The same of their z-loss."""
+    num_losses_recomputed: Int[Array, ""] | None = None
+    """Devices' micro-batches of which `CrossEntropy.num_recomputed` tells; None: all are computed from logits."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
-      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as `plan_deal` and
-        `plan_tensor`.
+      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as `plan_deal`,
+        `plan_tensor` and `plan_loss`.
     """
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
@@ -145,7 +147,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
     deal, _ = plan_deal(config, mesh)
     plan_tensor(config, mesh)  # refuses what can't serve
     target = Target.of(mesh.devices.flat[0])
-    exp_logits = plan_loss(config.model, target).exp_logits(target)
+    exp_logits = plan_loss(config, target).exp_logits(target)
 
     def make_model() -> GPT:
         exchange, collectives = config.context.exchange, config.tensor.collectives
@@ -234,7 +236,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         grads, sums = mean_loss_gradient(state.params, batch)
         num_targets = jnp.maximum(sums.num_targets, 1)
         loss, z_loss = sums.nats / num_targets, sums.z / num_targets
-        of_routers = jax.tree.map(lambda total: total / num_targets, (sums.load_balance, sums.router_z))
+        load_balance, router_z = jax.tree.map(lambda total: total / num_targets, (sums.load_balance, sums.router_z))
         with jax.named_scope("optimizer"):
             grad_norm = optax.tree.norm(grads)
             finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
@@ -254,7 +256,8 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             )
             learning_rate = schedule(state.step)
         of_update = (grad_norm, learning_rate, sums.num_targets, finite, *skipping[:2])
-        return kept, StepMetrics(loss, z_loss, *of_update, *of_routers)
+        num_recomputed = None if exp_logits is None else sums.num_recomputed
+        return kept, StepMetrics(loss, z_loss, *of_update, load_balance, router_z, num_recomputed)
 
     def evaluate_on_device(params, batch: Batch) -> CrossEntropy:
         model, hidden, _ = run_model(gather.gather_others(params), batch, gather.gather_layer)

@@ -50,6 +50,8 @@ class CrossEntropy(NamedTuple):
     """z_loss × the squared log-partition (PaLM, arXiv:2204.02311)."""
     num_targets: Int[Array, ""]
     """Tokens counted."""
+    num_recomputed: Int[Array, ""]
+    """Devices whose exponentials were out of float32's range, so that their tokens' loss was computed from logits."""
 
 
 def chunked_cross_entropy(
@@ -173,7 +175,12 @@ def _sweep_tokens(hidden, targets, target_mask, head, *, options: _Options, with
     swept, is_held = _sweep_by_exponentials(tokens, head, options, options.exp_logits)
     # Logits in float32 and their gradient take three times the memory of exponentials.
     by_logits = options._replace(chunk_size=-(-options.chunk_size // 3))
-    return lax.cond(is_held, lambda: swept, lambda: _sweep_by_logits(tokens, head, by_logits, with_gradients=True))
+
+    def recompute():
+        loss, gradients = _sweep_by_logits(tokens, head, by_logits, with_gradients=True)
+        return loss._replace(num_recomputed=jnp.int32(1)), gradients
+
+    return lax.cond(is_held, lambda: swept, recompute)
 
 
 def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Options, *, with_gradients: bool):
@@ -255,7 +262,7 @@ def _sum_up(
 
 def _join_sums(sums: tuple[Float[Array, " chunks"], Float[Array, " chunks"]], tokens: _Tokens) -> CrossEntropy:
     nats, z = (x.sum() for x in sums)
-    return CrossEntropy(nats + z, nats, z, tokens.target_mask.sum(dtype=jnp.int32))
+    return CrossEntropy(nats + z, nats, z, tokens.target_mask.sum(dtype=jnp.int32), jnp.int32(0))
 
 
 def _highest_and_exp_sum(logits: Float[Array, "C V"]) -> tuple[Float[Array, " C"], Float[Array, " C"]]:

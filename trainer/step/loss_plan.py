@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from kernels import Target
 from kernels.exp_logits import ExpLogits, unsupported_reason
-from layers import GPTConfig
+from trainer.config import LossImplementation, TrainConfig
+from trainer.errors import UserMistake
 
 
 @dataclass(frozen=True)
 class LossPlan:
     """What the head's matmul leaves for the gradient."""
 
-    implementation: Literal["mosaic_gpu", "xla"]
-    """mosaic_gpu: exponentials, by our kernel. xla: logits."""
+    implementation: LossImplementation
     passed_over: dict[str, str]
     """On a GPU that the kernel can't serve: its name and the reason."""
 
@@ -35,9 +35,18 @@ class LossPlan:
         return ExpLogits(target) if self.implementation == "mosaic_gpu" else None
 
 
-def plan_loss(model: GPTConfig, target: Target) -> LossPlan:
-    """What serves a model's head on a device like `target`."""
+def plan_loss(config: TrainConfig, target: Target) -> LossPlan:
+    """What serves a model's head on a device like `target`.
+
+    Raises:
+      UserMistake: `loss.implementation` names the kernel, which can't serve, with the reason.
+    """
+    model, named = config.model, config.loss.implementation
+    if named == "xla":
+        return LossPlan("xla", {})
     reason = unsupported_reason(jnp.dtype(model.compute_dtype), model.width, model.vocab_size, target)
     if reason is None:
         return LossPlan("mosaic_gpu", {})
+    if named is not None:
+        raise UserMistake(f"loss.implementation={named!r} can't serve: it {reason}; use 'xla', or name none")
     return LossPlan("xla", {"mosaic_gpu": reason} if target.platform == "gpu" else {})

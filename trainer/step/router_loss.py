@@ -29,6 +29,8 @@ class LossSums(NamedTuple):
     """As in `CrossEntropy`."""
     num_targets: Int[Array, ""]
     """As in `CrossEntropy`."""
+    num_recomputed: Int[Array, ""]
+    """As in `CrossEntropy`."""
     load_balance: Float[Array, ""] | None = None
     """The routers' load-balance loss, before its weight; None without routers."""
     router_z: Float[Array, ""] | None = None
@@ -68,11 +70,11 @@ def add_router_losses(
     cross_entropy: CrossEntropy, router: RouterSums | None, load: Load | None, config: MoEConfig | None
 ) -> LossSums:
     """The loss of this device's tokens, with their share of the routers' losses."""
-    total, nats, z, num_targets = cross_entropy
     if router is None or load is None or config is None:
-        return LossSums(total, nats, z, num_targets)
+        return LossSums(**cross_entropy._asdict())
     load_balance = router.load_balance(load.choices, jnp.maximum(load.num_tokens, 1))
     router_z = router.z_loss()
     added = config.load_balance_loss_weight * load_balance + config.router_z_loss_weight * router_z
-    metrics = lax.stop_gradient((load_balance, router_z))
-    return LossSums(total + added, nats, z, num_targets, *metrics)
+    load_balance, router_z = lax.stop_gradient((load_balance, router_z))
+    sums = cross_entropy._replace(total=cross_entropy.total + added)
+    return LossSums(**sums._asdict(), load_balance=load_balance, router_z=router_z)

@@ -24,7 +24,7 @@ from experiments.benchmarks.train_throughput.report import breakdown_table, read
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
 from kernels.collectives import Collectives
 from kernels.context import Exchange
-from trainer.config import MeshConfig
+from trainer.config import LossImplementation, MeshConfig
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
 from trainer.process.broken_pipe import reader_may_leave
@@ -50,6 +50,8 @@ class ThroughputArguments:
     """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
     collectives: Collectives | None = None
     """How tokens go over mesh.tensor; None: by the kernels, where they serve."""
+    loss_implementation: LossImplementation | None = None
+    """What computes the loss; None: the kernel, where it serves."""
     seed: int | None = None
     """Of the tokens and documents, to compare meshes on the same; None: fresh ones."""
     trace: bool = True
@@ -81,7 +83,7 @@ class ThroughputArguments:
 
 def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] | int:
     """Measures a workload in a process of its own; returns the result, or that process's exit status."""
-    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange", "collectives")
+    names = ("implementation", "remat", "scan_layers", "chunk_size", "exchange", "collectives", "loss_implementation")
     fields = {name: getattr(arguments, name) for name in names} | {"mesh": asdict(arguments.mesh)}
     request = json.dumps({"workload": name, "trace": arguments.trace, "seed": arguments.seed, "fields": fields})
     command = [sys.executable, "-m", "experiments.benchmarks.train_throughput.measure", request]

@@ -24,11 +24,12 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
+from kernels import Target
 from kernels.collectives import Collectives
 from kernels.context import Exchange
 from trainer.compile.hlo import parse_module
 from trainer.compile.stages import compile_in_stages, lower_in_stages
-from trainer.config import ContextConfig, MeshConfig, TensorConfig, TrainConfig
+from trainer.config import ContextConfig, LossImplementation, MeshConfig, TensorConfig, TrainConfig
 from trainer.data.dealing import Dealer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.record import measured_memory
@@ -36,6 +37,7 @@ from trainer.process.versions import installed_versions
 from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, device_peak
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions
+from trainer.step.loss_plan import plan_loss
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.step.tensor_plan import plan_tensor
 
@@ -55,7 +57,7 @@ def measure(
       seed: of the tokens and documents; None: fresh ones.
 
     Raises:
-      UserMistake: an attention backend that can't serve the call.
+      UserMistake: an attention backend, `tensor.collectives` or `loss.implementation` that can't serve.
       TrainingFailed: the loss or the gradient isn't finite.
     """
     mesh = make_mesh(config.mesh)
@@ -123,6 +125,7 @@ def measure(
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
         "loss": float(metrics.loss),
         "attention": [plan.backend for plan in attention],
+        "loss_implementation": plan_loss(config, Target.of(device)).implementation,
         "deal": functions.deal,
         "tensor": None if tensor is None else tensor.to_json(),
         "exchange": [plan.exchange.name for plan in attention if plan.exchange is not None],
@@ -159,6 +162,7 @@ def override(
     mesh: dict[str, int] | None = None,
     exchange: Exchange | None = None,
     collectives: Collectives | None = None,
+    loss_implementation: LossImplementation | None = None,
     **fields: Any,
 ) -> TrainConfig:
     """The config on a mesh, with some of `model`'s fields, and `chunk_size` of the loss, replaced where they are given.
@@ -174,7 +178,7 @@ def override(
         context=ContextConfig(exchange=exchange),
         tensor=TensorConfig(collectives),
         model=dataclasses.replace(config.model, **given),
-        loss=dataclasses.replace(config.loss, chunk_size=chunk_size),
+        loss=dataclasses.replace(config.loss, chunk_size=chunk_size, implementation=loss_implementation),
     )
 
 

@@ -78,7 +78,7 @@ CHANGED = dataclasses.replace(
     optimizer=OptimizerConfig(
         1e-3, "wsd", 3, 0.5, 0.2, 0.8, 0.99, 1e-6, 0.0, 2.0, 4.0, 3, momentum=0.9, offload_moments=True
     ),
-    loss=LossConfig(chunk_size=32, z_loss=0.0),
+    loss=LossConfig(chunk_size=32, z_loss=0.0, implementation="xla"),
     context=ContextConfig("ring", "zigzag"),
     tensor=TensorConfig("xla"),
     evaluation=EvaluationConfig(7, 3),

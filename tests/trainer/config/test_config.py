@@ -93,6 +93,7 @@ def test_a_moment_must_forget(name, value):
             r"watchdog\.min_seconds=0.0 must be positive and finite; watchdog\.enabled",
         ),
         (WatchdogConfig, {"first_seconds": math.inf}, r"watchdog\.first_seconds=inf must be positive and finite"),
+        (LossConfig, {"implementation": "triton"}, r"loss\.implementation='triton' is not one of "),
         (TensorConfig, {"collectives": "nccl"}, r"tensor\.collectives='nccl' is not one of "),
     ],
 )

@@ -33,17 +33,21 @@ def test_flops_and_tokens_are_those_of_all_processes(rows, rng):
     )
     ids = np.sort(rng.integers(1, 5, (2, 3, T)), axis=-1)
     metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True, 0, 0)))
-    of_routers = {"load_balance_loss": jnp.asarray(2.5), "router_z_loss": jnp.asarray(0.25)}
+    of_some_runs = {
+        "load_balance_loss": jnp.asarray(2.5),
+        "router_z_loss": jnp.asarray(0.25),
+        "num_losses_recomputed": jnp.asarray(3),
+    }
     window = RunningWindow(setup, TimeAccount(time.perf_counter()), first_step=1)
     for number, of_batch in enumerate(ids):
         lengths = tuple(np.unique(row, return_counts=True)[1] for row in of_batch)
         share = BatchShare({"segment_ids": of_batch[list(rows)]}, rows, lengths)
-        window.add(share, metrics._replace(**of_routers) if number else metrics)
+        window.add(share, metrics._replace(**of_some_runs) if number else metrics)
     window.wait(metrics)
     done = window.result(StepTimes(), SimpleNamespace(recompile_seconds=lambda name, step: None))
     seconds = 2 * done.step_s
     expected = [sum(counts) / (seconds * 4e9) for counts in zip(*map(flops, ids), strict=True)]
     assert [done.mfu_causal, done.entries[-1]["mfu_noncausal"]] == pytest.approx(expected)
-    assert [of_routers.keys() & entry.keys() for entry in done.entries] == [set(), of_routers.keys()]
-    assert [done.entries[-1][name] for name in of_routers] == [2.5, 0.25]
+    assert [of_some_runs.keys() & entry.keys() for entry in done.entries] == [set(), of_some_runs.keys()]
+    assert [done.entries[-1][name] for name in of_some_runs] == [2.5, 0.25, 3]
     assert done.tokens_per_s == pytest.approx(2 * 3 * T / seconds)

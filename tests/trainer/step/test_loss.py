@@ -1,6 +1,10 @@
 """The chunked loss against a dense one in float64, and the promise that [tokens, vocabulary] never exists."""
 
+import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +13,10 @@ import pytest
 
 from kernels import Target
 from kernels.exp_logits import ExpLogits
+from tests.host_cpus import environment_of_cpus
 from trainer.step.loss import chunked_cross_entropy
 
+SHARED_LOSS = Path(__file__).parent / "shared_loss.py"
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 
 
@@ -166,6 +172,7 @@ def test_exponentials_match_dense_float64(rng, chunk_size, cap, z_loss):
     of_exponentials, of_logits = value_and_gradients_both_ways(*inputs, **options)
     assert_is_dense(*of_exponentials, *inputs, z_loss, cap)
     assert tells_apart(of_exponentials, of_logits)
+    assert of_exponentials[0].num_recomputed == 0
     assert not np.any(np.asarray(of_exponentials[1][0], np.float32)[~inputs[3]])
 
 
@@ -181,6 +188,7 @@ def test_sums_that_float32_does_not_hold_are_computed_from_logits(rng):
         )
         assert_is_dense(*of_exponentials, hidden, head, targets, mask, z_loss=0.0)
         assert not tells_apart(of_exponentials, of_logits)
+        assert (of_exponentials[0].num_recomputed, of_logits[0].num_recomputed) == (1, 0)
 
 
 @NEEDS_JAX_0_11
@@ -199,6 +207,20 @@ def test_a_nan_stays_one(rng):
     (loss, gradients), _ = value_and_gradients_both_ways(hidden, *others, chunk_size=32, z_loss=0.0)
     assert np.isnan(loss.total) == others[2][0, 3]
     assert np.isnan(np.asarray(gradients[1])).any()
+
+
+def test_devices_that_share_the_tokens_out_recompute_each_for_itself():
+    seed = int(np.random.default_rng().integers(2**31))
+    print(f"Inputs: {SHARED_LOSS.name} {seed}")
+    environment = environment_of_cpus(3) | {"JAX_ENABLE_X64": "1"}
+    done = subprocess.run([sys.executable, SHARED_LOSS, str(seed)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(done.stdout)
+    for case in cases.values():
+        assert max(case["sums"], case["gradients"]) < 1e-12
+        assert case["num_targets"] == 0
+    recomputed = {name: case["num_recomputed"] for name, case in cases.items()}
+    assert recomputed == {"held": 0, "soft cap": 0, "one out of range": 1}
 
 
 def largest_array(function, *args) -> int:
