@@ -56,6 +56,7 @@ def run_python(script: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -81,6 +82,7 @@ def test_the_command_stops_with_one_message_and_status_2(trainer_command, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.serial
 def test_the_command_refuses_a_config_without_get_config(trainer_command, config_file):
     path = config_file("def config():\n    pass\n")
     finished = trainer_command.run("--config", path)
@@ -92,6 +94,7 @@ def test_the_command_refuses_a_config_without_get_config(trainer_command, config
     assert finished.seconds < 5
 
 
+@pytest.mark.serial
 def test_the_command_refuses_a_workdir_that_it_cannot_write(trainer_command, tmp_path):
     (tmp_path / "file").write_text("")
     finished = trainer_command.run("--workdir", tmp_path / "file" / "run")
@@ -455,6 +458,7 @@ def test_any_value_makes_a_config_or_one_message(trainer_command, data):
         assert config_from_json(json.loads(json.dumps(config_to_json(train)))) == train
 
 
+@pytest.mark.serial
 def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_command, tmp_path):
     config = load_config(trainer_command.config)
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)

@@ -247,6 +247,7 @@ def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
     assert evaluations == expected_evaluations
 
 
+@pytest.mark.serial
 def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
     process = trainer_command.start("--workdir", tmp_path / "run", "--compilation.cache-dir", tmp_path / "empty")
     wait_for(process, "workdir:")
