@@ -264,10 +264,8 @@ def launch(
     columns: int,
     choice: GroupedMatmulChoice,
     *,
-    name: str,
-    scratch: Sequence[Any] = (),
     pair_size: int = _PAIR_SIZE,
-    num_matrices: int = 1,
+    **options: Any,
 ) -> tuple[Array, ...]:
     """Runs a kernel; arguments as of `launch_matmul`."""
     return launch_on(
@@ -278,8 +276,6 @@ def launch(
         stages,
         columns,
         interpret=choice.interpret,
-        name=name,
-        scratch=scratch,
-        num_matrices=num_matrices,
         pair_size=pair_size,
+        **options,
     )

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels.collectives import all_gather_matmul, choose_collectives, matmul_reduce_scatter
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.hlo import parse_module
@@ -28,11 +27,7 @@ ROUNDINGS = {"bfloat16": 7, "float16": 7, "float32": 10}
 
 
 def check_draws(environment, num_draws, collectives):
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: {SCRIPT.name} {seed} {num_draws}")
-    command = [sys.executable, SCRIPT, str(seed), str(num_draws)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run_on_fresh_inputs(SCRIPT, num_draws, environment=environment)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [draw["collectives"] for draw in found] == [collectives] * num_draws
     assert [draw for draw in found if not draw["is_exact"]] == []

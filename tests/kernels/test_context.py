@@ -18,6 +18,7 @@ from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange
 from kernels.context.costs import exchange_cost, links_of
 from kernels.context.exchange import EXCHANGES
 from kernels.context.exchanges.halo import unused_id
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "context_on_devices.py"
@@ -53,11 +54,7 @@ def call_of(mask=CAUSAL, *, length=131_072, num_ranks=8, num_heads=16, num_kv_he
 
 @pytest.fixture(scope="module")
 def cases():
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: {SCRIPT.name} {seed} {NUM_CASES}")
-    command = [sys.executable, SCRIPT, str(seed), str(NUM_CASES)]
-    done = subprocess.run(command, env=environment_of_cpus(8), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_on_fresh_inputs(SCRIPT, NUM_CASES, environment=environment_of_cpus(8))
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

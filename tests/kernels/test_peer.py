@@ -8,8 +8,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +26,7 @@ from kernels.context.exchanges.peer import KeyRows
 from kernels.context.exchanges.peer import local_call as call_of_kernel
 from kernels.plan import make_rows
 from layers import GPTConfig
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.kernels.test_collectives import two
 from tests.kernels.test_context import call_of
@@ -54,12 +53,8 @@ def run_script(name, num_draws, preallocates):
     """What a script prints for fresh draws on two GPUs, or on two and on four."""
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: {name} {seed} {num_draws}")
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": str(preallocates).lower(), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
-    command = [sys.executable, Path(__file__).parent / name, str(seed), str(num_draws)]
-    done = subprocess.run(command, env=os.environ | memory, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run_on_fresh_inputs(Path(__file__).parent / name, num_draws, environment=os.environ | memory)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == num_draws
     return found

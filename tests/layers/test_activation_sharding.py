@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from kernels import CausalMask, FullMask, MultiHeadMask
 from layers import MLP, ActivationSharding, Attention
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
 AXES = ("data", "fsdp", "tensor", "context")
@@ -23,12 +22,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def eight_devices():
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: eight_devices.py {seed}")
-    environment = environment_of_cpus(8)
-    program = [sys.executable, HERE / "eight_devices.py", str(seed)]
-    finished = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280)
-    assert finished.returncode == 0, finished.stderr
+    finished = run_on_fresh_inputs(HERE / "eight_devices.py", environment=environment_of_cpus(8))
     return json.loads(finished.stdout.splitlines()[-1])
 
 

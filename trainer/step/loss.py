@@ -51,7 +51,7 @@ class CrossEntropy(NamedTuple):
     num_targets: Int[Array, ""]
     """Tokens counted."""
     num_recomputed: Int[Array, ""]
-    """Devices whose exponentials were out of float32's range, so that their tokens' loss was computed from logits."""
+    """Devices whose exponentials didn't serve, so that the loss of their tokens was computed again, from logits."""
 
 
 def chunked_cross_entropy(

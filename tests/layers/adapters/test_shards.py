@@ -1,17 +1,15 @@
 """What all adapters share: attention in shards of a mesh, and modules that import none of the packages."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
 from kernels import CausalMask
 from layers.adapters.shards import attend_in_shards
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
 HERE = Path(__file__).parent
@@ -20,11 +18,7 @@ ADAPTED = {"bonsai", "gemma", "haliax", "levanter", "maxtext"}
 
 @pytest.fixture(scope="module")
 def eight_devices():
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: eight_devices.py {seed}")
-    program = [sys.executable, HERE / "eight_devices.py", str(seed)]
-    finished = subprocess.run(program, env=environment_of_cpus(8), capture_output=True, text=True, timeout=280)
-    assert finished.returncode == 0, finished.stderr
+    finished = run_on_fresh_inputs(HERE / "eight_devices.py", environment=environment_of_cpus(8))
     return json.loads(finished.stdout.splitlines()[-1])
 
 

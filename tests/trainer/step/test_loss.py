@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,6 +11,7 @@ import pytest
 
 from kernels import Target
 from kernels.exp_logits import ExpLogits
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 from trainer.step.loss import chunked_cross_entropy
 
@@ -210,12 +209,8 @@ def test_a_nan_stays_one(rng):
 
 
 def test_devices_that_share_the_tokens_out_recompute_each_for_itself():
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: {SHARED_LOSS.name} {seed}")
     environment = environment_of_cpus(3) | {"JAX_ENABLE_X64": "1"}
-    done = subprocess.run([sys.executable, SHARED_LOSS, str(seed)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    cases = json.loads(done.stdout)
+    cases = json.loads(run_on_fresh_inputs(SHARED_LOSS, environment=environment).stdout)
     for case in cases.values():
         assert max(case["sums"], case["gradients"]) < 1e-12
         assert case["num_targets"] == 0

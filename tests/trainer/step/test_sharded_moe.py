@@ -1,13 +1,11 @@
 """A mixture of experts on meshes of eight fake CPU devices is that on one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_moe.py"
@@ -15,12 +13,8 @@ SCRIPT = Path(__file__).parent / "sharded_moe.py"
 
 @pytest.fixture(scope="module")
 def report():
-    seed = int(np.random.default_rng().integers(2**31))
-    print(f"Inputs: {SCRIPT.name} {seed}")
     environment = environment_of_cpus(8) | {"JAX_ENABLE_X64": "1"}
-    done = subprocess.run([sys.executable, SCRIPT, str(seed)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_on_fresh_inputs(SCRIPT, environment=environment).stdout)
 
 
 def test_losses_and_gradients_are_those_of_one_device(report):

@@ -1,13 +1,12 @@
 """Training on meshes of eight fake CPU devices is training on one."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
 SCRIPT = Path(__file__).parent / "sharded_training.py"
@@ -17,11 +16,7 @@ MUON = ["muon_data_fsdp_tensor", "muon_data_fsdp"]
 
 @pytest.fixture(scope="module")
 def run():
-    seed = int(np.random.default_rng().integers(2**31))
-    environment = environment_of_cpus(8)
-    print(f"Inputs: {SCRIPT.name} {seed}")
-    done = subprocess.run([sys.executable, SCRIPT, str(seed)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = run_on_fresh_inputs(SCRIPT, environment=environment_of_cpus(8))
     return json.loads(done.stdout), done.stderr
 
 

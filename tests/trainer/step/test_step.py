@@ -12,6 +12,7 @@ from flax import nnx
 
 from kernels import CausalMask
 from layers import GPTConfig
+from tests.trainer.step.shared_loss import exponentials
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step import functions as step_functions
@@ -144,6 +145,23 @@ def test_accumulation_equals_the_large_batch(rng, functions, initial_state, trai
     accumulated_state, accumulated_metrics = accumulating.train_step(copy(initial_state), batch)
     jax.tree.map(lambda *both: np.testing.assert_allclose(*both, rtol=1e-4), accumulated_metrics, metrics)
     assert_trees_close(accumulated_state, state)
+
+
+@pytest.mark.parametrize(("factor", "num_recomputed"), [(1, 0), (1e5, 2)])
+def test_losses_computed_again_are_counted_by_micro_batch(
+    rng, functions, initial_state, train_step, monkeypatch, factor, num_recomputed
+):
+    """Far logits have unlikely targets, whose exponentials don't fit."""
+    monkeypatch.setattr(step_functions, "plan_loss", lambda *_: SimpleNamespace(exp_logits=lambda _: exponentials))
+    by_exponentials = make_step_functions(dataclasses.replace(CONFIG, gradient_accumulation=2), functions.mesh)
+    batch, state = make_batch(rng), copy(initial_state)
+    state.params["final_norm"]["scale"] *= factor
+    _, expected = train_step(copy(state), batch)
+    _, metrics = by_exponentials.train_step(state, batch)
+    assert expected.num_losses_recomputed is None
+    assert metrics.num_losses_recomputed == num_recomputed
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-4)
+    np.testing.assert_allclose(metrics.grad_norm, expected.grad_norm, rtol=1e-4)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
