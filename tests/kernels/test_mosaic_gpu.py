@@ -30,6 +30,7 @@ from kernels.backends.mosaic_gpu.key_value_pass import _shift
 from kernels.backends.mosaic_gpu.offset_columns import offset_columns
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
+from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.call import Cotangent, make_call
 from kernels.masks import TileKind
 from kernels.plan import Rows, make_rows
@@ -119,6 +120,68 @@ def test_warpgroups_attend_to_their_own_tiles_of_the_blocks_range(mask, num_warp
         np.testing.assert_array_equal(kinds[: len(expected)], expected)
         assert (kinds[len(expected) :] == TileKind.EMPTY).all()
         assert len(streamed) == len(kinds) // num_warpgroups, "a block's rows see the same tiles"
+
+
+def kinds_of_warpgroups(rows: BlockRows, batch: int, num_warpgroups: int, num_cols: int) -> np.ndarray:
+    """What each warpgroup is told of every tile that its block visits, and EMPTY for the others."""
+    kinds = np.full((rows.blocks.num_rows, num_warpgroups, num_cols), TileKind.EMPTY)
+    for block, warpgroup in np.ndindex(kinds.shape[:2]):
+        kind_of = rows.read_kind(batch, block, warpgroup)
+        row = rows.blocks.read(batch, block)
+        for rank in range(int(row.num_tiles)):
+            tile = int(row.tile(rank))
+            kinds[block, warpgroup, tile] = kind_of(tile, rank < row.num_partial)
+    return kinds.reshape(-1, num_cols)
+
+
+@pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), CausalMask(-200)], ids=repr)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
+def test_a_backward_tells_each_warpgroup_what_a_tile_holds_for_it(mask, is_packed, transposed, num_warpgroups, rng):
+    length = int(rng.integers(3, 9)) * 64
+    ids = np.sort(rng.integers(0, 5, (2, length)))
+    given = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), jnp.asarray(ids)) if is_packed else {}
+    inputs, call = call_of(mask, length=length, **given)
+    block, position = 64 * num_warpgroups, np.arange(length)
+    sides = (32, block) if transposed else (block, 32)
+    rows = BlockRows.of(inputs, call, *sides, transposed=transposed, in_step=False)
+    for batch in range(2):
+        allowed = np.array(np.broadcast_to(mask(position[:, None], position), (length, length)))
+        if is_packed:
+            allowed &= ids[batch][:, None] == ids[batch]
+        exact = dense_kinds(allowed.T if transposed else allowed, 64, 32)
+        kinds = kinds_of_warpgroups(rows, batch, num_warpgroups, length // 32)
+        assert (kinds[len(exact) :] == TileKind.EMPTY).all() or rows.own is None
+        kinds = kinds[: len(exact)]
+        if rows.own is not None:
+            np.testing.assert_array_equal(kinds, exact)
+            continue
+        # What all are told holds for each: nothing is passed over, and FULL is full.
+        assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
+        assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "length", "packed", "in_step", "passes_over"),
+    [
+        (CausalMask(), 512, False, False, True),
+        (CausalMask(), 8192, False, False, False),
+        (CausalMask(), 512, False, True, False),
+        (CausalMask(), 8192, True, True, True),
+        (LocalMask(255, 0), 8192, False, False, True),
+        (LocalMask(255, 0), 8192, False, True, False),
+        (FullMask(), 512, False, False, False),
+        (ROWS_OUT_OF_ORDER, 512, True, False, False),
+    ],
+)
+def test_warpgroups_pass_over_tiles_where_it_pays(mask, length, packed, in_step, passes_over):
+    ids = jnp.zeros((2, length), jnp.int32) if packed else None
+    inputs, call = call_of(mask, length=length, query_segment_ids=ids, key_value_segment_ids=ids)
+    rows = BlockRows.of(inputs, call, 64, 128, transposed=True, in_step=in_step)
+    assert (rows.own is not None) == passes_over
+    # Where the warpgroups of a block are one, it has nothing to tell apart.
+    assert BlockRows.of(inputs, call, 64, 64, transposed=True, in_step=False).own is None
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), FullMask()], ids=repr)

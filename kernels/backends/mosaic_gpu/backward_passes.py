@@ -20,8 +20,9 @@ from kernels.backends.mosaic_gpu.memory import padded_head_dim, zeroed_ref
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
+from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.call import AttentionCall
-from kernels.plan import Row, Rows
+from kernels.plan import Row
 
 LSE, DELTA = 0, 1
 """Indices of a query's two numbers in shared memory, `lse_delta`."""
@@ -40,7 +41,7 @@ class BackwardArrays(NamedTuple):
     lse: Any  # float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing
     delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
     offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
-    rows: Rows  # the tiles of each block
+    rows: BlockRows  # the tiles of each block
     tokens: TokenArrays
     num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter
@@ -161,7 +162,7 @@ def launch_pass(
 
     def context_of(program: _PersistentProgram, block: WorkBlock, last_num_steps: Any = 0) -> BackwardContext:
         gmem, smem, barriers, _, warpgroup = program
-        tiles = gmem.rows.read(block.batch, block.number, None if shift is None else block.number * shift)
+        tiles = gmem.rows.blocks.read(block.batch, block.number, None if shift is None else block.number * shift)
         first, num_steps = block.number * block_length, heads_per_block * tiles.num_tiles
         return BackwardContext(
             call, tuning, machine, gmem, smem, barriers, warpgroup, block, first, tiles, num_steps, last_num_steps

@@ -15,9 +15,9 @@ from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
+from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.plan import make_rows
 
 # exp2(a logit − it) = 0.
 _HUGE_LSE = 1e30
@@ -29,6 +29,7 @@ def run_backward(
     """The gradients of query, key and value. See `run_forward`."""
     how, machine = tuning.backward_tiles, machine_of(tuning)
     assert how is not None
+    fused = tuning.backward == "fused"
     lse, delta = cotangent.by_head()
 
     def run(kernel, block_q: int, block_kv: int, *, transposed: bool):
@@ -45,16 +46,14 @@ def run_backward(
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(delta, row_padding),
             offsets=None,
-            rows=make_rows(inputs, call, block_q, block_kv, transposed=transposed),
+            rows=BlockRows.of(inputs, call, block_q, block_kv, transposed=transposed, in_step=fused),
             tokens=TokenArrays.of(inputs, block_q, block_kv),
             num_blocks_in_use=_num_blocks_in_use(inputs, block_kv) if transposed else None,
         )
         return kernel(arrays, call, how, machine)
 
     key_values = (
-        wide_key_value_pass
-        if how.one_gradient_per_warpgroup
-        else functools.partial(key_value_pass, fused=tuning.backward == "fused")
+        wide_key_value_pass if how.one_gradient_per_warpgroup else functools.partial(key_value_pass, fused=fused)
     )
     d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
     if d_query is None:

@@ -52,9 +52,11 @@ from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, to
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.masks import TileKind
 
-# Indices of what the producer tells the consumers of a step.
-_TILE, _IS_PARTIAL, _HEAD = range(3)
+# Indices of what the producer tells the consumers of a step: from the last on, the tile's kind to each of them, or to
+# all where it is the same.
+_TILE, _HEAD, _KINDS = range(3)
 # Where all blocks would start with the same query tile, each starts so many tiles after the one before it: the most
 # with which what blocks that run at the same time read and add to fits into half of the L2 cache, or else the least.
 _SHIFTS = (4, 2, 1)
@@ -85,7 +87,7 @@ class _Tile(NamedTuple):
 
     slot: Any
     number: Any
-    is_partial: Any
+    kind: Any
     q: Any
     do: Any
 
@@ -124,7 +126,7 @@ def key_value_scratch(
         do=matrix(num_stages, block_q, value_dim, dtype=call.dtype),
         offsets=None if is_wide else matrix(num_stages, block_q, NUM_COLUMNS, dtype=call.dtype),
         lse_delta=plgpu.SMEM((num_loaded, num_stages, block_q), jnp.float32) if num_loaded else None,
-        steps=plgpu.SMEM((num_stages, 3), jnp.int32),
+        steps=plgpu.SMEM((num_stages, _KINDS + num_consumers), jnp.int32),
         tokens=token_memory(call, num_stages, block_q),
         # By 64 queries, so that what a product reads, and what a consumer stores, is in one piece.
         ds=of_keys(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS) if fused else None,
@@ -226,6 +228,8 @@ def _load(context: KeyValueContext) -> None:
     """Producer: copies the block's keys and values, and query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
+    num_kinds = 1 if gmem.rows.own is None else tuning.num_warpgroups
+    kinds = [gmem.rows.read_kind(block.batch, block.number, warpgroup) for warpgroup in range(num_kinds)]
 
     def load_keys_and_values():
         context.load_keys_and_values(barriers.k, barriers.v)
@@ -248,8 +252,9 @@ def _load(context: KeyValueContext) -> None:
         barriers.q.producer_acquire(step, slot)
         # The consumers read these, and so need no registers for what determines them.
         smem.steps[slot, _TILE] = number
-        smem.steps[slot, _IS_PARTIAL] = (rank < tiles.num_partial).astype(jnp.int32)
         smem.steps[slot, _HEAD] = head
+        for warpgroup, kind in enumerate(kinds):
+            smem.steps[slot, _KINDS + warpgroup] = kind(number, rank < tiles.num_partial)
         plgpu.barrier_arrive(full)
         barriers.q.copy(gmem.query.at[block.batch, queries, head], smem.q, slot)
         if smem.offsets is not None:
@@ -322,8 +327,7 @@ def _differentiate(context: KeyValueContext) -> None:
     def write_zeros():
         plgpu.barrier_wait(barriers.k)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        zeros = (jnp.zeros((WGMMA_ROWS, ref.shape[-1]), jnp.float32) for ref in (gmem.d_key, gmem.d_value))
-        dk, dv = (plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in zeros)
+        dk, dv = (_zeros(ref.shape[-1], jnp.float32) for ref in (gmem.d_key, gmem.d_value))
         _store_in_persistent_program(context, first, dk, dv)
 
 
@@ -393,25 +397,64 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     place = warpgroup if keeps_addresses else jax.lax.optimization_barrier(warpgroup)
     k, v = (operand.at[pl.ds(place * WGMMA_ROWS, WGMMA_ROWS)] for operand in (smem.k, smem.v))
     barriers.q.consumer_wait(slot)
-    number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
-    head = smem.steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
-    tile = _Tile(slot, number, is_partial, smem.q.at[slot], smem.do.at[slot])
-    tile_type = accumulator(tuning.block_q)
-    p, ds = pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
+    number, head, kind = _read_step(context, slot)
+    tile = _Tile(slot, number, kind, smem.q.at[slot], smem.do.at[slot])
 
-    def add_products():
+    def differentiate():
+        tile_type = accumulator(tuning.block_q)
+        return pl.run_scoped(functools.partial(_p_and_ds, context, keys, tile, k, v), tile_type, tile_type)
+
+    def add_products(p, ds):
         if not _is_tall(tuning):
             add_product(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
         add_product(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
     if smem.ds is None:
-        add_products()
-        plgpu.wgmma_wait(0)
-        barriers.q.consumer_release(slot)
-        return last
 
-    # The last step's dQ is computed in this one. So consumers may run half a step apart, and one computes P while the
-    # other multiplies.
+        def add_tile():
+            add_products(*differentiate())
+            plgpu.wgmma_wait(0)
+
+        _unless_empty(context, kind, add_tile, lambda: barriers.do.consumer_wait(slot))
+    else:
+
+        def pass_over():
+            barriers.do.consumer_wait(slot)
+            return (_zeros(tuning.block_q, context.call.dtype),) * 2
+
+        p, ds = _unless_empty(context, kind, differentiate, pass_over)
+        _exchange_ds(context, keys, ds, step, last, functools.partial(add_products, p, ds))
+    barriers.q.consumer_release(slot)
+    return number, head
+
+
+def _zeros(num_columns: int, dtype) -> jax.Array:
+    """A consumer's zeros, laid out as an accumulator."""
+    return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, num_columns), dtype), plgpu.Layout.WGMMA)
+
+
+def _read_step(context: KeyValueContext, slot) -> tuple[Any, Any, Any]:
+    """A step's tile: its number, its head, and its kind to the consumer."""
+    steps = context.smem.steps
+    head = steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
+    own_kind = _KINDS if context.gmem.rows.own is None else _KINDS + context.warpgroup
+    return steps[slot, _TILE], head, steps[slot, own_kind]
+
+
+def _unless_empty(context: KeyValueContext, kind, differentiate, pass_over) -> Any:
+    """Differentiates a tile, or passes over it if it is EMPTY to the consumer."""
+    if context.gmem.rows.own is None:
+        return differentiate()
+    return jax.lax.cond(kind == TileKind.EMPTY, pass_over, differentiate)
+
+
+def _exchange_ds(context: KeyValueContext, keys: _Keys, ds, step, last, add_products) -> None:
+    """Gives dS to the other consumers, issues products, and adds the part of the last step, of the tile `last`, to dQ.
+
+    The last step's dQ is computed in this one. So consumers may run half a step apart, and one computes P while the
+    other multiplies.
+    """
+    barriers = context.barriers
     pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_full))
     if barriers.ds_read is not None:
         pl.when(step > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
@@ -420,15 +463,13 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
     def multiply_all(dq_acc):
         _start_dq(context, dq_acc, step - 1)
         add_products()
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if _is_tall(tuning) else 2)
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1 if _is_tall(context.tuning) else 2)
         if barriers.ds_read is not None:
             pl.when(step > 0)(lambda: plgpu.barrier_arrive(barriers.ds_read))
         _add_to_dq(context, dq, last, predicate=step > 0)
         plgpu.wgmma_wait(0)
 
     pl.run_scoped(multiply_all, accumulator(_dq_place(context)[1].size))
-    barriers.q.consumer_release(slot)
-    return number, head
 
 
 def _next_wide_tile(context: KeyValueContext, keys: _Keys, step, last):
@@ -442,23 +483,19 @@ def _next_wide_tile(context: KeyValueContext, keys: _Keys, step, last):
         # Between two tiles, so that its accumulator gets the registers of S and dP.
         pl.when(step > 0)(functools.partial(_last_dq, context, last, step - 1, frees_ds=True))
     barriers.q.consumer_wait(slot)
-    number, is_partial = smem.steps[slot, _TILE], smem.steps[slot, _IS_PARTIAL] > 0
-    head = smem.steps[slot, _HEAD] if call.group_size > 1 else context.block.head
+    number, head, kind = _read_step(context, slot)
     q, do, tile_type = smem.q.at[slot], smem.do.at[slot], accumulator(tuning.block_q)
 
     def compute_p(s_acc):
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
-        p, slope = keys.mask.probabilities(s, lse, is_partial, number * tuning.block_q, slot)
+        p, slope = keys.mask.probabilities(s, lse, kind == TileKind.PARTIAL, number * tuning.block_q, slot)
         # The barriers make the compiler round here, so that dP gets the registers of S.
         rounded = jax.lax.optimization_barrier(p.astype(call.dtype))
         return rounded, rounded if slope is None else jax.lax.optimization_barrier((p * slope).astype(call.dtype))
 
-    p, p_times_slope = pl.run_scoped(compute_p, tile_type)
-    barriers.do.consumer_wait(slot)
-
-    def compute_ds(dp_acc):
+    def compute_ds(p, p_times_slope, dp_acc):
         add_product(keys.dv_acc, p, do, smem.operand, warpgroup)
         plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
@@ -466,13 +503,25 @@ def _next_wide_tile(context: KeyValueContext, keys: _Keys, step, last):
         dp = dp - spread(delta, dp.shape, rows=False)
         return (p_times_slope.astype(jnp.float32) * dp).astype(call.dtype)
 
-    ds = pl.run_scoped(compute_ds, tile_type)
-    barriers.do.consumer_release(slot)
-    if smem.ds is not None:
-        pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_read))
-        _write_ds(context, keys, ds, step)
-    add_product(keys.dk_acc, ds, q, smem.operand, warpgroup)
-    plgpu.wgmma_wait(0)
+    def give_ds(ds):
+        barriers.do.consumer_release(slot)
+        if smem.ds is not None:
+            pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_read))
+            _write_ds(context, keys, ds, step)
+
+    def differentiate():
+        p, p_times_slope = pl.run_scoped(compute_p, tile_type)
+        barriers.do.consumer_wait(slot)
+        ds = pl.run_scoped(functools.partial(compute_ds, p, p_times_slope), tile_type)
+        give_ds(ds)
+        add_product(keys.dk_acc, ds, q, smem.operand, warpgroup)
+        plgpu.wgmma_wait(0)
+
+    def pass_over():
+        barriers.do.consumer_wait(slot)
+        give_ds(_zeros(tuning.block_q, call.dtype))
+
+    _unless_empty(context, kind, differentiate, pass_over)
     barriers.q.consumer_release(slot)
     return number, head
 
@@ -494,7 +543,7 @@ def _p_and_ds(context: KeyValueContext, keys: _Keys, tile: _Tile, k, v, s_acc, d
     # Of these products, only the last may still be on its way.
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse_delta is None else load_vector(smem.lse_delta.at[LSE, tile.slot], rows=False)
-    p, slope = keys.mask.probabilities(s, lse, tile.is_partial, tile.number * tuning.block_q, tile.slot)
+    p, slope = keys.mask.probabilities(s, lse, tile.kind == TileKind.PARTIAL, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if _is_tall(tuning):
         add_product(keys.dv_acc, operand, tile.do, smem.operand, context.warpgroup)

@@ -29,6 +29,7 @@ from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.masks import TileKind
 
 QuerySmem = namedtuple("QuerySmem", "q do lse_delta k v tokens ds")
 
@@ -119,18 +120,38 @@ def _differentiate(context: QueryContext) -> None:
     lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
     delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
 
+    kind = gmem.rows.read_kind(block.batch, block.number, warpgroup)
+
     def accumulate(dq_acc):
-        pl.loop(0, context.num_steps)(functools.partial(_add_tile, context, mask, lse, delta, dq_acc))
+        pl.loop(0, context.num_steps)(functools.partial(_visit_tile, context, mask, kind, lse, delta, dq_acc))
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
         context.store_gradient(dq, smem.q.at[warpgroup], gmem.d_query, first)
 
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _add_tile(context: QueryContext, mask: TileMask, lse, delta, dq_acc, step) -> None:
-    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
-    smem, barriers, tiles = context.smem, context.barriers, context.tiles
+def _visit_tile(context: QueryContext, mask: TileMask, read_kind, lse, delta, dq_acc, step) -> None:
+    """Waits for a tile, adds its part to dQ unless it is EMPTY to these queries, and releases it."""
+    barriers, tiles = context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
+    kind = read_kind(tiles.tile(step), step < tiles.num_partial)
+
+    def pass_over():
+        barriers.v.consumer_wait(v_slot)
+        barriers.v.consumer_release(v_slot)
+
+    add_tile = functools.partial(_add_tile, context, mask, kind, lse, delta, dq_acc, step, slot, v_slot)
+    barriers.k.consumer_wait(slot)
+    if context.gmem.rows.own is None:
+        add_tile()
+    else:
+        jax.lax.cond(kind == TileKind.EMPTY, pass_over, add_tile)
+    barriers.k.consumer_release(slot)
+
+
+def _add_tile(context: QueryContext, mask: TileMask, kind, lse, delta, dq_acc, step, slot, v_slot) -> None:
+    """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
+    smem, barriers = context.smem, context.barriers
     k, v = smem.k.at[slot], smem.v.at[v_slot]
     # The barrier makes the compiler compute the operands' addresses in each step. Kept across steps, the addresses of
     # wide operands fill a thread's registers.
@@ -140,8 +161,8 @@ def _add_tile(context: QueryContext, mask: TileMask, lse, delta, dq_acc, step) -
     def differentiate(s_acc, dp_acc):
         plgpu.wgmma(dp_acc, do, v.transpose((1, 0)))
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        kv_first = tiles.tile(step) * context.tuning.block_kv_dq
-        p, slope = mask.probabilities(s, lse, step < tiles.num_partial, kv_first, slot)
+        kv_first = context.tiles.tile(step) * context.tuning.block_kv_dq
+        p, slope = mask.probabilities(s, lse, kind == TileKind.PARTIAL, kv_first, slot)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         barriers.v.consumer_release(v_slot)
         ds = p * (dp - spread(delta, dp.shape, rows=True))
@@ -153,8 +174,6 @@ def _add_tile(context: QueryContext, mask: TileMask, lse, delta, dq_acc, step) -
         return pl.run_scoped(functools.partial(differentiate, s_acc), tile_type)
 
     tile_type = accumulator(context.tuning.block_kv_dq)
-    barriers.k.consumer_wait(slot)
     ds = pl.run_scoped(multiply, tile_type)
     add_product(dq_acc, ds, k, smem.ds, context.warpgroup)
     plgpu.wgmma_wait(0)
-    barriers.k.consumer_release(slot)

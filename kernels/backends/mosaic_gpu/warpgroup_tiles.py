@@ -1,0 +1,94 @@
+"""What each warpgroup of a backward pass finds in the tiles of its block: some hold nothing for its 64 rows.
+
+A block has 64 rows of keys, or of queries, for each warpgroup, and visits every tile that holds something for any of
+them. Where short rows, windows or documents begin and end, a tile is often EMPTY to one warpgroup and not to another.
+The former then passes over it, and leaves the tensor cores to the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
+from kernels.call import AttentionCall, AttentionInputs
+from kernels.masks.intervals import TileKind, tile_kind
+from kernels.plan import Rows, make_block_plan, make_rows
+
+# Of what the warpgroups visit otherwise. For less, the choice in each step isn't worth its instructions.
+_LEAST_SHARE_OF_EMPTY_TILES = 0.03
+
+
+class BlockRows(NamedTuple):
+    """The tiles of each block, and of these, what each warpgroup's rows meet. Within a kernel, references.
+
+    Attributes:
+      blocks: the tiles that a block visits.
+      own: `Rows.bounds` of each warpgroup's own interval, int32 `[W, blocks, warpgroups, 4]`; None where all
+        warpgroups take what a tile holds for the block.
+    """
+
+    blocks: Rows
+    own: Any = None
+
+    @staticmethod
+    def of(
+        inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, *, transposed: bool, in_step: bool
+    ) -> BlockRows:
+        """The rows of a call.
+
+        Args:
+          inputs, call, block_q, block_kv, transposed: as for `make_rows`.
+          in_step: whether the warpgroups wait for each other in every step. Then one that passes over a tile now and
+            then, as at a window's ends, gains nothing; one whose document has ended passes over all tiles from there.
+        """
+        blocks = make_rows(inputs, call, block_q, block_kv, transposed=transposed)
+        num_warpgroups = (block_kv if transposed else block_q) // WGMMA_ROWS
+        sides = (block_q, WGMMA_ROWS) if transposed else (WGMMA_ROWS, block_kv)
+        may_spare = call.has_segment_ids or (not in_step and _spares_tiles(call, (block_q, block_kv), sides))
+        if num_warpgroups == 1 or blocks.tiles is not None or not may_spare:
+            return BlockRows(blocks)
+        own = make_rows(inputs, call, *sides, transposed=transposed)
+        if own.tiles is not None:
+            return BlockRows(blocks)
+        bounds = jnp.pad(own.bounds, ((0, 0), (0, -own.num_rows % num_warpgroups), (0, 0)))
+        by_block = bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
+        # On the device a second plan would take as long as the first.
+        return BlockRows(_union(by_block), by_block)
+
+    def read_kind(self, batch, block, warpgroup) -> Callable[[Any, Any], jax.Array]:
+        """Reads a warpgroup's bounds within a kernel.
+
+        Returns:
+          (tile, whether the tile is PARTIAL to the block) → its `TileKind` to the warpgroup.
+        """
+        if self.own is None:
+            return lambda tile, is_partial: jnp.where(is_partial, TileKind.PARTIAL, TileKind.FULL)
+        batch = batch if self.own.shape[0] > 1 else 0
+        start, full_start, full_stop, stop = (self.own[batch, block, warpgroup, i] for i in range(4))
+
+        def kind(tile, is_partial):
+            is_met, is_full = (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
+            return tile_kind(is_met, is_full)
+
+        return kind
+
+
+def _spares_tiles(call: AttentionCall, of_blocks: tuple[int, int], of_warpgroups: tuple[int, int]) -> bool:
+    """Whether enough tiles are known to be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
+    if call.has_positions:
+        return False
+    plans = (make_block_plan(call.mask, call.q_len, call.kv_len, *sides) for sides in (of_blocks, of_warpgroups))
+    shared, own = (plan.num_visited * plan.block_q * plan.block_kv for plan in plans)
+    return own <= (1 - _LEAST_SHARE_OF_EMPTY_TILES) * shared
+
+
+def _union(own: Int[Array, "W R n 4"]) -> Rows:
+    """The tiles that some warpgroup of each block visits; FULL are those that are FULL to all."""
+    start, full_start, full_stop, stop = (own[..., i] for i in range(4))
+    first = jnp.where(start < stop, start, jnp.iinfo(jnp.int32).max).min(-1)
+    return Rows.of_intervals(first, full_start.max(-1), full_stop.min(-1), stop.max(-1))
