@@ -172,6 +172,7 @@ def test_a_backward_tells_each_warpgroup_what_a_tile_holds_for_it(mask, is_packe
         (LocalMask(255, 0), 8192, False, False, True),
         (LocalMask(255, 0), 8192, False, True, False),
         (FullMask(), 512, False, False, False),
+        (MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos), 512, False, False, False),
         (ROWS_OUT_OF_ORDER, 512, True, False, False),
     ],
 )

@@ -119,22 +119,21 @@ def _differentiate(context: QueryContext) -> None:
     plgpu.barrier_wait(full)
     lse = load_vector(smem.lse_delta.at[LSE, warpgroup], rows=True)
     delta = load_vector(smem.lse_delta.at[DELTA, warpgroup], rows=True)
-
-    kind = gmem.rows.read_kind(block.batch, block.number, warpgroup)
+    kind_of = gmem.rows.read_kind(block.batch, block.number, warpgroup)
 
     def accumulate(dq_acc):
-        pl.loop(0, context.num_steps)(functools.partial(_visit_tile, context, mask, kind, lse, delta, dq_acc))
+        pl.loop(0, context.num_steps)(functools.partial(_visit_tile, context, mask, kind_of, lse, delta, dq_acc))
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0) * context.call.scale
         context.store_gradient(dq, smem.q.at[warpgroup], gmem.d_query, first)
 
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _visit_tile(context: QueryContext, mask: TileMask, read_kind, lse, delta, dq_acc, step) -> None:
+def _visit_tile(context: QueryContext, mask: TileMask, kind_of, lse, delta, dq_acc, step) -> None:
     """Waits for a tile, adds its part to dQ unless it is EMPTY to these queries, and releases it."""
     barriers, tiles = context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
-    kind = read_kind(tiles.tile(step), step < tiles.num_partial)
+    kind = kind_of(tiles.tile(step), step < tiles.num_partial)
 
     def pass_over():
         barriers.v.consumer_wait(v_slot)

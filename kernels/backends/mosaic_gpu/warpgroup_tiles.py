@@ -46,19 +46,17 @@ class BlockRows(NamedTuple):
           in_step: whether the warpgroups wait for each other in every step. Then one that passes over a tile now and
             then, as at a window's ends, gains nothing; one whose document has ended passes over all tiles from there.
         """
-        blocks = make_rows(inputs, call, block_q, block_kv, transposed=transposed)
         num_warpgroups = (block_kv if transposed else block_q) // WGMMA_ROWS
         sides = (block_q, WGMMA_ROWS) if transposed else (WGMMA_ROWS, block_kv)
         may_spare = call.has_segment_ids or (not in_step and _spares_tiles(call, (block_q, block_kv), sides))
-        if num_warpgroups == 1 or blocks.tiles is not None or not may_spare:
-            return BlockRows(blocks)
-        own = make_rows(inputs, call, *sides, transposed=transposed)
-        if own.tiles is not None:
-            return BlockRows(blocks)
-        bounds = jnp.pad(own.bounds, ((0, 0), (0, -own.num_rows % num_warpgroups), (0, 0)))
-        by_block = bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
-        # On the device a second plan would take as long as the first.
-        return BlockRows(_union(by_block), by_block)
+        if num_warpgroups > 1 and may_spare:
+            own = make_rows(inputs, call, *sides, transposed=transposed)
+            if own.tiles is None:
+                bounds = jnp.pad(own.bounds, ((0, 0), (0, -own.num_rows % num_warpgroups), (0, 0)))
+                by_block = bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
+                # A plan of the blocks would take the device as long again.
+                return BlockRows(_union(by_block), by_block)
+        return BlockRows(make_rows(inputs, call, block_q, block_kv, transposed=transposed))
 
     def read_kind(self, batch, block, warpgroup) -> Callable[[Any, Any], jax.Array]:
         """Reads a warpgroup's bounds within a kernel.
@@ -80,7 +78,8 @@ class BlockRows(NamedTuple):
 
 def _spares_tiles(call: AttentionCall, of_blocks: tuple[int, int], of_warpgroups: tuple[int, int]) -> bool:
     """Whether enough tiles are known to be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
-    if call.has_positions:
+    # A mask without a closed form is evaluated on all pairs for a plan.
+    if call.has_positions or not call.mask.exact:
         return False
     plans = (make_block_plan(call.mask, call.q_len, call.kv_len, *sides) for sides in (of_blocks, of_warpgroups))
     shared, own = (plan.num_visited * plan.block_q * plan.block_kv for plan in plans)
