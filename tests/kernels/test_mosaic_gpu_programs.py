@@ -25,7 +25,9 @@ def test_a_scan_over_layers_computes_each_forward_pass_once():
 
     def layers(hidden, scales):
         def layer(hidden, scale):
-            attended = dot_product_attention(hidden * scale, hidden, hidden, CausalMask(), device=device)
+            attended = dot_product_attention(
+                hidden * scale, hidden, hidden, CausalMask(), device=device, implementation=MosaicGpuTuning("fused")
+            )
             return hidden + attended, None
 
         return jax.lax.scan(layer, hidden, scales)[0].astype(jnp.float32).sum()

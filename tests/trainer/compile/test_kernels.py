@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import CausalMask, LocalMask, Target, dot_product_attention
+from kernels import CausalMask, LocalMask, MosaicGpuTuning, Target, dot_product_attention
 from kernels.backends import mosaic_gpu
 from kernels.call import make_call
 from tests.gpu_compiler import needs_gpu_compiler
@@ -21,7 +21,8 @@ def lower_attention(num_layers: int):
     """A gradient through layers of one attention each, for an H200 that isn't there."""
     [device] = parse_topology("h200:1").devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
-    attend = functools.partial(dot_product_attention, mask=CausalMask(), implementation="mosaic_gpu", device=device)
+    fused = MosaicGpuTuning(backward="fused")  # one kernel
+    attend = functools.partial(dot_product_attention, mask=CausalMask(), implementation=fused, device=device)
 
     def loss(x):
         for _ in range(num_layers):
