@@ -67,7 +67,8 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
     assert main(BytesArguments(("local/4/16384",), ("window",), ("gather", "halo"), output=output)) == 0
     gather, halo = map(json.loads, output.read_text().splitlines())
     assert (gather["exchange"], halo["exchange"]) == ("gather", "halo")
-    # XLA's CPU backend sends bfloat16 as float32. With JAX 0.10 it makes one exchange of keys do for both passes.
+    # XLA's CPU backend sends bfloat16 as float32. The backward brings keys again, and sends their gradients once. With
+    # JAX 0.10 one exchange of keys does for both passes, and so the backward has that of gradients alone.
     of_token, is_shared = 16 * 2 * 128 * 4, jax.__version_info__ < (0, 11)
     for passes in ("forward_bytes", "backward_bytes"):
         is_once = passes == "forward_bytes" or is_shared

@@ -26,7 +26,7 @@ from kernels import (
 from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
-from kernels.backends.mosaic_gpu.key_value_pass import _shift
+from kernels.backends.mosaic_gpu.block_shift import block_shift
 from kernels.backends.mosaic_gpu.offset_columns import offset_columns
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
@@ -44,14 +44,17 @@ WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 ROWS_OUT_OF_ORDER = MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos ^ 64)
 
 
-def call_of(mask=None, *, length=512, dtype=jnp.bfloat16, head_dim=64, value_dim=None, target=H200, **given):
-    """Inputs and call of a self-attention, as compiled for a target."""
-    array, value = (jnp.ones((2, length, 2, dim), dtype) for dim in (head_dim, value_dim or head_dim))
+def call_of(
+    mask=None, *, length=512, kv_len=None, dtype=jnp.bfloat16, head_dim=64, value_dim=None, target=H200, **given
+):
+    """Inputs and call of an attention, as compiled for a target; as many keys as queries, if `kv_len` isn't given."""
+    query = jnp.ones((2, length, 2, head_dim), dtype)
+    key, value = (jnp.ones((2, kv_len or length, 2, dim), dtype) for dim in (head_dim, value_dim or head_dim))
     nothing = dict.fromkeys(
         ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale",
          "logits_soft_cap", "sinks"),
     )  # fmt: skip
-    inputs, call = make_call(array, array, value, mask, **{**nothing, **given}, return_lse=False)
+    inputs, call = make_call(query, key, value, mask, **{**nothing, **given}, return_lse=False)
     return inputs, call._replace(target=target)
 
 
@@ -128,61 +131,75 @@ def kinds_of_warpgroups(rows: BlockRows, batch: int, num_warpgroups: int, num_co
     for block, warpgroup in np.ndindex(kinds.shape[:2]):
         kind_of = rows.read_kind(batch, block, warpgroup)
         row = rows.blocks.read(batch, block)
-        for rank in range(int(row.num_tiles)):
-            tile = int(row.tile(rank))
+        tiles = [int(row.tile(rank)) for rank in range(int(row.num_tiles))]
+        assert len(set(tiles)) == len(tiles), "no tile is visited twice"
+        for rank, tile in enumerate(tiles):
             kinds[block, warpgroup, tile] = kind_of(tile, rank < row.num_partial)
     return kinds.reshape(-1, num_cols)
 
 
-@pytest.mark.parametrize("num_warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("num_warpgroups", [2, 3])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), CausalMask(-200)], ids=repr)
-@pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
-def test_a_backward_tells_each_warpgroup_what_a_tile_holds_for_it(mask, is_packed, transposed, num_warpgroups, rng):
-    length = int(rng.integers(3, 9)) * 64
-    ids = np.sort(rng.integers(0, 5, (2, length)))
-    given = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), jnp.asarray(ids)) if is_packed else {}
-    inputs, call = call_of(mask, length=length, **given)
-    block, position = 64 * num_warpgroups, np.arange(length)
+@pytest.mark.parametrize("documents", [None, "packed", "packed, at positions", "one that comes back"])
+def test_a_backward_tells_each_warpgroup_what_a_tile_holds_for_it(mask, documents, transposed, num_warpgroups, rng):
+    is_ragged = rng.random() < 0.5
+    q_len, kv_len = rng.integers(3, 9, 2) * 64 - (rng.integers(1, 63, 2) if is_ragged else 0)
+    ids = [rng.integers(0, 5, (2, length)) for length in (q_len, kv_len)]
+    if documents == "one that comes back":
+        ids = [np.arange(length)[None] // [[90], [130]] % 2 for length in (q_len, kv_len)]
+    else:
+        ids = [np.sort(x) for x in ids]
+    positions = [np.arange(length) + rng.integers(0, 300) for length in (q_len, kv_len)]
+    if documents != "packed, at positions":
+        positions = [np.arange(length) for length in (q_len, kv_len)]
+    names = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions")
+    num_given = {None: 0, "packed, at positions": 4}.get(documents, 2)
+    given = dict(zip(names[:num_given], map(jnp.asarray, [*ids, *positions]), strict=False))
+    inputs, call = call_of(mask, length=q_len, kv_len=kv_len, **given)
+    block = 64 * num_warpgroups
     sides = (32, block) if transposed else (block, 32)
-    rows = BlockRows.of(inputs, call, *sides, transposed=transposed, in_step=False)
+    rows = BlockRows.of(inputs, call, *sides, transposed=transposed, waits_in_each_step=False)
     for batch in range(2):
-        allowed = np.array(np.broadcast_to(mask(position[:, None], position), (length, length)))
-        if is_packed:
-            allowed &= ids[batch][:, None] == ids[batch]
-        exact = dense_kinds(allowed.T if transposed else allowed, 64, 32)
-        kinds = kinds_of_warpgroups(rows, batch, num_warpgroups, length // 32)
-        assert (kinds[len(exact) :] == TileKind.EMPTY).all() or rows.own is None
-        kinds = kinds[: len(exact)]
-        if rows.own is not None:
-            np.testing.assert_array_equal(kinds, exact)
-            continue
-        # What all are told holds for each: nothing is passed over, and FULL is full.
+        by_mask = np.broadcast_to(mask(positions[0][:, None], positions[1]), (q_len, kv_len))
+        by_documents = np.broadcast_to(documents is None or ids[0][batch][:, None] == ids[1][batch], (q_len, kv_len))
+        # Rows and columns that fill the last tiles hold nothing.
+        of_mask, of_documents, exact = (
+            dense_kinds(padded.T if transposed else padded, 64, 32)
+            for allowed in (by_mask, by_documents, by_mask & by_documents)
+            for padded in [np.pad(allowed, [(0, -length % 64) for length in (q_len, kv_len)])]
+        )
+        kinds = kinds_of_warpgroups(rows, batch, num_warpgroups, exact.shape[1])[: len(exact)]
         assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
-        assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
+        if not is_ragged:
+            assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
+            if rows.warpgroup_bounds is not None and documents in (None, "packed"):
+                np.testing.assert_array_equal(kinds, np.minimum(of_mask, of_documents))
 
 
 @pytest.mark.parametrize(
-    ("mask", "length", "packed", "in_step", "passes_over"),
+    ("mask", "length", "packed", "waits_in_each_step", "passes_over"),
     [
         (CausalMask(), 512, False, False, True),
-        (CausalMask(), 8192, False, False, False),
+        (CausalMask(), 1024, False, False, True),
+        (CausalMask(), 2048, False, False, False),
         (CausalMask(), 512, False, True, False),
         (CausalMask(), 8192, True, True, True),
         (LocalMask(255, 0), 8192, False, False, True),
         (LocalMask(255, 0), 8192, False, True, False),
         (FullMask(), 512, False, False, False),
         (MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos), 512, False, False, False),
+        (MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos), 512, True, True, False),
         (ROWS_OUT_OF_ORDER, 512, True, False, False),
     ],
 )
-def test_warpgroups_pass_over_tiles_where_it_pays(mask, length, packed, in_step, passes_over):
+def test_warpgroups_pass_over_tiles_where_it_pays(mask, length, packed, waits_in_each_step, passes_over):
     ids = jnp.zeros((2, length), jnp.int32) if packed else None
     inputs, call = call_of(mask, length=length, query_segment_ids=ids, key_value_segment_ids=ids)
-    rows = BlockRows.of(inputs, call, 64, 128, transposed=True, in_step=in_step)
-    assert (rows.own is not None) == passes_over
-    # Where the warpgroups of a block are one, it has nothing to tell apart.
-    assert BlockRows.of(inputs, call, 64, 64, transposed=True, in_step=False).own is None
+    how = {"transposed": True, "waits_in_each_step": waits_in_each_step}
+    assert (BlockRows.of(inputs, call, 64, 128, **how).warpgroup_bounds is not None) == passes_over
+    # A block of one warpgroup has nothing to tell apart.
+    assert BlockRows.of(inputs, call, 64, 64, **how).warpgroup_bounds is None
 
 
 @pytest.mark.parametrize("mask", [CausalMask(), FullMask()], ids=repr)
@@ -432,7 +449,7 @@ def test_matrices_of_whole_eights_of_rows_are_not_copied(length, is_padded, back
 def test_blocks_that_run_at_once_share_tiles_in_the_l2_cache(length, head_dim, num_l2_heads, shift):
     _, call = call_of(FullMask(), head_dim=head_dim)
     tuning = MosaicBackwardTuning(block_q=64, num_l2_heads=num_l2_heads)
-    assert _shift(call._replace(q_len=length), tuning) == shift
+    assert block_shift(call._replace(q_len=length), tuning) == shift
 
 
 @NEEDS_JAX_0_11

@@ -41,7 +41,7 @@ class BackwardArrays(NamedTuple):
     lse: Any  # float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing
     delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
     offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
-    rows: BlockRows  # the tiles of each block
+    rows: BlockRows  # the tiles of each block, and what its warpgroups meet in them
     tokens: TokenArrays
     num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
@@ -49,15 +50,24 @@ def union_of_ranges(rows: Rows, num_warpgroups: int) -> Rows:
 
     The last block is filled with empty intervals.
     """
+    by_block = in_blocks(rows, num_warpgroups)
+    union = union_of_intervals(by_block).bounds[..., None, ::3]
+    bounds = jnp.concatenate([by_block, jnp.broadcast_to(union, (*by_block.shape[:3], 2))], axis=-1)
+    return Rows(bounds.reshape(bounds.shape[0], -1, 6), None)
+
+
+def in_blocks(rows: Rows, num_warpgroups: int) -> Int[Array, "W blocks warpgroups 4"]:
+    """The bounds of each warpgroup's interval, by block; the last block is filled with empty intervals."""
     assert rows.tiles is None
-    bounds = jnp.pad(rows.bounds, ((0, 0), (0, -rows.bounds.shape[1] % num_warpgroups), (0, 0)))
-    by_block = bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
-    start, stop = by_block[..., 0], by_block[..., 3]
-    has_tiles = start < stop
-    last = jnp.where(has_tiles, stop, 0).max(-1, keepdims=True)
-    first = jnp.where(has_tiles, start, last).min(-1, keepdims=True)
-    union = jnp.broadcast_to(jnp.stack([first, last], axis=-1), (*start.shape, 2))
-    return Rows(jnp.concatenate([by_block, union], axis=-1).reshape(*bounds.shape[:2], 6), None)
+    bounds = jnp.pad(rows.bounds, ((0, 0), (0, -rows.num_rows % num_warpgroups), (0, 0)))
+    return bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
+
+
+def union_of_intervals(by_block: Int[Array, "W blocks warpgroups 4"]) -> Rows:
+    """The tiles that some warpgroup of each block visits; FULL are those that are FULL to all."""
+    start, full_start, full_stop, stop = (by_block[..., i] for i in range(4))
+    first = jnp.where(start < stop, start, jnp.iinfo(jnp.int32).max).min(-1)
+    return Rows.of_intervals(first, full_start.max(-1), full_stop.min(-1), stop.max(-1))
 
 
 def read_block_range(rows: Rows, batch, block, warpgroup, num_warpgroups: int) -> BlockRange:

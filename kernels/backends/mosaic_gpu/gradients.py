@@ -46,7 +46,7 @@ def run_backward(
             jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
             jnp.pad(delta, row_padding),
             offsets=None,
-            rows=BlockRows.of(inputs, call, block_q, block_kv, transposed=transposed, in_step=fused),
+            rows=BlockRows.of(inputs, call, block_q, block_kv, transposed=transposed, waits_in_each_step=fused),
             tokens=TokenArrays.of(inputs, block_q, block_kv),
             num_blocks_in_use=_num_blocks_in_use(inputs, block_kv) if transposed else None,
         )

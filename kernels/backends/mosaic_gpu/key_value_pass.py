@@ -36,6 +36,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     launch_pass,
     padded_head_dims,
 )
+from kernels.backends.mosaic_gpu.block_shift import block_shift
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, zeroed_ref
 from kernels.backends.mosaic_gpu.offset_columns import (
@@ -54,13 +55,9 @@ from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwar
 from kernels.call import AttentionCall
 from kernels.masks import TileKind
 
-# Indices of what the producer tells the consumers of a step: from the last on, the tile's kind to each of them, or to
-# all where it is the same.
+# Indices of what the producer tells the consumers of a step. From the last on: the tile's kind, one for each consumer,
+# or one for all.
 _TILE, _HEAD, _KINDS = range(3)
-# Where all blocks would start with the same query tile, each starts so many tiles after the one before it: the most
-# with which what blocks that run at the same time read and add to fits into half of the L2 cache, or else the least.
-_SHIFTS = (4, 2, 1)
-_HALF_OF_L2_BYTES = 25_000_000
 
 
 KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse_delta steps tokens ds dq operand weights")
@@ -168,7 +165,7 @@ def key_value_pass(
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
-    shift = _shift(call, tuning) if same_start else None
+    shift = block_shift(call, tuning) if same_start else None
     d_key, d_value = launch_pass(
         arrays,
         call,
@@ -184,20 +181,6 @@ def key_value_pass(
         shift=shift,
     )
     return d_key, d_value, None if d_query is None else jax.freeze(d_query)
-
-
-def _shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
-    """By how many query tiles the start of a block is behind that of the block before it; see `_SHIFTS`."""
-    # Queries and d_output have 16 bits, and dQ, which is added to, has 32.
-    bytes_of_tile = tuning.block_q * (6 * call.head_dim + 2 * call.value_dim)
-    num_tiles, num_running = pl.cdiv(call.q_len, tuning.block_q), call.target.num_multiprocessors or 1
-    num_heads = min(tuning.num_l2_heads, call.batch * call.num_kv_heads)
-
-    def fits(shift: int) -> bool:
-        tiles_of_head = min(num_tiles, pl.cdiv(num_running, num_heads) * shift)
-        return num_heads * tiles_of_head * bytes_of_tile <= _HALF_OF_L2_BYTES
-
-    return next((shift for shift in _SHIFTS if fits(shift)), _SHIFTS[-1])
 
 
 def _is_tall(tuning: MosaicBackwardTuning) -> bool:
@@ -228,7 +211,7 @@ def _load(context: KeyValueContext) -> None:
     """Producer: copies the block's keys and values, and query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
-    num_kinds = 1 if gmem.rows.own is None else tuning.num_warpgroups
+    num_kinds = 1 if gmem.rows.warpgroup_bounds is None else tuning.num_warpgroups
     kinds = [gmem.rows.read_kind(block.batch, block.number, warpgroup) for warpgroup in range(num_kinds)]
 
     def load_keys_and_values():
@@ -409,6 +392,7 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
             add_product(keys.dv_acc, p, tile.do, smem.operand, warpgroup)
         add_product(keys.dk_acc, ds, tile.q, smem.operand, warpgroup)
 
+    # Where a tile is passed over, too, a waiting thread must see each completion of a barrier.
     if smem.ds is None:
 
         def add_tile():
@@ -420,10 +404,11 @@ def _next_tile(context: KeyValueContext, keys: _Keys, step, last):
 
         def pass_over():
             barriers.do.consumer_wait(slot)
+            # Their products are computed: left out, they would have the accumulators pass through the choice.
             return (_zeros(tuning.block_q, context.call.dtype),) * 2
 
         p, ds = _unless_empty(context, kind, differentiate, pass_over)
-        _exchange_ds(context, keys, ds, step, last, functools.partial(add_products, p, ds))
+        _give_ds_and_add_last_dq(context, keys, ds, step, last, functools.partial(add_products, p, ds))
     barriers.q.consumer_release(slot)
     return number, head
 
@@ -437,18 +422,18 @@ def _read_step(context: KeyValueContext, slot) -> tuple[Any, Any, Any]:
     """A step's tile: its number, its head, and its kind to the consumer."""
     steps = context.smem.steps
     head = steps[slot, _HEAD] if context.call.group_size > 1 else context.block.head
-    own_kind = _KINDS if context.gmem.rows.own is None else _KINDS + context.warpgroup
+    own_kind = _KINDS if context.gmem.rows.warpgroup_bounds is None else _KINDS + context.warpgroup
     return steps[slot, _TILE], head, steps[slot, own_kind]
 
 
 def _unless_empty(context: KeyValueContext, kind, differentiate, pass_over) -> Any:
     """Differentiates a tile, or passes over it if it is EMPTY to the consumer."""
-    if context.gmem.rows.own is None:
+    if context.gmem.rows.warpgroup_bounds is None:
         return differentiate()
     return jax.lax.cond(kind == TileKind.EMPTY, pass_over, differentiate)
 
 
-def _exchange_ds(context: KeyValueContext, keys: _Keys, ds, step, last, add_products) -> None:
+def _give_ds_and_add_last_dq(context: KeyValueContext, keys: _Keys, ds, step, last, add_products) -> None:
     """Gives dS to the other consumers, issues products, and adds the part of the last step, of the tile `last`, to dQ.
 
     The last step's dQ is computed in this one. So consumers may run half a step apart, and one computes P while the
@@ -518,6 +503,7 @@ def _next_wide_tile(context: KeyValueContext, keys: _Keys, step, last):
         plgpu.wgmma_wait(0)
 
     def pass_over():
+        # See `_next_tile`.
         barriers.do.consumer_wait(slot)
         give_ds(_zeros(tuning.block_q, call.dtype))
 

@@ -136,12 +136,13 @@ def _visit_tile(context: QueryContext, mask: TileMask, kind_of, lse, delta, dq_a
     kind = kind_of(tiles.tile(step), step < tiles.num_partial)
 
     def pass_over():
+        # A waiting thread must see each completion of a barrier.
         barriers.v.consumer_wait(v_slot)
         barriers.v.consumer_release(v_slot)
 
     add_tile = functools.partial(_add_tile, context, mask, kind, lse, delta, dq_acc, step, slot, v_slot)
     barriers.k.consumer_wait(slot)
-    if context.gmem.rows.own is None:
+    if context.gmem.rows.warpgroup_bounds is None:
         add_tile()
     else:
         jax.lax.cond(kind == TileKind.EMPTY, pass_over, add_tile)

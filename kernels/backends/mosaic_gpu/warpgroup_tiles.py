@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
+from kernels.backends.mosaic_gpu.block_range import in_blocks, union_of_intervals
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.masks.intervals import TileKind, tile_kind
@@ -28,34 +28,39 @@ class BlockRows(NamedTuple):
 
     Attributes:
       blocks: the tiles that a block visits.
-      own: `Rows.bounds` of each warpgroup's own interval, int32 `[W, blocks, warpgroups, 4]`; None where all
-        warpgroups take what a tile holds for the block.
+      warpgroup_bounds: `Rows.bounds` of each warpgroup's own interval, int32 `[W, blocks, warpgroups, 4]`; None where
+        all warpgroups take what a tile holds for the block.
     """
 
     blocks: Rows
-    own: Any = None
+    warpgroup_bounds: Any = None
 
     @staticmethod
     def of(
-        inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, *, transposed: bool, in_step: bool
+        inputs: AttentionInputs,
+        call: AttentionCall,
+        block_q: int,
+        block_kv: int,
+        *,
+        transposed: bool,
+        waits_in_each_step: bool,
     ) -> BlockRows:
         """The rows of a call.
 
         Args:
           inputs, call, block_q, block_kv, transposed: as for `make_rows`.
-          in_step: whether the warpgroups wait for each other in every step. Then one that passes over a tile now and
-            then, as at a window's ends, gains nothing; one whose document has ended passes over all tiles from there.
+          waits_in_each_step: whether the warpgroups wait for each other in every step. One that passes over a tile now
+            and then, as at a window's ends, gains nothing then. So they have bounds of their own for documents alone:
+            one whose document has ended passes over all tiles from there.
         """
         num_warpgroups = (block_kv if transposed else block_q) // WGMMA_ROWS
         sides = (block_q, WGMMA_ROWS) if transposed else (WGMMA_ROWS, block_kv)
-        may_spare = call.has_segment_ids or (not in_step and _spares_tiles(call, (block_q, block_kv), sides))
-        if num_warpgroups > 1 and may_spare:
+        if num_warpgroups > 1 and _may_pass_over(call, (block_q, block_kv), sides, waits_in_each_step):
             own = make_rows(inputs, call, *sides, transposed=transposed)
             if own.tiles is None:
-                bounds = jnp.pad(own.bounds, ((0, 0), (0, -own.num_rows % num_warpgroups), (0, 0)))
-                by_block = bounds.reshape(bounds.shape[0], -1, num_warpgroups, 4)
+                by_block = in_blocks(own, num_warpgroups)
                 # A plan of the blocks would take the device as long again.
-                return BlockRows(_union(by_block), by_block)
+                return BlockRows(union_of_intervals(by_block), by_block)
         return BlockRows(make_rows(inputs, call, block_q, block_kv, transposed=transposed))
 
     def read_kind(self, batch, block, warpgroup) -> Callable[[Any, Any], jax.Array]:
@@ -64,10 +69,10 @@ class BlockRows(NamedTuple):
         Returns:
           (tile, whether the tile is PARTIAL to the block) → its `TileKind` to the warpgroup.
         """
-        if self.own is None:
+        if self.warpgroup_bounds is None:
             return lambda tile, is_partial: jnp.where(is_partial, TileKind.PARTIAL, TileKind.FULL)
-        batch = batch if self.own.shape[0] > 1 else 0
-        start, full_start, full_stop, stop = (self.own[batch, block, warpgroup, i] for i in range(4))
+        batch = batch if self.warpgroup_bounds.shape[0] > 1 else 0
+        start, full_start, full_stop, stop = (self.warpgroup_bounds[batch, block, warpgroup, i] for i in range(4))
 
         def kind(tile, is_partial):
             is_met, is_full = (start <= tile) & (tile < stop), (full_start <= tile) & (tile < full_stop)
@@ -76,18 +81,17 @@ class BlockRows(NamedTuple):
         return kind
 
 
-def _spares_tiles(call: AttentionCall, of_blocks: tuple[int, int], of_warpgroups: tuple[int, int]) -> bool:
-    """Whether enough tiles are known to be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
-    # A mask without a closed form is evaluated on all pairs for a plan.
-    if call.has_positions or not call.mask.exact:
+def _may_pass_over(
+    call: AttentionCall, of_blocks: tuple[int, int], of_warpgroups: tuple[int, int], waits_in_each_step: bool
+) -> bool:
+    """Whether enough tiles may be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
+    # A mask without a closed form is evaluated on all pairs for each plan.
+    if not (call.mask.exact or call.has_positions):
+        return False
+    if call.has_segment_ids:
+        return True
+    if call.has_positions or waits_in_each_step:
         return False
     plans = (make_block_plan(call.mask, call.q_len, call.kv_len, *sides) for sides in (of_blocks, of_warpgroups))
     shared, own = (plan.num_visited * plan.block_q * plan.block_kv for plan in plans)
     return own <= (1 - _LEAST_SHARE_OF_EMPTY_TILES) * shared
-
-
-def _union(own: Int[Array, "W R n 4"]) -> Rows:
-    """The tiles that some warpgroup of each block visits; FULL are those that are FULL to all."""
-    start, full_start, full_stop, stop = (own[..., i] for i in range(4))
-    first = jnp.where(start < stop, start, jnp.iinfo(jnp.int32).max).min(-1)
-    return Rows.of_intervals(first, full_start.max(-1), full_stop.min(-1), stop.max(-1))
