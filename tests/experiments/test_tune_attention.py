@@ -146,6 +146,20 @@ def test_a_difference_is_the_worst_arrays_and_nan_stays():
     assert np.isnan(largest_relative_difference((x, x * jnp.nan), (x, x)))
 
 
+@NEEDS_HOPPER_KERNELS
+def test_a_search_begins_with_the_tiles_that_the_call_takes():
+    call = call_of(head_dim=128, length=8192)
+    today = resolve(MosaicGpuTuning("split"), call)
+    assert command.tiles_to_begin_with("forward", call) == today.forward_tiles != SEARCH_SPACES["forward"].start
+    assert command.tiles_to_begin_with("split", call) == today.backward_tiles != SEARCH_SPACES["split"].start
+
+
+@NEEDS_HOPPER_KERNELS
+def test_a_search_begins_with_others_where_no_tiles_serve_the_call():
+    # The fused backward isn't for heads so wide.
+    assert command.tiles_to_begin_with("fused", call_of(head_dim=256)) == SEARCH_SPACES["fused"].start
+
+
 def test_the_incumbent_keeps_its_place_unless_another_is_clearly_faster():
     assert best_of([Trial("old", 1.0), Trial("new", 0.995)], "old") == "old"
     assert best_of([Trial("old", 1.0), Trial("new", 0.98), Trial("newer", 0.97)], "old") == "newer"
@@ -169,6 +183,7 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     monkeypatch.setattr(command, "variations", all_variations)
     monkeypatch.setattr(command, "backend_tuning", lambda search, tiles, forward: tiles)
     monkeypatch.setattr(command, "unsupported_reason", lambda call: None)
+    monkeypatch.setattr(command, "tiles_to_begin_with", lambda search, call: tried[search].start)
     for search in tried:
         monkeypatch.setitem(table.SECTIONS, search, (search.upper(), BlockwiseTuning))
     monkeypatch.setitem(CASES, "small", SMALL)

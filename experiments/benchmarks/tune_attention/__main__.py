@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.tune_attention
 
 For each case, settings that matter together are tried in every combination: compiled, held to what `blockwise`
-computes, and timed in rounds of all. The tuning that the table has keeps its place unless another one is clearly
-faster. What a kernel refuses, and what doesn't fit into shared memory, isn't tried.
+computes, and timed in rounds of all. The tiles that the call takes today keep their place unless others are
+clearly faster. What a kernel refuses, and what doesn't fit into shared memory, isn't tried.
 Whatever stops the search, the rows of what was measured are kept; `python -m
 experiments.benchmarks.tune_attention.table` makes the table of them.
 """
@@ -28,13 +28,17 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import best_of, race
-from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, backend_tuning, variations
+from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, Searched, backend_tuning, variations
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import FASTEST_BACKWARD, FORWARD, FUSED, SPLIT
-from kernels.call import make_call
+from kernels.backends.mosaic_gpu.tuning import (
+    FASTEST_BACKWARD,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    resolve,
+)
+from kernels.call import AttentionCall, make_call
 from trainer.process.broken_pipe import reader_may_leave
-
-TABLES: dict[str, dict] = {"forward": FORWARD, "fused": FUSED, "split": SPLIT}
 
 FORMS: tuple[Literal["fused", "split"], ...] = ("fused", "split")
 
@@ -89,6 +93,15 @@ class SearchArguments:
             )
 
 
+def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning | None:
+    """The tiles that a call takes today, which any others must beat; those of the search space where none serve it."""
+    tuning = None if search == "forward" else MosaicGpuTuning(search)
+    if unsupported_reason(call, tuning) is not None:
+        return SEARCH_SPACES[search].start
+    today = resolve(tuning, call)
+    return today.forward_tiles if search == "forward" else today.backward_tiles
+
+
 def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[list[dict[str, Any]]]:
     """Searches for one case; the rows of each race, as soon as it is over.
 
@@ -140,7 +153,7 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
         ]
 
     for search, space in SEARCH_SPACES.items():
-        best[search] = TABLES[search].get(key, space.start)
+        best[search] = tiles_to_begin_with(search, call)
         timed: Direction = "forward" if search == "forward" else "forward_backward"
         for stage, settings in enumerate(space.stages if search in arguments.searches else ()):
             if arguments.settings is not None:

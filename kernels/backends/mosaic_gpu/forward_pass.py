@@ -288,9 +288,10 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     """Online softmax over the tiles of the rows: S = QKᵀ, O += PV."""
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
     tiles, output = rows.tiles, Output(o_acc, context.smem.p, context.warpgroup)
-    first_tile = functools.partial(_first_tile, context, rows)
-    next_tile = functools.partial(_next_tile, context, rows, output)
     q.consumer_wait(context.warpgroup)
+    query = context.machine.left_operand(context.smem.q.at[context.warpgroup])
+    first_tile = functools.partial(_first_tile, context, rows, query)
+    next_tile = functools.partial(_next_tile, context, rows, query, output)
     k.consumer_wait(k.slot(rows.num_before + tiles.begin))
     context.ping_pong.acquire()
     carry = (*pl.run_scoped(first_tile, accumulator(context.tuning.block_kv)), output.zero())
@@ -326,11 +327,11 @@ def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial
     return rows.mask.apply(s, is_partial, rows.tiles.tile(rank) * context.tuning.block_kv, slot)
 
 
-def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
+def _first_tile(context: ForwardContext, rows: _QueryRows, query, s_acc):
     """S = QKᵀ of the rows' first tile, whose softmax starts row_max and row_sum."""
     rank, tiles, k = rows.tiles.begin, rows.tiles, context.barriers.k
     slot = k.slot(rows.num_before + rank)
-    plgpu.wgmma(s_acc, context.smem.q.at[context.warpgroup], context.smem.k.at[slot].transpose((1, 0)))
+    plgpu.wgmma(s_acc, query, context.smem.k.at[slot].transpose((1, 0)))
     context.ping_pong.release()
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     is_partial = jnp.logical_or(rank < tiles.ends[0], rank >= tiles.ends[1])
@@ -340,7 +341,7 @@ def _first_tile(context: ForwardContext, rows: _QueryRows, s_acc):
     return p, state
 
 
-def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, rank, carry, *, is_partial: bool):
+def _next_tile(context: ForwardContext, rows: _QueryRows, query, output: Output, rank, carry, *, is_partial: bool):
     """S = QKᵀ of this tile, then O += PV of the last one. This tile's softmax runs under the second product."""
     p, state, carried = carry
     smem, k, v = context.smem, context.barriers.k, context.barriers.v
@@ -349,7 +350,7 @@ def _next_tile(context: ForwardContext, rows: _QueryRows, output: Output, rank, 
     context.ping_pong.acquire()
 
     def multiply(s_acc):
-        plgpu.wgmma(s_acc, smem.q.at[context.warpgroup], smem.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(s_acc, query, smem.k.at[slot].transpose((1, 0)))
         v.consumer_wait(last_slot)
         product = output.start_product(p, smem.v.at[last_slot])
         context.ping_pong.release()

@@ -18,7 +18,13 @@ from jaxlib.mlir import ir
 
 from kernels.backends.mosaic_gpu.memory import matrix
 from kernels.backends.mosaic_gpu.one_thread import refuse_other_threads
-from kernels.backends.mosaic_gpu.registers import accumulator, column_indices, join_partial_sums, partial_sums
+from kernels.backends.mosaic_gpu.registers import (
+    accumulator,
+    column_indices,
+    join_partial_sums,
+    load_matrix,
+    partial_sums,
+)
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.target import Target
@@ -27,6 +33,8 @@ from kernels.target import Target
 _INTERPRETED_MULTIPROCESSORS = 2
 # Rows of the tiles in which matrices are copied (`memory.matrix`).
 _COPIED_ROWS = 8
+# Operands of this head dim are kept in registers, of which they take 16 a thread (docs/hopper_kernels.md).
+_HEAD_DIM_IN_REGISTERS = 64
 
 
 def add_product(accumulator, a, b, memory, warpgroup) -> None:
@@ -118,6 +126,10 @@ class Hopper:
         """
         return _COPIED_ROWS
 
+    def left_operand(self, memory) -> Any:
+        """A left operand of many products, where they read it fastest: in registers, or in shared memory."""
+        return load_matrix(memory, shared=True) if memory.shape[-1] == _HEAD_DIM_IN_REGISTERS else memory
+
     begin_kernel = staticmethod(begin_kernel)
     partial_sums = staticmethod(partial_sums)
     join_partial_sums = staticmethod(join_partial_sums)
@@ -139,6 +151,9 @@ class Interpreter(Hopper):
 
     def length_multiple(self, block: int) -> int:
         return block
+
+    def left_operand(self, memory) -> Any:
+        return memory
 
     @staticmethod
     def begin_kernel(name: str) -> None:

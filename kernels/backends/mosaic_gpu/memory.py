@@ -102,7 +102,9 @@ class Pipeline(NamedTuple):
 
     def slot(self, step):
         """The stage of a step."""
-        return jax.lax.rem(step, self.num_stages)
+        # The compiler doesn't know that steps aren't negative, and so a remainder takes more instructions.
+        is_power_of_two = self.num_stages & (self.num_stages - 1) == 0
+        return step & (self.num_stages - 1) if is_power_of_two else jax.lax.rem(step, self.num_stages)
 
     def producer_acquire(self, step, slot) -> None:
         """Waits until the consumers have read what the stage held before this step."""

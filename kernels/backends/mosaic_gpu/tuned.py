@@ -90,12 +90,13 @@ FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (64, "narrow_window", 128): "fused",
     (64, "narrow_window", 1024): "fused",
     (64, "packed", 32768): "fused",
-    (128, "causal", 1024): "split",
+    (128, "causal", 1024): "fused",
     (128, "causal", 4096): "fused",
     (128, "causal", 32768): "fused",
     (128, "full", 32768): "fused",
     (128, "narrow_window", 128): "split",
     (128, "narrow_window", 256): "fused",
+    (128, "narrow_window", 512): "fused",
     (128, "narrow_window", 1024): "fused",
     (128, "packed", 32768): "fused",
     (128, "window", 32768): "fused",
@@ -108,6 +109,7 @@ FASTEST_BACKWARD_ON: dict[str, dict[_Key, Literal["fused", "split"]]] = {
     # Where it is another one on such a GPU.
     "NVIDIA H100 80GB HBM3": {
         (64, "narrow_window", 128): "split",
+        (128, "causal", 1024): "split",
         (128, "narrow_window", 256): "split",
     },
 }

@@ -3,8 +3,6 @@
 Where both head dims are above 128, or one above 192, one warpgroup's registers don't hold both gradients of 64 keys.
 Two consumers divide the work by products: one computes P and dV, the other dS and dK. P goes from one to the other
 through shared memory, in float32.
-
-Each consumer adds the last tile's product to its gradient while it computes this tile's P or dS.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
 )
 from kernels.backends.mosaic_gpu.machine import Hopper, add_product
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_matrix, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
@@ -124,14 +122,22 @@ def _finish(barriers: WideBarriers, num_steps) -> None:
 
 
 def _compute_dv(context: WideContext) -> None:
-    """First consumer: P = exp(KQᵀ − lse), dV += P dO."""
+    """First consumer: P = exp(KQᵀ − lse), dV += P dO.
+
+    A tile's KQᵀ is issued before the last tile's P dO, so that P is computed under a matmul.
+    """
     call, tuning, gmem = context.call, context.tuning, context.gmem
-    smem, barriers, first = context.smem, context.barriers, context.first
-    keys = pl.ds(first, WGMMA_ROWS)
-    mask = TileMask.load(context, "query", context.block.batch, keys, tuning.block_kv)
+    smem, barriers, first, num_steps = context.smem, context.barriers, context.first, context.num_steps
+    mask = TileMask.load(context, "query", context.block.batch, pl.ds(first, WGMMA_ROWS), tuning.block_kv)
+    tile_type = accumulator(tuning.block_q)
     plgpu.barrier_wait(barriers.k)
 
-    def compute_p(s, step, number, rank):
+    def start_s(s_acc, slot):
+        barriers.q.consumer_wait(slot)
+        plgpu.wgmma(s_acc, smem.k, smem.q.at[slot].transpose((1, 0)))
+
+    def compute_p(s, step):
+        _, number, rank = context.query_tile(step)
         slot, buffer = barriers.q.slot(step), barriers.p.slot(step)
         lse = load_vector(smem.lse_delta.at[LSE, slot], rows=False)
         q_first, is_partial = number * tuning.block_q, rank < context.tiles.num_partial
@@ -142,9 +148,40 @@ def _compute_dv(context: WideContext) -> None:
         plgpu.barrier_arrive(barriers.p.full.at[buffer])
         return p.astype(call.dtype)
 
+    def first_tile(s_acc):
+        start_s(s_acc, 0)
+        return compute_p(plgpu.wgmma_accumulator_load(s_acc, wait_n=0), 0)
+
+    def start_dv(dv_acc, p, slot):
+        barriers.do.consumer_wait(slot)
+        add_product(dv_acc, p, smem.do.at[slot], smem.operand, context.warpgroup)
+
+    def finish_dv(slot):
+        plgpu.wgmma_wait(0)
+        barriers.do.consumer_release(slot)
+
+    def next_tile(dv_acc, step, last_p):
+        slot, last = barriers.q.slot(step), barriers.do.slot(step - 1)
+
+        def multiply(s_acc):
+            start_s(s_acc, slot)
+            start_dv(dv_acc, last_p, last)
+            p = compute_p(plgpu.wgmma_accumulator_load(s_acc, wait_n=1), step)
+            finish_dv(last)
+            return p
+
+        return pl.run_scoped(multiply, tile_type)
+
     def accumulate(dv_acc):
-        finish = functools.partial(barriers.p.producer_tail, context.num_steps)
-        _add_products(context, dv_acc, smem.k, smem.q, barriers.q, smem.do, barriers.do, compute_p, finish)
+        @pl.when(num_steps > 0)
+        def all_tiles():
+            p = pl.run_scoped(first_tile, tile_type)
+            p = jax.lax.fori_loop(1, num_steps, functools.partial(next_tile, dv_acc), p)
+            last = barriers.do.slot(num_steps - 1)
+            start_dv(dv_acc, p, last)
+            finish_dv(last)
+            barriers.p.producer_tail(num_steps)
+
         dv = plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
         context.wait_for_consumers()
         context.store_gradient(dv, smem.v, gmem.d_value, first)
@@ -153,70 +190,38 @@ def _compute_dv(context: WideContext) -> None:
 
 
 def _compute_dk(context: WideContext) -> None:
-    """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q."""
+    """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q.
+
+    A tile's dS Q is done before the next tile's V dOᵀ is issued. Later, it would hold the tile's queries in their stage
+    until the queries after next, which are copied to the same stage, are needed.
+    """
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
 
-    def compute_ds(dp, step, number, rank):
-        slot, buffer = barriers.do.slot(step), barriers.p.slot(step)
-        delta = load_vector(smem.lse_delta.at[DELTA, slot], rows=False)
+    def compute_ds(step, slot, dp_acc):
+        plgpu.wgmma(dp_acc, smem.v, smem.do.at[slot].transpose((1, 0)))
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+        buffer, delta = barriers.p.slot(step), load_vector(smem.lse_delta.at[DELTA, slot], rows=False)
         barriers.do.consumer_release(slot)
         dp = dp - spread(delta, dp.shape, rows=False)
         barriers.p.consumer_wait(buffer)
-        p = plgpu.load(smem.p.at[buffer], layout=plgpu.Layout.WGMMA)  # type: ignore[call-arg]  # as JAX 0.10 has it
-        ds = dp * p
+        ds = dp * load_matrix(smem.p.at[buffer], shared=True)
         barriers.p.consumer_release(buffer)
         return ds.astype(call.dtype)
 
     def accumulate(dk_acc):
-        _add_products(context, dk_acc, smem.v, smem.do, barriers.do, smem.q, barriers.q, compute_ds)
+        @pl.loop(0, context.num_steps)
+        def add_tile(step):
+            slot = barriers.do.slot(step)
+            barriers.do.consumer_wait(slot)
+            ds = pl.run_scoped(functools.partial(compute_ds, step, slot), accumulator(context.tuning.block_q))
+            barriers.q.consumer_wait(slot)
+            add_product(dk_acc, ds, smem.q.at[slot], smem.operand, context.warpgroup)
+            plgpu.wgmma_wait(0)
+            barriers.q.consumer_release(slot)
+
         dk = plgpu.wgmma_accumulator_load(dk_acc, wait_n=0) * call.scale
         context.wait_for_consumers()
         context.store_gradient(dk, smem.k, gmem.d_key, context.first)
 
     pl.run_scoped(accumulate, accumulator(gmem.key.shape[-1]))
-
-
-def _add_products(context: WideContext, acc, left, right, right_ring, other, other_ring, compute_operand, finish=None):
-    """Adds `operand @ other` of all tiles to a gradient, with operand = compute_operand(left @ rightᵀ).
-
-    A tile's first product is issued before the last tile's second one, so that its operand is computed under a matmul.
-    """
-    num_steps, tile_type = context.num_steps, accumulator(context.tuning.block_q)
-
-    def multiply(operand, slot):
-        add_product(acc, operand, other.at[slot], context.smem.operand, context.warpgroup)
-
-    def first(tile_acc):
-        _, number, rank = context.query_tile(0)
-        plgpu.wgmma(tile_acc, left, right.at[0].transpose((1, 0)))
-        return compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=0), 0, number, rank)
-
-    def visit(step, operand):
-        slot, last = right_ring.slot(step), right_ring.slot(step - 1)
-        _, number, rank = context.query_tile(step)
-        right_ring.consumer_wait(slot)
-
-        def products(tile_acc):
-            plgpu.wgmma(tile_acc, left, right.at[slot].transpose((1, 0)))
-            other_ring.consumer_wait(last)
-            multiply(operand, last)
-            new_operand = compute_operand(plgpu.wgmma_accumulator_load(tile_acc, wait_n=1), step, number, rank)
-            plgpu.wgmma_wait(0)
-            other_ring.consumer_release(last)
-            return new_operand
-
-        return pl.run_scoped(products, tile_type)
-
-    @pl.when(num_steps > 0)
-    def all_tiles():
-        right_ring.consumer_wait(0)
-        operand = pl.run_scoped(first, tile_type)
-        operand = jax.lax.fori_loop(1, num_steps, visit, operand)
-        last = right_ring.slot(num_steps - 1)
-        other_ring.consumer_wait(last)
-        multiply(operand, last)
-        plgpu.wgmma_wait(0)
-        other_ring.consumer_release(last)
-        if finish is not None:
-            finish()
