@@ -30,13 +30,7 @@ from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import best_of, race
 from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, Searched, backend_tuning, variations
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import (
-    FASTEST_BACKWARD,
-    MosaicBackwardTuning,
-    MosaicForwardTuning,
-    MosaicGpuTuning,
-    resolve,
-)
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning, resolve
 from kernels.call import AttentionCall, make_call
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -67,7 +61,7 @@ class SearchArguments:
     searches: tuple[str, ...] = tuple(table.SECTIONS)
     """Tables to search for; the others keep what they have."""
     settings: tuple[str, ...] | None = None
-    """Settings to try, the others staying as the table has them; None: all."""
+    """Settings to try, the others staying as the call takes them today; None: all."""
     num_rounds: int = 12
     """Rounds of a race; the medians count. Single timings scatter by more than good candidates differ: with few rounds
     chance decides between them."""
@@ -93,13 +87,15 @@ class SearchArguments:
             )
 
 
-def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning | None:
-    """The tiles that a call takes today, which any others must beat; those of the search space where none serve it."""
+def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning:
+    """The tiles that a call takes today, which others must beat; the search space's, if these don't serve the call."""
     tuning = None if search == "forward" else MosaicGpuTuning(search)
     if unsupported_reason(call, tuning) is not None:
         return SEARCH_SPACES[search].start
     today = resolve(tuning, call)
-    return today.forward_tiles if search == "forward" else today.backward_tiles
+    tiles = today.forward_tiles if search == "forward" else today.backward_tiles
+    assert tiles is not None, "resolved"
+    return tiles
 
 
 def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[list[dict[str, Any]]]:
@@ -108,7 +104,7 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
     Raises:
       ValueError: the kernels don't run here.
     """
-    problem, key = make_problem(case), table.key_of(case)
+    problem = make_problem(case)
     _, call = make_call(
         problem.arrays["query"],
         problem.arrays["key"],
@@ -170,7 +166,7 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
     if "fastest_backward" not in arguments.searches:
         return
     forms = {form: backend_tuning(form, best[form], best["forward"]) for form in FORMS if best[form]}
-    yield run("fastest_backward", 0, forms, "forward_backward", FASTEST_BACKWARD.get(key))
+    yield run("fastest_backward", 0, forms, "forward_backward", resolve(None, call).backward)
 
 
 def main(arguments: SearchArguments) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import tyro
 
 import kernels.backends.mosaic_gpu
-from experiments.benchmarks.attention.cases import Case
 from experiments.benchmarks.attention.speed_table import REPOSITORY, read_rows
 from kernels.backends.mosaic_gpu.tuning import (
     MosaicBackwardTuning,
@@ -43,12 +42,6 @@ class TableArguments:
     results: Path = REPOSITORY / "experiments/benchmarks/results/tuning_hopper.jsonl"
     """JSON lines of `python -m experiments.benchmarks.tune_attention`. Of a search made twice, the later one counts."""
     table: Path = Path(kernels.backends.mosaic_gpu.__file__).parent / "tuned.py"
-
-
-def key_of(case: Case) -> TunedCall:
-    """The row that a case's winner goes into."""
-    head_dims = case.head_dim, case.output_dim
-    return TunedCall.of(case.mask, case.length, head_dims, packed=case.document_length is not None)
 
 
 def render(rows: Iterable[Mapping[str, Any]]) -> str:

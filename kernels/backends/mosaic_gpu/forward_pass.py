@@ -50,6 +50,8 @@ class ForwardGmem(NamedTuple):
     lse: Any
 
 
+# Queries of wider heads take too many registers, those of narrower ones gain nothing (docs/hopper_kernels.md).
+_HEAD_DIMS_IN_REGISTERS = (64, 64)
 # In the order of addresses: keys and values come first for speed (docs/hopper_kernels.md).
 ForwardSmem = namedtuple("ForwardSmem", "k v q o lse tokens p")
 
@@ -289,7 +291,7 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     q, k, v = context.barriers.q, context.barriers.k, context.barriers.v
     tiles, output = rows.tiles, Output(o_acc, context.smem.p, context.warpgroup)
     q.consumer_wait(context.warpgroup)
-    query = context.machine.left_operand(context.smem.q.at[context.warpgroup])
+    query = _query_operand(context)
     first_tile = functools.partial(_first_tile, context, rows, query)
     next_tile = functools.partial(_next_tile, context, rows, query, output)
     k.consumer_wait(k.slot(rows.num_before + tiles.begin))
@@ -317,6 +319,13 @@ def _attend_tiles(context: ForwardContext, rows: _QueryRows, o_acc) -> None:
     result = output.add(carried, product)
     v.consumer_release(slot)
     _epilogue(context, rows, result, state.row_max, context.machine.join_partial_sums(state.row_sum))
+
+
+def _query_operand(context: ForwardContext) -> Any:
+    """The consumer's queries as the left operand of all its products: in registers, or in shared memory."""
+    query, value = context.smem.q.at[context.warpgroup], context.smem.v
+    keeps_in_registers = (query.shape[-1], value.shape[-1]) == _HEAD_DIMS_IN_REGISTERS
+    return context.machine.left_operand(query) if keeps_in_registers else query
 
 
 def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:

@@ -33,8 +33,6 @@ from kernels.target import Target
 _INTERPRETED_MULTIPROCESSORS = 2
 # Rows of the tiles in which matrices are copied (`memory.matrix`).
 _COPIED_ROWS = 8
-# Operands of this head dim are kept in registers, of which they take 16 a thread (docs/hopper_kernels.md).
-_HEAD_DIM_IN_REGISTERS = 64
 
 
 def add_product(accumulator, a, b, memory, warpgroup) -> None:
@@ -127,8 +125,8 @@ class Hopper:
         return _COPIED_ROWS
 
     def left_operand(self, memory) -> Any:
-        """A left operand of many products, where they read it fastest: in registers, or in shared memory."""
-        return load_matrix(memory, shared=True) if memory.shape[-1] == _HEAD_DIM_IN_REGISTERS else memory
+        """A left operand of many products, in registers, where products can take it from there."""
+        return load_matrix(memory, shared=True)
 
     begin_kernel = staticmethod(begin_kernel)
     partial_sums = staticmethod(partial_sums)

@@ -22,7 +22,7 @@ Searched = Literal["forward", "fused", "split"]
 class SearchSpace:
     """What is searched, in stages, each from the best of the stage before."""
 
-    start: MosaicForwardTuning | MosaicBackwardTuning  # where to begin if the tiles that a call takes don't serve it
+    start: MosaicForwardTuning | MosaicBackwardTuning  # where to begin if this form's tuned tiles don't serve the call
     stages: tuple[Settings, ...]  # settings that matter together
 
 

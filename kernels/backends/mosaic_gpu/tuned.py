@@ -96,7 +96,6 @@ FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (128, "full", 32768): "fused",
     (128, "narrow_window", 128): "split",
     (128, "narrow_window", 256): "fused",
-    (128, "narrow_window", 512): "fused",
     (128, "narrow_window", 1024): "fused",
     (128, "packed", 32768): "fused",
     (128, "window", 32768): "fused",

@@ -33,7 +33,7 @@ from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
 
 _NUM_CONSUMERS = 2
-# Tiles by which P's consumer may be ahead.
+# Tiles by which P's producer may be ahead.
 _NUM_P_BUFFERS = 2
 
 
@@ -192,8 +192,8 @@ def _compute_dv(context: WideContext) -> None:
 def _compute_dk(context: WideContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q.
 
-    A tile's dS Q is done before the next tile's V dOᵀ is issued. Later, it would hold the tile's queries in their stage
-    until the queries after next, which are copied to the same stage, are needed.
+    A tile's dS Q is done before the next tile's V dOᵀ is issued. Issued after it, dS Q would hold its queries in their
+    stage for another step, and with two stages the producer would copy the queries after next too late.
     """
     call, gmem, smem, barriers = context.call, context.gmem, context.smem, context.barriers
     plgpu.barrier_wait(barriers.v)
