@@ -29,7 +29,7 @@ from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, share
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from tests.kernels.contract_cases import has_fused_backward
-from tests.kernels.hopper_calls import H200, call_of
+from tests.kernels.gpu_calls import H200, call_of
 
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 ONE_GRADIENT = MosaicBackwardTuning(one_gradient_per_warpgroup=True)

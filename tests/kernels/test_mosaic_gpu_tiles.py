@@ -9,30 +9,13 @@ from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_r
 from kernels.backends.mosaic_gpu.block_shift import block_shift
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.masks import TileKind
-from kernels.plan import Rows, make_rows
-from tests.kernels.hopper_calls import call_of
+from kernels.plan import make_rows
+from tests.kernels.gpu_calls import call_of
+from tests.kernels.tile_kinds import dense_kinds, visited
 
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 # Its rows are intervals of keys, its columns aren't intervals of queries.
 ROWS_OUT_OF_ORDER = MaskFn(lambda q_pos, kv_pos: kv_pos <= q_pos ^ 64)
-
-
-def visited(rows: Rows, batch: int, num_cols: int) -> np.ndarray:
-    """What the kernel makes of `Rows`: the kind of every tile."""
-    kinds = np.full((rows.bounds.shape[1], num_cols), TileKind.EMPTY)
-    for i in range(len(kinds)):
-        row = rows.read(batch, i)
-        for rank in range(int(row.num_tiles)):
-            j = int(row.tile(rank))
-            assert kinds[i, j] == TileKind.EMPTY, "no tile is visited twice"
-            kinds[i, j] = TileKind.PARTIAL if rank < row.num_partial else TileKind.FULL
-    return kinds
-
-
-def dense_kinds(allowed: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
-    """The kind of every tile of a dense mask whose sides the blocks divide."""
-    tiles = allowed.reshape(allowed.shape[0] // block_q, block_q, -1, block_kv)
-    return np.where(tiles.all((1, 3)), TileKind.FULL, np.where(tiles.any((1, 3)), TileKind.PARTIAL, TileKind.EMPTY))
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])

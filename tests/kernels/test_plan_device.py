@@ -10,7 +10,8 @@ import pytest
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, PrefixMask
 from kernels.call import make_call
 from kernels.masks import TileKind
-from kernels.plan import Rows, make_rows
+from kernels.plan import make_rows
+from tests.kernels.tile_kinds import dense_kinds, visited
 
 # Of each mask its pairs, spelled out once more: (query positions, key positions) → allowed.
 INTERVAL_MASKS = {
@@ -69,30 +70,6 @@ def call_of(mask, q_len, kv_len, **given):
     query, key = jnp.ones((2, q_len, 1, 8)), jnp.ones((2, kv_len, 1, 8))
     nothing = dict.fromkeys((*names, "scale", "logits_soft_cap", "sinks"))
     return make_call(query, key, key, mask, **{**nothing, **given}, return_lse=False)
-
-
-def visited(rows: Rows, batch: int, num_cols: int) -> np.ndarray:
-    """The kind of every tile, as a kernel would find it."""
-    kinds = np.full((rows.num_rows, num_cols), TileKind.EMPTY)
-    rows = Rows(*(x if x is None else np.asarray(x) for x in rows))
-    for i in range(rows.num_rows):
-        row = rows.read(batch, i)
-        for rank in range(int(row.num_tiles)):
-            j = int(row.tile(rank))
-            assert kinds[i, j] == TileKind.EMPTY, "no tile is visited twice"
-            kinds[i, j] = TileKind.PARTIAL if rank < row.num_partial else TileKind.FULL
-    return kinds
-
-
-def dense_kinds(allowed: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
-    """The kind of every tile of a dense mask; a tile that sticks out past the last key isn't FULL."""
-    q_len, kv_len = allowed.shape
-    kinds = np.empty((-(-q_len // block_q), -(-kv_len // block_kv)), int)
-    for i, j in np.ndindex(*kinds.shape):
-        tile = allowed[i * block_q : (i + 1) * block_q, j * block_kv : (j + 1) * block_kv]
-        is_full = tile.all() and (j + 1) * block_kv <= kv_len
-        kinds[i, j] = TileKind.FULL if is_full else TileKind.PARTIAL if tile.any() else TileKind.EMPTY
-    return kinds
 
 
 def hull(kinds: np.ndarray) -> np.ndarray:

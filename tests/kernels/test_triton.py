@@ -30,24 +30,15 @@ from kernels import (
 from kernels.backends.triton import key_intervals, support
 from kernels.backends.triton.key_intervals import make_key_intervals
 from kernels.backends.triton.tuning import least_shared_memory, resolve
-from kernels.call import make_call
 from kernels.masks import TileKind
 from kernels.plan import make_rows
+from tests.kernels import gpu_calls
 
 A100, TURING = Target("gpu", "NVIDIA A100", 8.0), Target("gpu", "NVIDIA T4", 7.5)
 WINDOW = CausalMask() & LocalMask(40, 0)
 
 
-def call_of(mask=None, *, q_len=200, kv_len=200, dtype=jnp.bfloat16, head_dim=64, target=A100, **given):
-    """Inputs and call, as compiled for a target."""
-    query, key = jnp.ones((2, q_len, 2, head_dim), dtype), jnp.ones((2, kv_len, 2, head_dim), dtype)
-    nothing = dict.fromkeys(
-        ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale",
-         "logits_soft_cap", "sinks"),
-    )  # fmt: skip
-    inputs, call = make_call(query, key, key, mask, **{**nothing, **given}, return_lse=False)
-    return inputs, call._replace(target=target)
-
+call_of = functools.partial(gpu_calls.call_of, length=200, target=A100)
 
 INTERVALS = [
     FullMask(),
@@ -72,7 +63,7 @@ def test_intervals_of_keys_are_the_mask(mask, longest, given, rng, monkeypatch):
     if given:
         q_pos, kv_pos = rng.integers(0, 500, (2, 90)), rng.integers(0, 500, (2, 120))
         positions = {"query_positions": jnp.asarray(q_pos), "key_value_positions": jnp.asarray(kv_pos)}
-    inputs, call = call_of(mask, q_len=90, kv_len=120, **positions)
+    inputs, call = call_of(mask, length=90, kv_len=120, **positions)
     intervals = make_key_intervals(inputs, call)
     constant = longest == 90 and not given
     assert all(isinstance(x, np.ndarray) == constant and x.dtype == jnp.int32 for x in intervals[:2])
@@ -112,7 +103,7 @@ def test_walks_over_intervals_lose_no_pair(mask, documents, transposed, rng):
     ids = rng.integers(0, 4, (2, 256))
     ids = {"none": 0 * ids, "packed": np.sort(ids), "scattered": ids}[documents]
     given = {} if documents == "none" else {"query_segment_ids": ids, "key_value_segment_ids": ids}
-    inputs, call = call_of(mask, q_len=256, kv_len=256, **given)
+    inputs, call = call_of(mask, length=256, **given)
     rows = make_rows(inputs, call, 32, 16, transposed=transposed, only_intervals=True)
     assert rows.tiles is None
     kinds = as_kinds(rows.bounds, 8 if transposed else 16)
@@ -213,7 +204,7 @@ def record(*args, **kwargs):
 triton_lib.compile_ttir_inplace = record
 for head_dim, capability, *tiles in json.loads(sys.argv[1]):
     target = Target("gpu", "a GPU", capability)
-    inputs, call = call_of(CausalMask(), q_len=256, kv_len=256, head_dim=head_dim, target=target)
+    inputs, call = call_of(CausalMask(), length=256, head_dim=head_dim, target=target)
     tuning = TritonTuning("split", *(TritonTiles(*each) for each in tiles))
 
     def run(inputs):

@@ -1,4 +1,4 @@
-"""Attention calls as a Hopper GPU gets them, made away from one."""
+"""Attention calls as a GPU gets them, made away from one."""
 
 import jax.numpy as jnp
 
