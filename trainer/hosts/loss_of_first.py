@@ -1,6 +1,6 @@
 """Records that process 0 is gone, which no process of the run can do.
 
-Process 0 writes the record. When it dies, JAX aborts the others from C++, before a line of Python runs in them. So
+Process 0 writes the record. When it dies, JAX aborts the others from C++ within seconds, whatever Python does. So
 process 1 has a child that outlives it. The child ends the record if nothing answers at process 0's address.
 
     python -m trainer.hosts.loss_of_first RECORD HOST:PORT NAME
@@ -47,11 +47,14 @@ def recording_loss_of_first(record: Path, peers: Peers) -> Iterator[None]:
     assert child.stdin is not None
     try:
         yield
-    finally:
-        with contextlib.suppress(OSError):  # somebody has killed it
-            child.stdin.write(_OVER)
-            child.stdin.close()
-        child.wait()
+    except BaseException:
+        # It may come of the loss: an exchange fails before JAX aborts. The child outlives this process, and looks.
+        child.stdin.close()
+        raise
+    with contextlib.suppress(OSError):  # somebody has killed it
+        child.stdin.write(_OVER)
+        child.stdin.close()
+    child.wait()
 
 
 def end_record(record: Path, first_address: str, name: str) -> None:
@@ -98,7 +101,7 @@ def _answers(address: str) -> bool:
 
 
 def main() -> None:
-    """Waits until process 1 says that all is over, or is gone."""
+    """Waits until process 1 says that all is over, or is gone, or fails."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a launcher sends it to all that it has started
     if sys.stdin.buffer.read() != _OVER:
         record, first_address, name = sys.argv[1:]

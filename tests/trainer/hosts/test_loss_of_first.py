@@ -93,13 +93,16 @@ peers.first_address = "127.0.0.1:1"
 with recording_loss_of_first(Path(sys.argv[1]), peers):
     if sys.argv[2] == "aborts":
         os.abort()
+    if sys.argv[2] == "raises":
+        raise ConnectionResetError
 """
 
 
-@pytest.mark.parametrize(("ending", "status"), [("aborts", "failed"), ("returns", "running")])
+@pytest.mark.parametrize(("ending", "status"), [("aborts", "failed"), ("raises", "failed"), ("returns", "running")])
 def test_process_1_leaves_it_to_its_child(record, ending, status):
     # The child inherits the pipe, so that the command's end is also the child's.
-    subprocess.run([sys.executable, "-c", PROCESS_1, str(record), ending], stdout=subprocess.PIPE, timeout=60)
+    command = [sys.executable, "-c", PROCESS_1, str(record), ending]
+    subprocess.run(command, capture_output=True, timeout=60)
     assert json.loads(record.read_text())["status"] == status
 
 
