@@ -14,7 +14,8 @@ Hardware and expected numbers:
     One sequence to a step takes 5.88 s, 22,290 tokens/s, 1.95 times one GPU's speed (JAX 0.11.2, 2026-11-24):
     `python -m experiments.benchmarks.train_throughput --workloads 1b_131k --mesh.context 2`; the rows are in
     experiments/benchmarks/results/train_meshes_h200.jsonl.
-    More GPUs: `--mesh.context 8` splits each sequence further, `--mesh.data 4` takes four sequences at a time.
+    More GPUs: `--mesh.context 8` splits each sequence further, `--mesh.data 2 --gradient-accumulation 1` takes two
+    sequences at a time, on four GPUs.
     124M parameters at this length: `python -m trainer --config experiments/gpt_32k.py --sequence-length 131072
     --batch-size 2 --gradient-accumulation 2 --mesh.context 2`.
     One device: refused, with the number that there is. `--mesh.context 1` trains on it, at half the speed.

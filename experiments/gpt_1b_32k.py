@@ -9,7 +9,7 @@ Command:
 
 Hardware and expected numbers:
     An accelerator: 1.3B parameters (24 layers, width 2048, 16 heads of 128, 50,304 vocabulary), every layer global.
-    One H200 (JAX 0.11.2, 2026-11-27) takes 32,600 tokens/s and 73.2 GB where each sequence is one document, the most
+    One H200 (JAX 0.11.2, 2026-11-27) takes 32,400 tokens/s and 72.0 GB where each sequence is one document, the most
     work that there can be: `python -m experiments.benchmarks.train_throughput --workloads 1b_32k`; the results are in
     experiments/benchmarks/results/train_throughput_h200.jsonl.
     There is no small version of this page: without an accelerator it refuses, and experiments/gpt_32k.py has one.

@@ -8,7 +8,7 @@ Command:
 
 Hardware and expected numbers:
     Accelerator: 124M parameters (12 layers, width 768, 12 heads, 50,304 vocabulary), every layer global. One H200
-    (JAX 0.11.2, 2026-11-27) takes 181,100 tokens/s and 14.2 GB where each sequence is one document, the most work that
+    (JAX 0.11.2, 2026-11-27) takes 182,500 tokens/s and 12.7 GB where each sequence is one document, the most work that
     there can be: `python -m experiments.benchmarks.train_throughput --workloads 124m_32k`; the results are in
     experiments/benchmarks/results/train_throughput_h200.jsonl.
     CPU: 0.5M parameters, 3 layers of which the last is global and the others see 1,024 tokens. See

@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from kernels import CausalMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
+from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
 from kernels.static_numbers import checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
@@ -34,7 +34,7 @@ class Attention(nnx.Module):
       num_heads: query heads.
       head_dim: features of a head; None: width / num_heads.
       num_kv_heads: key and value heads (arXiv:2305.13245); None: num_heads.
-      mask: who may attend to whom, from `kernels`.
+      mask: who may attend to whom, from `kernels`; None: everyone to everyone.
       rope_base: base of the rotary frequencies; None: no rotary embedding.
       rope_scaling: how rotary frequencies are scaled for a longer context.
       rope_fraction: part of each head's features that turns, from the first.
@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         head_dim: int | None = None,
         *,
         num_kv_heads: int | None = None,
-        mask: Mask = CausalMask(),  # noqa: B008  (frozen)
+        mask: Mask | None = CausalMask(),  # noqa: B008  (frozen)
         rope_base: float | None = 10_000.0,
         rope_scaling: RopeScaling = RopeScaling(),  # noqa: B008  (frozen)
         rope_fraction: float = 1.0,
@@ -112,8 +112,8 @@ class Attention(nnx.Module):
         check_choice("qk_norm", qk_norm, QKNorm)
         if rope_base is not None:
             rope_scaling.check_rotary_dim(rotary_dim(head_dim, rope_fraction))
-        if mask is not None:
-            mask.for_each_head(num_heads)  # refuses a mask of another number of heads
+        mask = FullMask() if mask is None else mask
+        mask.for_each_head(num_heads)  # refuses a mask of another number of heads
 
         self.mask = mask
         self.head_dim = head_dim

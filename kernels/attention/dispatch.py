@@ -133,10 +133,12 @@ def dot_product_attention(
         the fastest that serves the call on this device.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default: of a mesh, or
         of a topology that isn't attached (`jax.experimental.topologies`).
-      return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
+      return_lse: also return the log of the softmax's denominator (sinks included), `[B, T, N]`: float32, or float64
+        for float64 inputs.
 
     Returns:
-      The output in query's dtype, or (output, lse). Logits and softmax are computed in float32.
+      The output in query's dtype, or (output, lse). Logits and softmax are computed in float32, or in float64 for
+      float64 inputs.
 
     Raises:
       ValueError: arguments that don't fit together, an unknown implementation, or a named implementation

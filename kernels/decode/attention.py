@@ -68,7 +68,8 @@ def decode_attention(
       implementation: "dense" (any device; every cell is read, which GPUs do faster where the cache is small), "triton"
         (NVIDIA GPUs), "blockwise" (any device), a `TritonDecodeTuning`, or None for the fastest that serves the call.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default.
-      return_lse: also return the log of the softmax's denominator (sinks included), float32 `[B, T, N]`.
+      return_lse: also return the log of the softmax's denominator (sinks included), `[B, T, N]`: float32, or float64
+        for float64 inputs.
 
     Returns:
       The output in query's dtype, or (output, lse). A query that sees nothing gets output 0, lse −inf.

@@ -83,6 +83,12 @@ def test_without_ids_and_positions_a_row_is_one_document(rng):
     np.testing.assert_allclose(layer(inputs), explicit, atol=1e-6)
 
 
+def test_without_a_mask_everyone_sees_everyone(rng):
+    inputs = rng.standard_normal((1, LENGTH, WIDTH)).astype(np.float32)
+    layer, of_full_mask = make_layer(mask=None), make_layer(mask=FullMask())
+    np.testing.assert_array_equal(layer(inputs), of_full_mask(inputs))
+
+
 @pytest.mark.parametrize(("mask", "expected"), [(CausalMask() & LocalMask(7, 0), False), (PrefixMask(4), True)])
 def test_positions_reach_the_kernel_only_where_the_mask_needs_them(monkeypatch, packed, mask, expected):
     seen = []

@@ -22,7 +22,7 @@ from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
 from trainer.process.versions import installed_versions
 
-# Every field takes a value, as in the config file: --model.qk-norm True.
+# Every field takes a value, as in the config file: --model.tie-embeddings True.
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 

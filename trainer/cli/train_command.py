@@ -19,8 +19,8 @@ PROGRAM = "python -m trainer"
 class TrainCommand:
     """Trains the experiment that a config file describes.
 
-    The same command run again resumes from the newest checkpoint in its workdir. Every field of the config can be
-    overridden here. Most used:
+    The same command run again resumes from the newest checkpoint in its workdir. The config's fields can be
+    overridden here, but for model.moe, model.layer_overrides and tuning objects. Most used:
 
       --config experiments/gpt_32k.py              the experiment
       --workdir runs/books                         where the run's files go

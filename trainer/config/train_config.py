@@ -210,9 +210,9 @@ class ContextConfig:
     """Attention over mesh.context, chosen by a cost model where nothing is said."""
 
     exchange: Exchange | None = None
-    """How ranks get at each other's keys. gather: all keys to all ranks; peer: up to four GPUs read each other's; halo:
-    those within the windows' reach; ring: from rank to rank; heads: whole sequences of some heads to each rank. None:
-    the fastest for each mask."""
+    """How ranks get at each other's keys. gather: those that any other rank needs, to all ranks; peer: up to four GPUs
+    read each other's; halo: those within the windows' reach; ring: from rank to rank; heads: whole sequences of some
+    heads to each rank. None: the fastest for each mask."""
     deal: Deal | None = None
     """Which tokens a rank holds. in_order: one part of the sequence; zigzag: a part from either end; by_cost: chunks,
     so that all ranks have the same to do. None: the simplest that is level."""

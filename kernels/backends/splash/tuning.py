@@ -28,7 +28,8 @@ class SplashTuning:
       interpret: run in Pallas's interpreter, on any device: for tests and for reading, thousands of times slower.
 
     Raises:
-      ValueError: a block that isn't a multiple of 128, or a compute block that doesn't divide its block.
+      ValueError: a block that isn't a multiple of 128, a compute block that doesn't divide its block, or another
+        `backward`.
 
     >>> SplashTuning.square(512).block_kv_dkv_compute
     512
