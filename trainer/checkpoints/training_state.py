@@ -56,6 +56,8 @@ from trainer.hosts.peers import Peers
 
 _ROW_BYTES = 1 << 18
 _NUM_REMOVALS = 10
+# Orbax by itself gives a save up after twenty minutes. Here the watchdog says when one hangs.
+_SAVED_WITHIN_S = 86_400
 _BETWEEN_REMOVALS_S = 0.1
 
 
@@ -242,11 +244,11 @@ class Checkpoints:
 
     def _make_orbax(self) -> ocp.StandardCheckpointer:
         if self._peers.count == 1:
-            return ocp.StandardCheckpointer()
+            return ocp.StandardCheckpointer(async_options=ocp.options.AsyncOptions(timeout_secs=_SAVED_WITHIN_S))
         # With its processes named, Orbax meets through the coordination service; otherwise by a collective, which would
         # wait for the steps' collectives, and they for it.
         return ocp.StandardCheckpointer(
-            async_options=ocp.options.AsyncOptions(barrier_sync_fn=self._barrier),
+            async_options=ocp.options.AsyncOptions(timeout_secs=_SAVED_WITHIN_S, barrier_sync_fn=self._barrier),
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=set(range(self._peers.count))),
         )
 
@@ -277,9 +279,9 @@ class Checkpoints:
             self._share.part("published", lambda: self._publish(step, unfinished, found))
             self._steps.append(step)
         except Exception as error:  # wait() raises it, in the thread that can tell the user
-            self._abandon(unfinished)
             self._failure = self._failed_save(step, error)
             self._failure.__cause__ = error
+            self._abandon(unfinished)
             return
         if not self._peers.is_first:
             self._steps = self._steps[-self._num_kept :]

@@ -46,13 +46,19 @@ def require_shared(peers: Peers, folder: Path) -> None:
       folder: which process 0 has locked.
 
     Raises:
-      UserMistake: in every process, the same: a process sees another folder, or none.
+      UserMistake: in every process, the same: a process sees another folder, or none. In process 0: the folder can't
+        be written.
     """
     lock = folder / ".lock"
 
     def write_sign() -> str:
         sign = secrets.token_hex(16)
-        lock.write_text(sign)
+        try:
+            lock.write_text(sign)
+        except OSError as error:
+            raise UserMistake(
+                f"{lock} can't be written: {error.strerror}; make room, or see its permissions"
+            ) from error
         return sign
 
     if peers.count == 1:

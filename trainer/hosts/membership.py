@@ -64,8 +64,9 @@ class Membership:
         message = str(error) if named else f"{type(error).__name__}: {error}"
         self.watch.announce_end(Farewell(status, message))
         if not self.peers.is_first:
-            of_first = self.watch.farewell_of(0, _OF_FIRST_S)
-            self.is_told = of_first is not None and of_first.message == message
+            if named:  # the traceback of any other error is this process's to print, and soon (`_follow`)
+                of_first = self.watch.farewell_of(0, _OF_FIRST_S)
+                self.is_told = of_first is not None and of_first.message == message
             return
         # JAX aborts the others as soon as this process is gone, which holds the coordination service.
         latest = time.monotonic() + _OF_FIRST_S
@@ -83,6 +84,7 @@ class Membership:
         words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, num_gone=int(is_gone))]
         if self.peers.is_first:
             words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
+            words.append(lambda: time.sleep(_TO_LEAVE_S))  # JAX aborts whoever is still printing when this one is gone
         leave(farewell.status, *words)
 
 

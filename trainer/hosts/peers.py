@@ -15,8 +15,9 @@ from trainer.errors import TrainingFailed
 
 _ROOT = "trainer"
 _LOOK_EVERY_S = 1.0
-# A word is late only where a machine or its disk is: a process that has ended is noticed by the watch, much sooner.
-_PATIENCE_S = 1800.0
+# A process that has ended is noticed by the watch, much sooner. One that lives may make tokens or hash a checkpoint for
+# hours.
+_PATIENCE_S = 86_400.0
 
 
 class Table(Protocol):

@@ -19,14 +19,21 @@ class SharedStopRequest(StopRequest):
     by other threads, and never while another process waits for it.
 
     Args:
-      on_request, on_leave: as in `StopRequest`; `on_request` is called in every process.
+      on_request: called in every process with the signal's name and the process that got it (None: this one).
+      on_leave: as in `StopRequest`.
       peers: the processes.
       watch: carries the signal to the others.
     """
 
-    def __init__(self, on_request: Callable[[str], None], on_leave: Callable[[], None], peers: Peers, watch: PeerWatch):
+    def __init__(
+        self,
+        on_request: Callable[[str, str | None], None],
+        on_leave: Callable[[], None],
+        peers: Peers,
+        watch: PeerWatch,
+    ):
         self._peers, self._told = peers, on_request
-        super().__init__(watch.announce_stop if peers.count > 1 else on_request, on_leave)
+        super().__init__(watch.announce_stop if peers.count > 1 else lambda signal: on_request(signal, None), on_leave)
         watch.on_stop = self._agree
         self._changed = threading.Condition()
         self._num_asked = 0
@@ -48,7 +55,7 @@ class SharedStopRequest(StopRequest):
         with self._changed:
             self._is_agreeing, num_asked = True, self._num_asked
         self._requested.set()  # whoever waits for a next try waits no longer
-        self._told(signal if index == self._peers.index else f"{signal} to {self._peers.name(index)}")
+        self._told(signal, None if index == self._peers.index else self._peers.name(index))
         counts = self._peers.exchange("stop", str(num_asked))
         with self._changed:
             self._last_go, self._is_agreeing = max(map(int, counts)), False

@@ -38,7 +38,7 @@ def make_observers(
     """
     # The metrics come before the record: a record with `compile` tells the next attempt that the log is this attempt's.
     observers: list[Observer] = [MetricsFile(workdir.metrics, console), TensorBoard(workdir.tensorboard, console)]
-    if config.wandb.project is not None:
-        observers.append(WeightsAndBiases(config, workdir.path))
-    updates, summary = RecordUpdates(record, history, times), Summary(console, config, workdir, record)
-    return Observers(*observers, updates, ConsoleLines(console), summary)
+    observers.append(RecordUpdates(record, history, times))
+    if config.wandb.project is not None:  # after the record: it may wait for the network in the end
+        observers.append(WeightsAndBiases(config, workdir.path, console))
+    return Observers(*observers, ConsoleLines(console), Summary(console, config, workdir, record))

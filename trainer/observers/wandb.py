@@ -1,11 +1,13 @@
 """Weights & Biases (the `wandb` extra): TensorBoard's values, in a W&B run for each attempt.
 
 The attempts at one run share a group, which is named for the workdir. W&B's own files lie in the workdir's `wandb/`.
+Once a run is under way, W&B can't end it: where its service fails, the run is warned, and goes on without it.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,10 @@ from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.observer import Ending, Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.terminal.console import Console
+
+# Seconds that a run waits in the end until what it has logged is with W&B.
+_UPLOADED_WITHIN_S = 60.0
 
 
 def require_wandb(project: str) -> None:
@@ -31,13 +37,14 @@ class WeightsAndBiases(Observer):
     Args:
       config: the experiment, with `wandb.project`.
       workdir: the run's folder.
+      console: warned when W&B's service fails.
 
     Raises:
       TrainingFailed: at the start, that Weights & Biases can't be reached.
     """
 
-    def __init__(self, config: TrainConfig, workdir: Path):
-        self._config, self._workdir = config, workdir
+    def __init__(self, config: TrainConfig, workdir: Path, console: Console):
+        self._config, self._workdir, self._console = config, workdir, console
         self._run: Any = None
         self._recompiles: dict[int, dict[str, float]] = {}
 
@@ -53,7 +60,8 @@ class WeightsAndBiases(Observer):
                 dir=self._workdir,
                 mode=settings.mode,
                 config=config_to_json(self._config),
-                settings=wandb.Settings(silent=True, console="off"),  # only our console prints
+                # Only our console prints.
+                settings=wandb.Settings(silent=True, console="off", finish_timeout=_UPLOADED_WITHIN_S),
             )
         except wandb.Error as error:
             raise TrainingFailed(
@@ -61,7 +69,7 @@ class WeightsAndBiases(Observer):
                 "wandb.project to None"
             ) from error
         for report in start.reports:
-            self._run.summary.update({f"compile/{report.name}": report_scalars(report)})
+            self._summarise({f"compile/{report.name}": report_scalars(report)})
 
     def recompiled(self, recompile: Recompile) -> None:
         # Logged together with the entry of its step: W&B drops values of an older step than the last one logged.
@@ -77,18 +85,34 @@ class WeightsAndBiases(Observer):
         self._log(evaluated.entry)
 
     def saved(self, step: int, path: Path) -> None:
-        self._run.summary.update({"checkpoint": str(path), "checkpoint_step": step})
+        self._summarise({"checkpoint": str(path), "checkpoint_step": step})
 
     def finished(self, ending: Ending) -> None:
-        self._run.summary.update({"status": ending.status})
-        self._run.finish(exit_code=0)
+        self._summarise({"status": ending.status})
+        self._call(lambda run: run.finish(exit_code=0))
         self._run = None
 
     def close(self) -> None:
-        if self._run is not None:  # the attempt hasn't ended well
-            self._run.finish(exit_code=1)
-            self._run = None
+        self._call(lambda run: run.finish(exit_code=1))  # the attempt hasn't ended well, or W&B has heard of its end
+        self._run = None
+
+    def _summarise(self, values: dict[str, Any]) -> None:
+        self._call(lambda run: run.summary.update(values))
 
     def _log(self, entry: LogEntry) -> None:
         values = {name: value for name, value in entry.items() if name not in ("step", "time") and value is not None}
-        self._run.log(values | self._recompiles.pop(entry["step"], {}), step=entry["step"])
+        values |= self._recompiles.pop(entry["step"], {})
+        self._call(lambda run: run.log(values, step=entry["step"]))
+
+    def _call(self, act: Callable[[Any], None]) -> None:
+        """Does something with W&B's run while there is one. If that fails, there is none any more."""
+        if self._run is None:
+            return
+        try:
+            act(self._run)
+        except Exception as error:  # its service may be gone, whose errors are of many kinds
+            self._run = None
+            self._console.warning(
+                f"Weights & Biases failed ({type(error).__name__}: {error}); the run goes on without it. What it has "
+                f"heard is in {self._workdir / 'wandb'}, for `wandb sync`"
+            )

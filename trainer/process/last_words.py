@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -22,14 +23,15 @@ def leave(status: int, *last_words: Callable[[], None]) -> NoReturn:
       status: the exit status.
       *last_words: called before, all at the same time, each in a thread of its own. They get ten seconds together.
     """
-    threads = [threading.Thread(target=word, daemon=True) for word in last_words]
-    for thread in threads:
-        thread.start()
-    done_by = threading.Event()
-    threading.Timer(_LAST_WORDS_S, done_by.set).start()
-    while any(thread.is_alive() for thread in threads) and not done_by.wait(0.01):
-        pass
-    os._exit(status)
+    try:
+        threads = [threading.Thread(target=word, daemon=True) for word in last_words]
+        done_by = time.monotonic() + _LAST_WORDS_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, done_by - time.monotonic()))
+    finally:  # there may be no more threads to be had
+        os._exit(status)
 
 
 def write_stacks(path: Path) -> None:

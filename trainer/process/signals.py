@@ -66,7 +66,7 @@ class StopRequest:
             number = received[0]
             if number not in self._handlers:
                 continue
-            if not self._requested.is_set():
+            if answer is None:  # another process's signal may have come before, but not to this one
                 self._requested.set()
                 # In another thread: it may have to wait for a disk or a terminal, and Ctrl-C must still be heard.
                 answer = threading.Thread(target=self._on_request, args=(signal.Signals(number).name,), daemon=True)

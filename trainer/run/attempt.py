@@ -93,15 +93,17 @@ class Attempt:
             lambda: self._membership.announce_end(Farewell(STALLED, message)),
         )
 
-    def _on_stop_signal(self, name: str) -> None:
+    def _on_stop_signal(self, signal: str, receiver: str | None) -> None:
+        name = signal if receiver is None else f"{signal} to {receiver}"
+        tell = self.console.note if receiver is not None else self.console.answer
         if self.over.is_set() or self.record["status"] != "running":
-            self.console.note(f"{name}: the run is ending already")
+            tell(f"{name}: the run is ending already")
         elif self.under_way is not None:
-            self.console.note(f"{name}: finishing {self.under_way()}, then saving; Ctrl-C (again) leaves at once")
+            tell(f"{name}: finishing {self.under_way()}, then saving; Ctrl-C (again) leaves at once")
         else:
             message = f"{name} before the first step of this attempt"
             self.record.update(status="preempted", message=message)
-            self.console.note(f"{name}: stopped before the first step; run the same command again")
+            tell(f"{name}: stopped before the first step; run the same command again")
             self._membership.announce_end(Farewell(PREEMPTED, message))
             os._exit(PREEMPTED)  # Python runs no handler while XLA compiles; nothing is lost
 

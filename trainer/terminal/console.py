@@ -50,6 +50,10 @@ class Console:
         """
         self._output.print(line, markup=False, highlight=False, soft_wrap=whole or not self._is_terminal)
 
+    def answer(self, line: str) -> None:
+        """Prints a line for who has just sent this process a signal."""
+        self.note(line)
+
     def warning(self, line: str) -> None:
         """Prints a line that begins with "warning"."""
         self.note(f"warning: {line}")
@@ -181,7 +185,7 @@ class Console:
 
 
 class QuietConsole(Console):
-    """The console of a process whose run another process prints: it prints warnings alone.
+    """The console of a process whose run another process prints: it prints answers and warnings alone.
 
     Args:
       name: of the process, before each of them.
@@ -194,6 +198,10 @@ class QuietConsole(Console):
 
     def note(self, line: str, *, whole: bool = False) -> None:
         """Prints nothing."""
+
+    def answer(self, line: str) -> None:
+        """Prints a line that begins with the process."""
+        super().note(f"{self._name}: {line}")
 
     def warning(self, line: str) -> None:
         """Prints a line that begins with the process and "warning"."""

@@ -170,7 +170,7 @@ def test_after_a_signal_all_stop_at_the_same_place(three, rng):
     watches = [PeerWatch(each) for each in three]
     told = {index: [] for index in range(3)}
     stops = [
-        SharedStopRequest(told[each.index].append, lambda: None, each, watch)
+        SharedStopRequest(lambda *signal, own=told[each.index]: own.append(signal), lambda: None, each, watch)
         for each, watch in zip(three, watches, strict=True)
     ]
     pauses = rng.uniform(0, 0.003, (3, 10_000))
@@ -198,7 +198,11 @@ def test_after_a_signal_all_stop_at_the_same_place(three, rng):
     sender.join()
     assert stopped_at[0] is not None
     assert len(set(stopped_at)) == 1, stopped_at
-    assert [told[index] for index in range(3)] == [["SIGTERM to process 1"], ["SIGTERM"], ["SIGTERM to process 1"]]
+    assert [told[index] for index in range(3)] == [
+        [("SIGTERM", "process 1")],
+        [("SIGTERM", None)],
+        [("SIGTERM", "process 1")],
+    ]
     assert all(stop.requested for stop in stops)
 
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -43,12 +44,13 @@ def start_two(trainer_command):
     """Starts two processes; each argument that is a pair has a value for each. None is left behind."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: object) -> list[subprocess.Popen[str]]:
+    def start(*arguments: object, modules: Sequence[str] = ("trainer",) * 2) -> list[subprocess.Popen[str]]:
         port = free_port()
         for index in range(2):
             own = [argument[index] if isinstance(argument, tuple) else argument for argument in arguments]
             place = ("--distributed", f"127.0.0.1:{port},2,{index}")
-            started.append(trainer_command.start(*ARGUMENTS, *place, *own, **environment_of_cpus(4)))
+            given = (*ARGUMENTS, *place, *own)
+            started.append(trainer_command.start(*given, module=modules[index], **environment_of_cpus(4)))
         return started[-2:]
 
     yield start
@@ -114,9 +116,9 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     assert "saving checkpoint" in output
     assert "process 1" in output.partition("saving checkpoint")[2].partition("\n")[0]
     assert "SIGTERM to process 1" in output
-    own = without_gloo(other_output)  # no more than warnings
-    assert own.startswith("process 1: warning: saving checkpoint")
-    assert len(own.splitlines()) == 1
+    warning, answer = without_gloo(other_output).splitlines()
+    assert warning.startswith("process 1: warning: saving checkpoint")
+    assert answer.startswith("process 1: SIGTERM: finishing what is under way")
     assert without_gloo(other_errors) == ""
     record, steps, _ = read_run(workdir)
     assert record["status"] == "preempted"
@@ -172,6 +174,19 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     )
     assert len(expected) == 14  # every third step's, most of them made by two processes, and the last one's
     assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_bug_in_one_process_has_its_traceback_and_ends_both(start_two, tmp_path):
+    modules = ("tests.trainer.run.faulty_run none", "tests.trainer.run.faulty_run raise:6")
+    pair = start_two("--workdir", tmp_path / "run", "--mesh.data", 8, modules=modules)
+    (_, errors), (_, other_errors) = (process.communicate(timeout=200) for process in pair)
+    assert [process.returncode for process in pair] == [1, 1], errors + other_errors
+    assert re.search(r"^error: process 1 \(.+\): ZeroDivisionError: a bug$", errors, re.MULTILINE)
+    assert "faulty_run.py" in other_errors
+    assert "ZeroDivisionError: a bug" in other_errors
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["status"] == "failed"
+    assert record["message"].endswith("ZeroDivisionError: a bug")
 
 
 def test_one_process_exports_what_two_have_saved(start_two, tmp_path):

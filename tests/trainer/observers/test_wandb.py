@@ -17,6 +17,7 @@ from trainer.errors import UserMistake
 from trainer.evaluate import Evaluation
 from trainer.observers.observer import Ending, Evaluated, LogWindow, Start, make_entry
 from trainer.observers.wandb import WeightsAndBiases
+from trainer.terminal.console import Console
 from trainer.train import prepare
 
 CONFIG = TrainConfig(name="tiny", model=GPTConfig(), num_steps=200, wandb=WandbConfig("a-project", "offline"))
@@ -44,7 +45,7 @@ def read_logged(folder, expected: set[bytes]) -> bytes:
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")
 def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     report = CompileReport("train_step", 1.25, 0.5, 60.0, False, None)
-    observer = WeightsAndBiases(CONFIG, tmp_path)
+    observer = WeightsAndBiases(CONFIG, tmp_path, Console())
     observer.started(Start(0, 200, [], [report]))
     observer.recompiled(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
     observer.window(make_window(1, 3.125, 3.0625, float("nan")))
@@ -60,14 +61,38 @@ def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")
 def test_a_run_that_fails_is_closed_and_one_that_never_started_leaves_nothing(tmp_path):
-    WeightsAndBiases(CONFIG, tmp_path).close()
+    WeightsAndBiases(CONFIG, tmp_path, Console()).close()
     assert not (tmp_path / "wandb").exists()
-    observer = WeightsAndBiases(CONFIG, tmp_path)
+    observer = WeightsAndBiases(CONFIG, tmp_path, Console())
     observer.started(Start(0, 200, [], []))
     observer.window(make_window(1, 3.125))
     observer.close()
     observer.close()
     read_logged(tmp_path, {b"3.125"})
+
+
+class _LostRun:
+    """W&B's run once its service is gone."""
+
+    summary: dict[str, object] = {}  # noqa: RUF012  (as W&B has it)
+
+    def log(self, values, step):
+        raise ConnectionResetError("Connection lost")
+
+    def finish(self, exit_code):
+        raise ConnectionResetError("Connection lost")
+
+
+def test_a_service_that_is_gone_is_warned_of_once_and_the_run_goes_on(tmp_path, capsys):
+    observer = WeightsAndBiases(CONFIG, tmp_path, Console())
+    observer._run = _LostRun()
+    observer.window(make_window(1, 3.125, 3.0625))
+    observer.saved(3, tmp_path / "checkpoints" / "3")
+    observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", None, 3.5, {}))
+    observer.close()
+    told = capsys.readouterr().out
+    assert told.count("warning: ") == 1
+    assert "Weights & Biases failed (ConnectionResetError: Connection lost); the run goes on without it" in told
 
 
 def test_a_missing_package_is_told_with_its_extra_before_anything_is_done(monkeypatch):

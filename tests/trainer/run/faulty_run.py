@@ -7,6 +7,7 @@ FAULT is one of
     hang-data:7   the data never hold the batch of the attempt's seventh step
     hang-save     the second save never ends
     nan:3,4,9     the batches of these steps of the attempt make the loss and the gradient NaN
+    raise:7       reading the batch of the attempt's seventh step raises an error of no kind that the trainer knows
 """
 
 from __future__ import annotations
@@ -67,6 +68,10 @@ def poison(batch: Any) -> Any:
     return dataclasses.replace(batch, arrays=batch.arrays | {"tokens": batch.arrays["tokens"] + 1_000_000})
 
 
+def fail(_: Any) -> Any:
+    raise ZeroDivisionError("a bug")
+
+
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1:]
     match fault.partition(":"):
@@ -80,6 +85,8 @@ if __name__ == "__main__":
             spoil_batches(steps, lambda _: threading.Event().wait())
         case "nan", _, steps:
             spoil_batches(steps, poison)
+        case "raise", _, steps:
+            spoil_batches(steps, fail)
         case "none", _, _:
             pass
         case _:

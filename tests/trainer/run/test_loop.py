@@ -262,12 +262,14 @@ def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
     assert json.loads((tmp_path / "run" / "record.json").read_text())["status"] == "preempted"
 
 
-def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does():
+@pytest.mark.parametrize("before", ["pass", "stop._requested.set()"], ids=["alone", "another process's signal before"])
+def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     # The main thread waits inside C, as it does while XLA compiles or steps, where no handler of Python's can run.
     script = (
         "import ctypes, os, time; from trainer.process.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
-        "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave):\n"
+        "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
+        f"    {before}\n"
         "    os.write(1, b'ready\\n'); ctypes.PyDLL(None); libc = ctypes.CDLL(None)\n"
         "    while True: libc.sleep(30)"
     )
