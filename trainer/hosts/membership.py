@@ -14,7 +14,6 @@ from trainer.hosts.watch import SILENT_AFTER_S, Farewell, PeerWatch
 from trainer.process.exit_status import FAILED, MISTAKE, PEER_LOST
 from trainer.process.last_words import leave
 
-_TO_LEAVE_S = 0.5  # from a process's farewell to its end
 _OF_FIRST_S = 3.0  # a mistake that all share is known to all at about the same time
 
 
@@ -64,7 +63,7 @@ class Membership:
         message = str(error) if named else f"{type(error).__name__}: {error}"
         self.watch.announce_end(Farewell(status, message))
         if not self.peers.is_first:
-            if named:  # the traceback of any other error is this process's to print, and soon (`_follow`)
+            if named:  # the traceback of any other error is this process's to print, and process 0 waits for it
                 of_first = self.watch.farewell_of(0, _OF_FIRST_S)
                 self.is_told = of_first is not None and of_first.message == message
             return
@@ -72,7 +71,6 @@ class Membership:
         latest = time.monotonic() + _OF_FIRST_S
         for index in range(1, self.peers.count):
             self.watch.farewell_of(index, max(0.0, latest - time.monotonic()))
-        time.sleep(_TO_LEAVE_S)
 
     def _follow(self, index: int, farewell: Farewell) -> None:
         """Ends this process, since another one has ended."""
@@ -84,7 +82,6 @@ class Membership:
         words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, num_gone=int(is_gone))]
         if self.peers.is_first:
             words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
-            words.append(lambda: time.sleep(_TO_LEAVE_S))  # JAX aborts whoever is still printing when this one is gone
         leave(farewell.status, *words)
 
 

