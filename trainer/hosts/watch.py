@@ -88,11 +88,11 @@ class PeerWatch:
     def farewell_of(self, index: int, seconds: float) -> Farewell | None:
         """Why a process has ended, if it says so within some seconds."""
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(RuntimeError):  # process 0 is gone, and JAX is about to end this one
                 if said := self._peers.posted("news/end").get(index):
                     return Farewell(**json.loads(said))
-                time.sleep(_LOOK_EVERY_S / 5)
+            time.sleep(_LOOK_EVERY_S / 5)
         return None
 
     def _run(self) -> None:

@@ -37,8 +37,11 @@ def make_observers(
       UserMistake: what the config asks for isn't installed.
     """
     # The metrics come before the record: a record with `compile` tells the next attempt that the log is this attempt's.
-    observers: list[Observer] = [MetricsFile(workdir.metrics, console), TensorBoard(workdir.tensorboard, console)]
-    observers.append(RecordUpdates(record, history, times))
+    observers: list[Observer] = [
+        MetricsFile(workdir.metrics, console),
+        TensorBoard(workdir.tensorboard, console),
+        RecordUpdates(record, history, times),
+    ]
     if config.wandb.project is not None:  # after the record: it may wait for the network in the end
         observers.append(WeightsAndBiases(config, workdir.path, console))
     return Observers(*observers, ConsoleLines(console), Summary(console, config, workdir, record))

@@ -93,7 +93,7 @@ class WeightsAndBiases(Observer):
         self._run = None
 
     def close(self) -> None:
-        self._call(lambda run: run.finish(exit_code=1))  # the attempt hasn't ended well, or W&B has heard of its end
+        self._call(lambda run: run.finish(exit_code=1))  # there is a run only if the attempt hasn't ended well
         self._run = None
 
     def _summarise(self, values: dict[str, Any]) -> None:

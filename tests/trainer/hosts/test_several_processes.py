@@ -117,8 +117,11 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     assert "process 1" in output.partition("saving checkpoint")[2].partition("\n")[0]
     assert "SIGTERM to process 1" in output
     *warnings, answer = without_gloo(other_output).splitlines()
-    assert warnings
-    assert all(line.startswith("process 1: warning: saving checkpoint") for line in warnings)
+    failed = [re.match(r"process 1: warning: saving checkpoint \S+/(\d+) ", line) for line in warnings]
+    failed_steps = [int(match[1]) for match in failed if match]
+    # Each failed save has its one warning, and there are no others.
+    assert failed_steps == list(range(4, 4 * len(warnings) + 1, 4)) != [], other_output
+    assert min(saved_steps(workdir)) > failed_steps[-1]
     assert re.match(r"process 1: SIGTERM: finishing (\d+ steps?|what is under way).*, then saving", answer)
     assert without_gloo(other_errors) == ""
     record, steps, _ = read_run(workdir)
@@ -149,7 +152,7 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     pair[0].kill()
     begun = time.monotonic()
     _, errors = pair[1].communicate(timeout=100)
-    assert pair[1].returncode in (-signal.SIGABRT, 1), errors  # by JAX, or by an exchange that fails before that
+    assert pair[1].returncode == -signal.SIGABRT, errors
     while "running" in words_of_record(workdir):
         assert time.monotonic() - begun < LOST_WITHIN_S, errors
         time.sleep(0.1)
@@ -167,7 +170,7 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     assert record["status"] == "completed"
     assert [row["step"] for row in steps] == list(range(1, 41))
     assert [row["num_targets"] for row in steps] == [row["num_targets"] for row in expected_steps]
-    assert len({row["loss"] for row in expected_steps}) > 30  # two may be alike by chance
+    assert len({(row["loss"], row["grad_norm"]) for row in expected_steps}) == 40  # two losses may be alike by chance
     for name in ("loss", "grad_norm"):
         assert [row[name] for row in steps] == pytest.approx([row[name] for row in expected_steps], rel=1e-4), name
     losses, expected = (
