@@ -19,7 +19,13 @@ from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import Trial, best_of, largest_relative_difference, race
 from kernels import BlockwiseTuning, CausalMask, FullMask, LocalMask, MosaicBackwardTuning, MosaicForwardTuning, Target
 from kernels.backends.mosaic_gpu import tuning as tunings
-from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, SearchSpace, backend_tuning, variations
+from kernels.backends.mosaic_gpu.search_space import (
+    SEARCH_SPACES,
+    SearchSpace,
+    backend_tuning,
+    known_tiles,
+    variations,
+)
 from kernels.backends.mosaic_gpu.shared_memory import MAX_BYTES, shared_memory_bytes
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import make_call
@@ -76,6 +82,37 @@ def test_variations_leave_out_what_does_not_fit_into_shared_memory():
 
 
 @NEEDS_HOPPER_KERNELS
+@pytest.mark.parametrize("search", SEARCH_SPACES)
+def test_known_tiles_are_todays_and_those_of_all_calls_of_the_head_dim(search):
+    call, tiles = call_of(head_dim=128, length=4096), SEARCH_SPACES[search].start
+    known = known_tiles(search, tiles, None, call)
+    tables = {"fused": [tunings.FUSED], "split": [tunings.SPLIT]}.get(search, [tunings.FORWARD, tunings.FEW_BLOCKS])
+    assert next(iter(known)) == tiles
+    assert set(known) == {tiles, *(t for each in tables for key, t in each.items() if key.head_dim == 128)}
+    assert len({t.num_warpgroups for t in known}) == (1 if search in ("fused", "split") else 2)
+    for found, tuning in known.items():
+        assert tuning == backend_tuning(search, found, None)
+    # A fused backward isn't for heads so wide.
+    wide = known_tiles(search, tiles, None, call_of(head_dim=256))
+    assert (len(wide) == 0) == (search == "fused")
+
+
+def test_the_stages_of_a_search_are_the_known_tiles_and_the_settings_that_are_named():
+    space = SearchSpace(BlockwiseTuning(64, 128), ({"block_q": (64, 128)}, {"block_kv": (64, 128)}))
+    assert list(command.stages_of(space, None)) == [("known", None), (0, space.stages[0]), (1, space.stages[1])]
+    assert list(command.stages_of(space, ["block_kv"])) == [("known", None), (1, space.stages[1])]
+
+
+@NEEDS_HOPPER_KERNELS
+def test_calls_of_few_blocks_are_searched_apart():
+    tiles = MosaicForwardTuning()
+    assert command.has_few_blocks(tiles, call_of(head_dim=128, length=32768))
+    assert not command.has_few_blocks(
+        tiles, call_of(head_dim=128, length=32768)._replace(num_heads=64, num_kv_heads=64)
+    )
+
+
+@NEEDS_HOPPER_KERNELS
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
 @pytest.mark.parametrize("search", SEARCH_SPACES)
 def test_every_setting_that_is_searched_exists(search, head_dim):
@@ -87,7 +124,7 @@ def test_every_setting_that_is_searched_exists(search, head_dim):
     assert (len(found) > 0) == (search != "fused" or head_dim <= 128)
     for tiles, made in found.items():
         assert made == (
-            MosaicGpuTuning(forward_tiles=tiles) if search == "forward" else MosaicGpuTuning(search, forward, tiles)
+            MosaicGpuTuning(search, forward, tiles) if search in ("fused", "split") else MosaicGpuTuning(None, tiles)
         )
         assert made == backend_tuning(search, tiles, forward)
 
@@ -181,6 +218,10 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
 
     monkeypatch.setattr(command, "SEARCH_SPACES", tried)
     monkeypatch.setattr(command, "variations", all_variations)
+    known = {"forward": (BlockwiseTuning(64, 64), BlockwiseTuning(128, 128))}
+    monkeypatch.setattr(
+        command, "known_tiles", lambda search, tiles, forward, call: {t: t for t in (tiles, *known.get(search, ()))}
+    )
     monkeypatch.setattr(command, "backend_tuning", lambda search, tiles, forward: tiles)
     monkeypatch.setattr(command, "unsupported_reason", lambda call: None)
     monkeypatch.setattr(command, "tiles_to_begin_with", lambda search, call: tried[search].start)
@@ -192,18 +233,23 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert command.main(arguments) == 0
     rows = read_rows(output)
     assert [(row["search"], row["stage"]) for row in rows if row["chosen"]] == [
-        *(("forward", 0), ("forward", 1), ("fused", 0), ("split", 0), ("fastest_backward", 0))
+        *(("forward", "known"), ("forward", 0), ("forward", 1), ("fused", 0), ("split", 0), ("fastest_backward", 0))
     ]
-    first, second = (row["tuning"] for row in rows if row["search"] == "forward" and row["chosen"])
+    known_ones, first, second = (row["tuning"] for row in rows if row["search"] == "forward" and row["chosen"])
+    assert first["block_kv"] == known_ones["block_kv"]
     assert second["block_q"] == first["block_q"]
+    assert "forward known: 3 candidates" in (out := capsys.readouterr().out)
     assert written.read_text() == table.render(rows)
-    assert "forward 1: 2 candidates" in capsys.readouterr().out
+    assert "forward 1: 2 candidates" in out
     assert command.main(dataclasses.replace(arguments, searches=("split",))) == 0
     assert {row["search"] for row in read_rows(output)[len(rows) :]} == {"split"}
 
     num_rows = len(read_rows(output))
     assert command.main(dataclasses.replace(arguments, searches=("forward", "fused"), settings=("block_kv",))) == 0
-    assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {("forward", 1)}
+    assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {
+        ("forward", "known"),
+        ("forward", 1),
+    }
     with pytest.raises(
         ValueError, match=r"\['block'\] are tried by none of .* forward; expected some of block_q, block_kv$"
     ):

@@ -113,7 +113,7 @@ def test_calls_of_many_blocks_take_the_tiles_tuned_for_them(key):
     length = 32768 if key.family == "narrow_window" else key.length  # its length is the window's
     windows = {"window": LocalMask(4095, 0), "narrow_window": LocalMask(key.length - 1, 0)}
     mask = {"full": FullMask(), **windows}.get(key.family, CausalMask())
-    num_heads, packed = 96 if length == 4096 else 16, key.family == "packed"
+    num_heads, packed = 16 * 32768 // length, key.family == "packed"
     head_dim, value_dim = {160: (192, 128)}.get(key.head_dim, (key.head_dim, key.head_dim))  # two are tuned as one
     call = make_call(1, length, length, num_heads, num_heads, head_dim, mask, has_segment_ids=packed)
     assert resolve(None, call._replace(value_dim=value_dim)).forward_tiles == FORWARD[key]

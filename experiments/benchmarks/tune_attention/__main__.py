@@ -2,9 +2,10 @@
 
     python -m experiments.benchmarks.tune_attention
 
-For each case, settings that matter together are tried in every combination: compiled, held to what `blockwise`
-computes, and timed in rounds of all. The tiles that the call takes today keep their place unless others are
-clearly faster. What a kernel refuses, and what doesn't fit into shared memory, isn't tried.
+For each case, the tiles of all calls of its head dim are tried first, then settings that matter together in every
+combination: compiled, held to what `blockwise` computes, and timed in rounds of all. The tiles that the call takes
+today keep their place unless others are clearly faster. What a kernel refuses, and what doesn't fit into shared memory,
+isn't tried.
 Whatever stops the search, the rows of what was measured are kept; `python -m
 experiments.benchmarks.tune_attention.table` makes the table of them.
 """
@@ -16,7 +17,7 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,9 +29,19 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
 from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import best_of, race
-from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, Searched, backend_tuning, variations
+from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
+from kernels.backends.mosaic_gpu.search_space import (
+    FORWARD_SEARCHES,
+    SEARCH_SPACES,
+    Searched,
+    SearchSpace,
+    Settings,
+    backend_tuning,
+    known_tiles,
+    variations,
+)
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning, resolve
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, resolve
 from kernels.call import AttentionCall, make_call
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -61,7 +72,7 @@ class SearchArguments:
     searches: tuple[str, ...] = tuple(table.SECTIONS)
     """Tables to search for; the others keep what they have."""
     settings: tuple[str, ...] | None = None
-    """Settings to try, the others staying as the call takes them today; None: all."""
+    """Settings to try, the others staying as in the best of the known tiles; None: all."""
     num_rounds: int = 12
     """Rounds of a race; the medians count. Single timings scatter by more than good candidates differ: with few rounds
     chance decides between them."""
@@ -89,13 +100,27 @@ class SearchArguments:
 
 def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning:
     """The tiles that a call takes today, which others must beat; the search space's, if these don't serve the call."""
-    tuning = None if search == "forward" else MosaicGpuTuning(search)
+    tuning = backend_tuning(search, None, None)
     if unsupported_reason(call, tuning) is not None:
         return SEARCH_SPACES[search].start
     today = resolve(tuning, call)
-    tiles = today.forward_tiles if search == "forward" else today.backward_tiles
+    tiles = today.forward_tiles if search in FORWARD_SEARCHES else today.backward_tiles
     assert tiles is not None, "resolved"
     return tiles
+
+
+def has_few_blocks(tiles: MosaicForwardTuning, call: AttentionCall) -> bool:
+    """Whether a call may take the tiles of calls of few blocks in place of its own."""
+    return makespan_of_few_blocks(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call) is not None
+
+
+def stages_of(space: SearchSpace, names: Sequence[str] | None) -> Iterator[tuple[str | int, Settings | None]]:
+    """The stages of a search: first the known tiles (None), then settings, only those of these `names`."""
+    yield "known", None
+    for stage, settings in enumerate(space.stages):
+        chosen = {name: values for name, values in settings.items() if names is None or name in names}
+        if chosen or names is None:
+            yield stage, chosen
 
 
 def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[list[dict[str, Any]]]:
@@ -128,7 +153,9 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
     def expected(timed: Direction) -> Any:
         return compile_contender(problem, "blockwise", timed).start()
 
-    def run(search: str, stage: int, candidates: dict[Any, Any], timed: Direction, incumbent) -> list[dict[str, Any]]:
+    def run(
+        search: str, stage: int | str, candidates: dict[Any, Any], timed: Direction, incumbent
+    ) -> list[dict[str, Any]]:
         print(f"{name}, {search} {stage}: {len(candidates)} candidates", end="", flush=True)
         begin = time.monotonic()
         trials = race(
@@ -149,14 +176,17 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
         ]
 
     for search, space in SEARCH_SPACES.items():
+        if search == "few_blocks" and not has_few_blocks(best["forward"], call):
+            continue
         best[search] = tiles_to_begin_with(search, call)
-        timed: Direction = "forward" if search == "forward" else "forward_backward"
-        for stage, settings in enumerate(space.stages if search in arguments.searches else ()):
-            if arguments.settings is not None:
-                settings = {name: values for name, values in settings.items() if name in arguments.settings}
-                if not settings:
+        timed: Direction = "forward" if search in FORWARD_SEARCHES else "forward_backward"
+        for stage, settings in stages_of(space, arguments.settings) if search in arguments.searches else ():
+            if settings is None:
+                candidates = known_tiles(search, best[search], best["forward"], call)
+                if len(candidates) < 2:
                     continue
-            candidates = variations(search, best[search], settings, best["forward"], call)
+            else:
+                candidates = variations(search, best[search], settings, best["forward"], call)
             rows = run(search, stage, candidates, timed, best[search])
             yield rows
             if best[search] is None:

@@ -28,6 +28,7 @@ from trainer.process.broken_pipe import reader_may_leave
 
 SECTIONS: dict[str, tuple[str, type | None]] = {
     "forward": ("FORWARD", MosaicForwardTuning),
+    "few_blocks": ("FEW_BLOCKS", MosaicForwardTuning),
     "fused": ("FUSED", MosaicBackwardTuning),
     "split": ("SPLIT", MosaicBackwardTuning),
     "fastest_backward": ("FASTEST_BACKWARD", None),

@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
+from kernels.backends.mosaic_gpu.tuning import (
+    FEW_BLOCKS,
+    FORWARD,
+    FUSED,
+    SPLIT,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    TunedCall,
+    tuned_head_dim,
+)
 from kernels.call import AttentionCall
 
 Settings = Mapping[str, tuple[Any, ...]]
 """Settings that are tried in every combination, and their values."""
-Searched = Literal["forward", "fused", "split"]
-"""The forward's tiles, or those of one form of the backward."""
+Searched = Literal["forward", "few_blocks", "fused", "split"]
+"""The forward's tiles, those of its calls of few blocks, or those of one form of the backward."""
+FORWARD_SEARCHES: tuple[Searched, ...] = ("forward", "few_blocks")
 
 
 @dataclass(frozen=True)
@@ -27,15 +38,17 @@ class SearchSpace:
 
 
 # Tiles are powers of two, which divide most lengths: of others the last one would be partly empty.
-SEARCH_SPACES: dict[Searched, SearchSpace] = {
-    "forward": SearchSpace(
-        MosaicForwardTuning(),
-        (
-            # A persistent program's shared memory holds fewer tiles.
-            {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3, 4), "persistent": (False, True)},
-            {"ping_pong": (False, True), "num_l2_heads": (1, 4, 24)},
-        ),
+_FORWARD = SearchSpace(
+    MosaicForwardTuning(),
+    (
+        # A persistent program's shared memory holds fewer tiles.
+        {"num_warpgroups": (2, 3), "block_kv": (64, 128), "num_stages": (2, 3, 4), "persistent": (False, True)},
+        {"ping_pong": (False, True), "num_l2_heads": (1, 2, 4, 8, 12, 16, 24, 32, 48)},
     ),
+)
+SEARCH_SPACES: dict[Searched, SearchSpace] = {
+    "forward": _FORWARD,
+    "few_blocks": _FORWARD,
     "fused": SearchSpace(
         MosaicBackwardTuning(),
         (
@@ -61,9 +74,32 @@ SEARCH_SPACES: dict[Searched, SearchSpace] = {
 
 def backend_tuning(searched: Searched, tiles: Any, forward: MosaicForwardTuning | None) -> MosaicGpuTuning:
     """The backend's tuning with some tiles; beside tiles of a backward, with `forward` as the forward's."""
-    if searched == "forward":
+    if searched in FORWARD_SEARCHES:
         return MosaicGpuTuning(forward_tiles=tiles)
+    assert searched == "fused" or searched == "split"
     return MosaicGpuTuning(searched, forward_tiles=forward, backward_tiles=tiles)
+
+
+def known_tiles(
+    searched: Searched, tiles: Any, forward: MosaicForwardTuning | None, call: AttentionCall
+) -> dict[Any, MosaicGpuTuning]:
+    """Tiles, those of all calls of the head dim, and the backend's tuning with each: what serves the call, no other.
+
+    Several settings differ between them at a time, where the stages of a search change a few each.
+
+    Args:
+      tiles: the first of the result if they serve the call.
+      forward: see `backend_tuning`.
+    """
+    known: list[tuple[TunedCall, Any]]
+    if searched in FORWARD_SEARCHES:
+        known = [*FORWARD.items(), *FEW_BLOCKS.items()]
+    else:
+        known = [*(FUSED if searched == "fused" else SPLIT).items()]
+    head_dim = tuned_head_dim(call.head_dim, call.value_dim)
+    of_head_dim = [each for key, each in known if key.head_dim == head_dim]
+    tunings = {each: backend_tuning(searched, each, forward) for each in (tiles, *of_head_dim)}
+    return {each: tuning for each, tuning in tunings.items() if unsupported_reason(call, tuning) is None}
 
 
 def variations(

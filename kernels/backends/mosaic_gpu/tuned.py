@@ -2,7 +2,7 @@
 
 NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
 H100 80GB HBM3, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA
-H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-27, chosen by hand
+H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-27, chosen by hand; NVIDIA H200, JAX 0.11.2, 2026-11-28
 
 Each key is (head dim, family of the mask, length in tokens), the fields of a `TunedCall`.
 """
@@ -16,22 +16,30 @@ FORWARD: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (32, "causal", 4096): (3, 64, 3, True, True, 24),
     (32, "causal", 32768): (3, 64, 3, True, True, 24),
     (64, "causal", 4096): (3, 64, 4, False, True, 24),
+    (64, "causal", 16384): (3, 64, 4, False, True, 8),
     (64, "causal", 32768): (3, 64, 4, False, False, 4),
     (64, "narrow_window", 128): (3, 64, 4, False, True, 1),
     (64, "narrow_window", 1024): (3, 64, 4, False, True, 24),
     (64, "packed", 32768): (3, 64, 4, False, True, 24),
-    (128, "causal", 1024): (2, 128, 2, True, True, 4),
-    (128, "causal", 4096): (2, 128, 2, False, True, 4),
+    (128, "causal", 1024): (3, 64, 3, False, True, 32),
+    (128, "causal", 4096): (3, 64, 3, False, True, 8),
+    (128, "causal", 8192): (3, 64, 3, False, True, 4),
     (128, "causal", 32768): (3, 64, 2, False, False, 4),
-    (128, "full", 32768): (3, 64, 2, False, False, 4),
+    (128, "full", 32768): (3, 64, 2, False, False, 1),
     (128, "narrow_window", 128): (2, 64, 4, False, True, 4),
     (128, "narrow_window", 256): (3, 64, 3, False, True, 24),
+    (128, "narrow_window", 512): (3, 64, 3, False, True, 48),
     (128, "narrow_window", 1024): (3, 64, 3, False, True, 4),
     (128, "packed", 32768): (3, 64, 3, False, True, 24),
     (128, "window", 32768): (3, 64, 3, False, True, 4),
     (160, "causal", 32768): (3, 64, 2, False, False, 4),
     (256, "causal", 4096): (2, 64, 2, False, False, 24),
     (256, "causal", 32768): (2, 64, 2, False, False, 24),
+}
+
+FEW_BLOCKS: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
+    # num_warpgroups, block_kv, num_stages, ping_pong, persistent, num_l2_heads
+    (128, "causal", 32768): (2, 128, 2, False, True, 4),
 }
 
 FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
@@ -74,6 +82,7 @@ SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     (128, "full", 32768): (2, 64, 2, False, 128, 2, 24, False),
     (128, "narrow_window", 128): (2, 64, 2, False, 128, 2, 24, True),
     (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 24, False),
+    (128, "narrow_window", 512): (2, 64, 2, False, 128, 2, 24, True),
     (128, "narrow_window", 1024): (2, 64, 1, False, 128, 2, 24, True),
     (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24, False),
     (128, "window", 32768): (2, 64, 2, False, 128, 2, 24, False),
@@ -96,6 +105,7 @@ FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (128, "full", 32768): "fused",
     (128, "narrow_window", 128): "split",
     (128, "narrow_window", 256): "fused",
+    (128, "narrow_window", 512): "fused",
     (128, "narrow_window", 1024): "fused",
     (128, "packed", 32768): "fused",
     (128, "window", 32768): "fused",

@@ -269,10 +269,11 @@ def call_family(mask: Mask, *, packed: bool) -> CallFamily:
 
 
 FORWARD = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned.FORWARD.items()}
+FEW_BLOCKS = {TunedCall(*key): MosaicForwardTuning(*fields) for key, fields in tuned.FEW_BLOCKS.items()}
 FUSED = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned.FUSED.items()}
 SPLIT = {TunedCall(*key): MosaicBackwardTuning(*fields) for key, fields in tuned.SPLIT.items()}
 FASTEST_BACKWARD = {TunedCall(*key): form for key, form in tuned.FASTEST_BACKWARD.items()}
-"""The best tunings found: of the forward, of both backwards, and the faster one of these."""
+"""The best tunings found: of the forward, of its calls of few blocks, of both backwards, and the faster backward."""
 FASTEST_BACKWARD_ON = {
     device: {TunedCall(*key): form for key, form in forms.items()}
     for device, forms in tuned.FASTEST_BACKWARD_ON.items()
@@ -295,15 +296,15 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
 
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
-    """The likest call's tiles; where blocks are few, maybe others, which keep the multiprocessors busier."""
+    """The likest call's tiles; where blocks are few, maybe those found for such calls, which keep the GPU busier."""
     key = _likest_key(FORWARD, call, at_least=_wide_values(call))
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
     if least is None or key.family in ("window", "narrow_window"):
         return best
-    for other_key, tiles in FORWARD.items():
-        if other_key.head_dim == key.head_dim and other_key.family in ("causal", "full"):
+    for other_key, tiles in FEW_BLOCKS.items():
+        if other_key.head_dim == key.head_dim:
             pairs = makespan_of_few_blocks(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call)
             if pairs is not None and _OTHERS_COST * pairs < least:
                 best, least = tiles, _OTHERS_COST * pairs
