@@ -40,7 +40,7 @@ def visited_pairs(mask, q_len, kv_len, block_q, block_kv):
 
 @pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(200, 0), CausalMask(-70), ChunkedCausalMask(150)])
 def test_the_busiest_multiprocessor_by_a_clock(mask, rng):
-    num_multiprocessors = int(rng.integers(2, 9))
+    num_multiprocessors = int(rng.integers(2, 33))
     batch, num_kv_heads, group_size = (int(rng.integers(1, 4)) for _ in range(3))
     q_len, kv_len = (int(rng.integers(100, 1000)) for _ in range(2))
     block_q, block_kv, num_l2_heads = (
@@ -63,7 +63,7 @@ def test_the_busiest_multiprocessor_by_a_clock(mask, rng):
     free_at = np.zeros(num_multiprocessors, int)
     for job in jobs:
         free_at[free_at.argmin()] += job
-    expected = None if len(jobs) > 16 * num_multiprocessors else free_at.max()
+    expected = None if len(jobs) > 4 * num_multiprocessors else free_at.max()
     assert makespan_of_few_blocks(block_q, block_kv, num_l2_heads, call) == expected
 
 
@@ -100,11 +100,12 @@ def test_few_blocks_take_the_tiles_that_fill_the_multiprocessors():
     }
     for call in few.values():
         assert resolve(None, call).forward_tiles.block_q == 128
-    # With more blocks less is idle, and so it is with those of a window, which are alike.
+    # With more blocks less is idle, though the last one of 1,024 queries sticks out far. Those of a window are alike.
     many = make_call(1, 32768, 32768, 16, 16, 128, CausalMask())
+    short = make_call(16, 1024, 1024, 16, 16, 128, CausalMask())
     window = make_call(8, 4096, 4096, 16, 16, 128, LocalMask(1023, 0))
     few_of_a_window = make_call(1, 16384, 16384, 8, 8, 128, LocalMask(1023, 0))
-    for call in (many, window, few_of_a_window):
+    for call in (many, short, window, few_of_a_window):
         assert resolve(None, call).forward_tiles.block_q == 192
 
 

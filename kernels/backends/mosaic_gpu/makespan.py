@@ -15,8 +15,9 @@ import numpy as np
 from kernels.call import AttentionCall
 from kernels.plan import make_block_plan
 
-# Of each multiprocessor. With more, all are busy to the end.
-_MOST_BLOCKS = 16
+# Of each multiprocessor. With more, all are busy nearly to the end, and how fast a block is counts for more than what
+# this count knows of it: see docs/hopper_kernels.md.
+_MOST_BLOCKS = 4
 # A block's beginning and end take about as long as so many keys.
 _BLOCK_KEYS = 200
 
