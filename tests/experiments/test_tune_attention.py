@@ -104,7 +104,7 @@ def test_the_stages_of_a_search_are_the_known_tiles_and_the_settings_that_are_na
 
 
 @NEEDS_HOPPER_KERNELS
-def test_calls_of_few_blocks_are_searched_apart():
+def test_blocks_are_few_where_heads_are():
     tiles = MosaicForwardTuning()
     assert command.has_few_blocks(tiles, call_of(head_dim=128, length=32768))
     assert not command.has_few_blocks(
@@ -208,6 +208,7 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     start, stages = BlockwiseTuning(64, 128), ({"block_q": (64, 128)}, {"block_kv": (64, 128)})
     tried = {
         "forward": SearchSpace(start, stages),
+        "few_blocks": SearchSpace(start, stages[:1]),
         "fused": SearchSpace(start, ({},)),
         "split": SearchSpace(start, ({},)),
     }
@@ -225,6 +226,7 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     monkeypatch.setattr(command, "backend_tuning", lambda search, tiles, forward: tiles)
     monkeypatch.setattr(command, "unsupported_reason", lambda call: None)
     monkeypatch.setattr(command, "tiles_to_begin_with", lambda search, call: tried[search].start)
+    monkeypatch.setattr(command, "has_few_blocks", lambda tiles, call: False)
     for search in tried:
         monkeypatch.setitem(table.SECTIONS, search, (search.upper(), BlockwiseTuning))
     monkeypatch.setitem(CASES, "small", SMALL)
@@ -241,8 +243,14 @@ def test_the_command_searches_in_stages_and_keeps_rows_and_table(tmp_path, monke
     assert "forward known: 3 candidates" in (out := capsys.readouterr().out)
     assert written.read_text() == table.render(rows)
     assert "forward 1: 2 candidates" in out
+    assert "small, few_blocks: not searched" in out
     assert command.main(dataclasses.replace(arguments, searches=("split",))) == 0
     assert {row["search"] for row in read_rows(output)[len(rows) :]} == {"split"}
+
+    num_rows = len(read_rows(output))
+    monkeypatch.setattr(command, "has_few_blocks", lambda tiles, call: True)
+    assert command.main(dataclasses.replace(arguments, searches=("few_blocks",))) == 0
+    assert {(row["search"], row["stage"]) for row in read_rows(output)[num_rows:]} == {("few_blocks", 0)}
 
     num_rows = len(read_rows(output))
     assert command.main(dataclasses.replace(arguments, searches=("forward", "fused"), settings=("block_kv",))) == 0

@@ -177,6 +177,8 @@ def search_case(name: str, case: Case, arguments: SearchArguments) -> Iterator[l
 
     for search, space in SEARCH_SPACES.items():
         if search == "few_blocks" and not has_few_blocks(best["forward"], call):
+            if search in arguments.searches:
+                print(f"{name}, few_blocks: not searched, its blocks are many, or it isn't known how many")
             continue
         best[search] = tiles_to_begin_with(search, call)
         timed: Direction = "forward" if search in FORWARD_SEARCHES else "forward_backward"
