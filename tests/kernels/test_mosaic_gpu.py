@@ -24,7 +24,9 @@ from kernels import (
 )
 from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
+from kernels.backends.mosaic_gpu.machine import machine_of
 from kernels.backends.mosaic_gpu.offset_columns import offset_columns
+from kernels.backends.mosaic_gpu.preprocess import preprocess
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
@@ -162,23 +164,59 @@ def test_tunings_are_values():
     assert hash(MosaicGpuTuning()) == hash(MosaicGpuTuning())
 
 
+OFFSET_WEIGHTS = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype, rng):
     exponents = rng.uniform(-6, 8, (2, 3, 64))
     offset = (rng.choice([-1.0, 1.0], exponents.shape) * 10**exponents).astype(np.float32)
-    columns = np.asarray(jax.jit(lambda x: offset_columns(x, -x, dtype=dtype))(offset), np.float64)
-    weights = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
+    call = call_of(dtype=dtype, scale=0.5)[1]
+    columns = np.asarray(jax.jit(lambda x: offset_columns(-x, x, call=call))(offset), np.float64)
     # Float16's least normal number, times the least weight, is where it ends.
-    np.testing.assert_allclose(columns[..., :4] @ weights, offset, rtol=2**-20, atol=2**-28)
-    np.testing.assert_array_equal(columns[..., 4:8], -columns[..., :4])
+    np.testing.assert_allclose(columns[..., :4] @ OFFSET_WEIGHTS, offset, rtol=2**-20, atol=2**-28)
+    np.testing.assert_allclose(columns[..., 4:8] @ OFFSET_WEIGHTS, -2 * offset, rtol=2**-20, atol=2**-28)
     assert not columns[..., 8:].any()
+    alone = np.asarray(offset_columns(-offset, call=call), np.float64)
+    np.testing.assert_array_equal(alone[..., :4], columns[..., :4])
+    assert not alone[..., 4:].any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_an_endless_offset_is_a_large_one(dtype):
-    columns = np.asarray(offset_columns(jnp.array([[[-jnp.inf, -1e30]]]), dtype=dtype), np.float64)
+    endless = jnp.array([[[jnp.inf, 1e30, -jnp.inf]]])
+    # lse of a row that attends to nothing is −inf, and stands for a huge one.
+    columns = np.asarray(offset_columns(endless[..., :2], endless[..., 1:], call=call_of(dtype=dtype)[1]), np.float64)
     assert np.isfinite(columns).all()
-    assert (columns[..., 0] * 2.0**15 <= -(2.0**30)).all()
+    assert (columns[..., [0, 4]] * 2.0**15 <= -(2.0**30)).all()
+
+
+@NEEDS_JAX_0_11
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("has_lse", [True, False])
+def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
+    shape = (1, int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
+    delta, lse = (rng.choice([-1, 1], shape) * 10 ** rng.uniform(-3, 5, shape) for _ in range(2))
+    attends_to_nothing = rng.random(shape) < 0.1
+    call = call_of(dtype=dtype, scale=float(rng.uniform(0.05, 2)))[1]
+    zeros_shape = (1, 8 * int(rng.integers(1, 4)), 1, 64)
+    columns, zeros = preprocess(
+        jnp.asarray(delta, jnp.float32),
+        jnp.asarray(np.where(attends_to_nothing, -np.inf, lse), jnp.float32) if has_lse else None,
+        zeros_shape,
+        call,
+        machine_of(MosaicGpuTuning(interpret=True)),
+    )
+    # The interpreter fills memory with NaN.
+    np.testing.assert_array_equal(np.asarray(zeros), np.zeros(zeros_shape, np.float32))
+    assert columns.dtype == dtype
+    columns = np.asarray(columns, np.float64)
+    np.testing.assert_allclose(columns[..., :4] @ OFFSET_WEIGHTS, -delta, rtol=2**-20, atol=2**-28)
+    lse_offset = columns[..., 4:8] @ OFFSET_WEIGHTS
+    expected = np.where(attends_to_nothing, lse_offset, -lse / call.scale) if has_lse else np.zeros(shape)
+    np.testing.assert_allclose(lse_offset, expected, rtol=2**-20, atol=2**-28)
+    assert not has_lse or (lse_offset[attends_to_nothing] <= -(2.0**30)).all()
+    assert not columns[..., 8:].any()
 
 
 def random_call(rng, head_dim: int, value_dim: int):
@@ -232,7 +270,8 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
         return jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
     text = lower()
-    assert text.count("mosaic_gpu_v2") == (2 if backward == "fused" else 3)
+    # Beside the forward, preprocess and all gradients, or dK and dV, and dQ.
+    assert text.count("mosaic_gpu_v2") == 3
     assert lower() == text
 
 
@@ -351,12 +390,14 @@ def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
 
 
 def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list[int], str | None]:
-    """What Mosaic GPU requests for each kernel, up to the first that it refuses, and its refusal."""
+    """What Mosaic GPU requests for each kernel that asks for some, up to the first refused, and the refusal."""
     requested, tree_size = [], core._smem_tree_size
 
     def record(scratch):
-        requested.append(tree_size(scratch))
-        return requested[-1]
+        size = tree_size(scratch)
+        if size > 0:
+            requested.append(size)
+        return size
 
     def run(inputs):
         output, lse = mosaic_gpu.forward(inputs, call, tuning)

@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.machine import Hopper, launch
 from kernels.backends.mosaic_gpu.memory import padded_head_dim, zeroed_ref
+from kernels.backends.mosaic_gpu.softmax import LOG2_E, finite_lse
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
@@ -38,7 +39,7 @@ class BackwardArrays(NamedTuple):
     key: Any
     value: Any
     d_output: Any
-    lse: Any  # float32 `[B, N, T]` in units of log₂, and huge where a row attends to nothing
+    lse: Any  # float32 `[B, N, T]`; within a kernel in units of log₂, and huge where a row attends to nothing
     delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
     offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
     rows: BlockRows  # the tiles of each block, and what its warpgroups meet in them
@@ -142,6 +143,8 @@ def launch_pass(
       shift: each block starts so many tiles after the one at which the block before it started; None: with its own
         first tile.
     """
+    if arrays.lse is not None:
+        arrays = arrays._replace(lse=finite_lse(arrays.lse) * LOG2_E)
     if persistent:
         arrays = arrays._replace(num_claimed=zeroed_ref((1,), jnp.int32, arrays.query))
     operands: tuple[Any, ...] = arrays[:12] if transposed else arrays[:11]

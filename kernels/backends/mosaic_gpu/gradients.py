@@ -12,15 +12,11 @@ from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.machine import machine_of
 from kernels.backends.mosaic_gpu.memory import pad_matrices, pad_matrix
 from kernels.backends.mosaic_gpu.query_pass import query_pass
-from kernels.backends.mosaic_gpu.softmax import LOG2_E
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-
-# exp2(a logit − it) = 0.
-_HUGE_LSE = 1e30
 
 
 def run_backward(
@@ -37,13 +33,12 @@ def run_backward(
         q_multiple, kv_multiple = machine.length_multiple(block_q), machine.length_multiple(block_kv)
         query, key, value = pad_matrices(inputs, q_multiple, kv_multiple, head_dim, value_dim)
         row_padding = [(0, 0), (0, 0), (0, -call.q_len % block_q)]
-        in_log2 = jnp.where(lse != -jnp.inf, lse * LOG2_E, _HUGE_LSE)
         arrays = BackwardArrays(
             query,
             key,
             value,
             pad_matrix(cotangent.d_output, q_multiple, value_dim),
-            jnp.pad(in_log2, row_padding, constant_values=_HUGE_LSE),
+            jnp.pad(lse, row_padding, constant_values=-jnp.inf),
             jnp.pad(delta, row_padding),
             offsets=None,
             rows=BlockRows.of(inputs, call, block_q, block_kv, transposed=transposed, waits_in_each_step=fused),

@@ -9,12 +9,16 @@ float16 the range. The weights are the keys' constants.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, spread
+from kernels.backends.mosaic_gpu.softmax import finite_lse
 from kernels.call import AttentionCall
 
 DELTA_OFFSET, LSE_OFFSET = 0, 1
@@ -23,6 +27,7 @@ NUM_COLUMNS = 16
 """The columns of one product of 16-bit numbers."""
 # The weight of each column of an offset.
 _OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
+_LOG2_COLUMNS = 2
 # With other scales, lse over the scale may be out of float16's range, or too small for it. Then lse is subtracted after
 # the scale.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
@@ -33,26 +38,56 @@ def lse_is_offset(call: AttentionCall) -> bool:
     return call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
 
 
-def offset_columns(*offsets: Float[Array, "B N T"], dtype) -> Float[Array, "B N T 16"]:
-    """The float32 offsets of each query, in columns for the tensor cores.
+def offset_columns(
+    delta: Float[Array, "B N T"], lse: Float[Array, "B N T"] | None = None, *, call: AttentionCall
+) -> Float[Array, "B N T 16"]:
+    """The offsets of each query, in columns for the tensor cores; `lse`, natural, where it is an offset.
 
     They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
     """
-    info = jnp.finfo(dtype)
+    info = jnp.finfo(call.dtype)
+    offsets = [offset[..., None] for offset in _offsets(delta, lse, call)]
+    column = jax.lax.broadcasted_iota(jnp.int32, (*delta.shape, NUM_COLUMNS), delta.ndim)
+    # XLA removes a conversion to 16 bits and back, but not this.
+    rounded = functools.partial(jax.lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return _columns(offsets, column, rounded, call.dtype)
+
+
+def offset_columns_of_rows(
+    delta: Float[Array, " rows"], lse: Float[Array, " rows"] | None = None, *, call: AttentionCall
+) -> Float[Array, "rows 16"]:
+    """`offset_columns` of 64 queries, within a kernel."""
+    shape = (WGMMA_ROWS, NUM_COLUMNS)
+    offsets = [spread(offset, shape, rows=True) for offset in _offsets(delta, lse, call)]
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+
+    def rounded(x):
+        # The barrier is for the interpreter, whose programs XLA compiles.
+        return jax.lax.optimization_barrier(x.astype(call.dtype)).astype(jnp.float32)
+
+    return _columns(offsets, column, rounded, call.dtype)
+
+
+def _offsets(delta: Array, lse: Array | None, call: AttentionCall) -> list[Array]:
+    """What is added to dP and to the products of queries and keys, whose logits are `call.scale` times as large."""
+    return [-delta] if lse is None else [-delta, finite_lse(lse) * (-1 / call.scale)]
+
+
+def _columns(offsets: Sequence[Array], column: Array, rounded: Callable[[Array], Array], dtype) -> Array:
+    """The offsets in columns of these indices, which `rounded` rounds to 16 bits."""
     # Below float32's largest number by as much as rounding up the first part may add.
-    largest = min(float(info.max) * _OFFSET_WEIGHTS[0], 1e38)
-    column = jax.lax.broadcasted_iota(jnp.uint32, (*offsets[0].shape, NUM_COLUMNS), offsets[0].ndim)
-    index, digit = column // len(_OFFSET_WEIGHTS), column % len(_OFFSET_WEIGHTS)
+    largest = min(float(jnp.finfo(dtype).max) * _OFFSET_WEIGHTS[0], 1e38)
+    # Bitwise, as numbers that may be negative are divided by more instructions.
+    index, digit = column >> _LOG2_COLUMNS, column & (len(_OFFSET_WEIGHTS) - 1)
     # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
     # longer to compile.
     rest = jnp.float32(0)
     for i, offset in enumerate(offsets):
-        rest = jnp.where(index == i, offset[..., None], rest)
+        rest = jnp.where(index == i, offset, rest)
     rest = jnp.clip(rest, -largest, largest)
     columns = jnp.zeros_like(rest)
     for i, weight in enumerate(_OFFSET_WEIGHTS):
-        # XLA removes a conversion to 16 bits and back, but not this.
-        part = jax.lax.reduce_precision(rest * (1 / weight), info.nexp, info.nmant)
+        part = rounded(rest * (1 / weight))
         columns = jnp.where(digit == i, part, columns)
         rest = rest - part * weight
     return columns.astype(dtype)

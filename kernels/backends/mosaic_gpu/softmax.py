@@ -31,11 +31,18 @@ _HIGHEST_SUM = 2.0**10
 # pair has an infinite probability, so that row_max is raised.
 _INITIAL_ROW_MAX = -1e30
 LOG2_E = math.log2(math.e)
+# exp(a logit − it) = 0.
+_HUGE_LSE = 1e30
 
 
 def log2_scale(call: AttentionCall) -> float:
     """What brings logits (with a soft cap: tanh of the capped logits) to units of log₂."""
     return LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
+
+
+def finite_lse(lse: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """lse, but huge where a row attends to nothing, so that none of its pairs has a probability."""
+    return jnp.where(lse != -jnp.inf, lse, _HUGE_LSE)
 
 
 class SoftmaxState(NamedTuple):

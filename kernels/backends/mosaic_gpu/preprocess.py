@@ -1,0 +1,71 @@
+"""What runs before a fused backward, in one kernel: zeros, to which dQ is added, and the queries' columns of offsets.
+
+XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than writing the zeros. Here
+other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which also computes delta.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from kernels.backends.mosaic_gpu.machine import Hopper
+from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, offset_columns_of_rows
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector
+from kernels.call import AttentionCall
+
+_NUM_ZEROS = 1024
+_ZEROS_OF_A_STORE = 4
+
+
+def preprocess(
+    delta: Float[Array, "B N T"],
+    lse: Float[Array, "B N T"] | None,
+    zeros_shape: tuple[int, ...],
+    call: AttentionCall,
+    machine: Hopper,
+) -> tuple[Float[Array, "B N T 16"], Float[Array, "*shape"]]:
+    """`offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512."""
+    num_rows, num_zeros = delta.size, math.prod(zeros_shape)
+    zeros_of_program = math.gcd(num_zeros, _NUM_ZEROS)
+    num_row_programs = num_rows // WGMMA_ROWS
+    given = [numbers.reshape(-1) for numbers in (delta, lse) if numbers is not None]
+
+    def kernel(*refs):
+        *given_refs, columns_ref, zeros_ref = refs
+        machine.begin_kernel("_".join(("attention_preprocess", *map(str, zeros_shape))))
+        program = jax.lax.axis_index("program")
+
+        # First those that wait for what they load.
+        @pl.when(program < num_row_programs)
+        def write_columns():
+            rows = pl.ds(program * WGMMA_ROWS, WGMMA_ROWS)
+            loaded = [load_vector(ref.at[rows], rows=True, shared=False) for ref in given_refs]
+            columns_ref.at[rows][...] = offset_columns_of_rows(*loaded, call=call)
+
+        @pl.when(program >= num_row_programs)
+        def write_zeros():
+            layout = plgpu.Layout.WG_STRIDED((zeros_of_program,), _ZEROS_OF_A_STORE)
+            zeros = plgpu.layout_cast(jnp.zeros((zeros_of_program,), jnp.float32), layout)
+            zeros_ref.at[program - num_row_programs][...] = zeros
+
+    num_zero_programs = num_zeros // zeros_of_program
+    columns, zeros = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((num_rows, NUM_COLUMNS), call.dtype),
+            jax.ShapeDtypeStruct((num_zero_programs, zeros_of_program), jnp.float32),
+        ],
+        grid=(num_row_programs + num_zero_programs,),
+        grid_names=("program",),
+        num_threads=1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
+        interpret=machine.interpret,
+    )(*given)
+    return columns.reshape(*delta.shape, NUM_COLUMNS), zeros.reshape(zeros_shape)
