@@ -19,6 +19,7 @@ from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, offset_colum
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector
 from kernels.call import AttentionCall
 
+# Of a program (docs/hopper_kernels.md).
 _NUM_ZEROS = 1024
 _ZEROS_OF_A_STORE = 4
 
