@@ -1,6 +1,7 @@
 """The Mosaic GPU backend away from a GPU: its kernels in Pallas's interpreter, its tunings, what it refuses."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -195,7 +196,7 @@ def test_an_endless_offset_is_a_large_one(dtype):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("has_lse", [True, False])
 def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
-    shape = (1, int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
+    shape = (int(rng.integers(1, 3)), int(rng.integers(1, 4)), 64 * int(rng.integers(1, 3)))
     delta, lse = (rng.choice([-1, 1], shape) * 10 ** rng.uniform(-3, 5, shape) for _ in range(2))
     attends_to_nothing = rng.random(shape) < 0.1
     call = call_of(dtype=dtype, scale=float(rng.uniform(0.05, 2)))[1]
@@ -217,6 +218,16 @@ def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
     np.testing.assert_allclose(lse_offset, expected, rtol=2**-20, atol=2**-28)
     assert not has_lse or (lse_offset[attends_to_nothing] <= -(2.0**30)).all()
     assert not columns[..., 8:].any()
+
+
+@NEEDS_JAX_0_11
+def test_the_preprocess_kernel_writes_what_xla_does_of_wild_numbers(rng):
+    wild = [np.inf, -np.inf, np.nan, 1e30, -1e30, 3e38, -3e38, 1e-30, 1e-40, 0.0, -0.0]
+    delta, lse = (jnp.asarray(rng.choice(wild, (2, 1, 64)), jnp.float32) for _ in range(2))
+    call = call_of(scale=float(rng.uniform(0.05, 2)))[1]
+    columns, _ = preprocess(delta, lse, (1, 8, 1, 64), call, machine_of(MosaicGpuTuning(interpret=True)))
+    expected = jax.jit(functools.partial(offset_columns, call=call))(delta, lse)
+    np.testing.assert_array_equal(np.asarray(columns, np.float32), np.asarray(expected, np.float32))
 
 
 def random_call(rng, head_dim: int, value_dim: int):
@@ -270,8 +281,10 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
         return jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
     text = lower()
-    # Beside the forward, preprocess and all gradients, or dK and dV, and dQ.
+    # The forward, and either preprocess and one kernel for all gradients, or one for dK and dV and one for dQ.
     assert text.count("mosaic_gpu_v2") == 3
+    zeros = f"tensor<{inputs.query.size // 1024}x1024xf32>"
+    assert (zeros in text) == (backward == "fused")
     assert lower() == text
 
 

@@ -39,9 +39,10 @@ class BackwardArrays(NamedTuple):
     key: Any
     value: Any
     d_output: Any
-    lse: Any  # float32 `[B, N, T]`; within a kernel in units of log₂, and huge where a row attends to nothing
+    # float32 `[B, N, T]`: natural, and −inf where a row attends to nothing; within a kernel in units of log₂, and huge
+    lse: Any
     delta: Any  # float32 `[B, N, T]`: rowsum(dO∘O), less the gradient of lse
-    offsets: Any  # columns that stand for lse and delta (`offset_columns`); None where a pass reads these
+    offsets: Any  # columns that stand for delta, and mostly for lse (`offset_columns`); None where a pass reads both
     rows: BlockRows  # the tiles of each block, and what its warpgroups meet in them
     tokens: TokenArrays
     num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
@@ -137,6 +138,7 @@ def launch_pass(
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
     Args:
+      arrays: its lse is natural; the kernel gets it in units of log₂.
       producer, consumers: their part of one block.
       finish: the producer's last act, given the barriers and the number of tiles of the program's last block.
       persistent: whether programs take one block after another from a tile scheduler. The barriers have `claims`.

@@ -27,7 +27,6 @@ NUM_COLUMNS = 16
 """The columns of one product of 16-bit numbers."""
 # The weight of each column of an offset.
 _OFFSET_WEIGHTS = (2.0**15, 2.0**4, 2.0**-7, 2.0**-14)
-_LOG2_COLUMNS = 2
 # With other scales, lse over the scale may be out of float16's range, or too small for it. Then lse is subtracted after
 # the scale.
 _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
@@ -74,11 +73,11 @@ def _offsets(delta: Array, lse: Array | None, call: AttentionCall) -> list[Array
 
 
 def _columns(offsets: Sequence[Array], column: Array, rounded: Callable[[Array], Array], dtype) -> Array:
-    """The offsets in columns of these indices, which `rounded` rounds to 16 bits."""
+    """The offsets in columns of these indices, int32; `rounded` rounds to 16 bits."""
     # Below float32's largest number by as much as rounding up the first part may add.
     largest = min(float(jnp.finfo(dtype).max) * _OFFSET_WEIGHTS[0], 1e38)
-    # Bitwise, as numbers that may be negative are divided by more instructions.
-    index, digit = column >> _LOG2_COLUMNS, column & (len(_OFFSET_WEIGHTS) - 1)
+    # There are four digits. The compiler doesn't know that columns aren't negative, and would divide in more steps.
+    index, digit = column >> 2, column & 3
     # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
     # longer to compile.
     rest = jnp.float32(0)

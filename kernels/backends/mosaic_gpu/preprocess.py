@@ -1,7 +1,8 @@
-"""What runs before a fused backward, in one kernel: zeros, to which dQ is added, and the queries' columns of offsets.
+"""What a fused backward of heads up to 128 wide starts from: zeros, to which dQ is added, and columns of offsets.
 
-XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than writing the zeros. Here
-other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which also computes delta.
+One kernel writes both. XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than
+writing the zeros. Here other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which
+also computes delta.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def preprocess(
     call: AttentionCall,
     machine: Hopper,
 ) -> tuple[Float[Array, "B N T 16"], Float[Array, "*shape"]]:
-    """`offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512."""
+    """`offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512.
+
+    The zeros come of a kernel that reads delta, and so stay within the call, as those of `memory.zeroed_ref` do.
+    """
     num_rows, num_zeros = delta.size, math.prod(zeros_shape)
     zeros_of_program = math.gcd(num_zeros, _NUM_ZEROS)
     num_row_programs = num_rows // WGMMA_ROWS
