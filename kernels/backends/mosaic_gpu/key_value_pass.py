@@ -44,10 +44,9 @@ from kernels.backends.mosaic_gpu.offset_columns import (
     LSE_OFFSET,
     NUM_COLUMNS,
     lse_is_offset,
-    offset_columns,
     offset_weights,
 )
-from kernels.backends.mosaic_gpu.preprocess import preprocess
+from kernels.backends.mosaic_gpu.preprocess import with_offsets
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
@@ -152,7 +151,10 @@ def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
     """dK, dV and, if fused, the float32 dQ without the scale. `arrays.rows` are each key block's query tiles."""
-    arrays = _with_offsets(arrays, call, machine, fused=fused)
+    if not _is_wide(call):
+        arrays = with_offsets(arrays, call, machine, fused=fused)
+    elif fused:
+        arrays = arrays._replace(d_query=zeroed_ref(arrays.query.shape, jnp.float32, arrays.query))
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
@@ -172,20 +174,6 @@ def key_value_pass(
         shift=shift,
     )
     return d_key, d_value, None if arrays.d_query is None else jax.freeze(arrays.d_query)
-
-
-def _with_offsets(arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, fused: bool) -> BackwardArrays:
-    """The arrays with offsets in place of lse and delta, where the pass takes them, and if fused with a dQ of zeros."""
-    zeros_shape = arrays.query.shape
-    if _is_wide(call):
-        return arrays._replace(d_query=zeroed_ref(zeros_shape, jnp.float32, arrays.query) if fused else None)
-    offset_lse, loaded_lse = (arrays.lse, None) if lse_is_offset(call) else (None, arrays.lse)
-    if fused:
-        columns, zeros = preprocess(arrays.delta, offset_lse, zeros_shape, call, machine)
-        arrays = arrays._replace(d_query=jax.new_ref(zeros))
-    else:
-        columns = offset_columns(arrays.delta, offset_lse, call=call)
-    return arrays._replace(lse=loaded_lse, delta=None, offsets=columns)
 
 
 def _is_tall(tuning: MosaicBackwardTuning) -> bool:

@@ -15,14 +15,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, offset_columns_of_rows
+from kernels.backends.mosaic_gpu.offset_columns import (
+    NUM_COLUMNS,
+    lse_is_offset,
+    offset_columns,
+    offset_columns_of_rows,
+)
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector
 from kernels.call import AttentionCall
 
 # Of a program (docs/hopper_kernels.md).
 _NUM_ZEROS = 1024
 _ZEROS_OF_A_STORE = 4
+
+
+def with_offsets(arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, fused: bool) -> BackwardArrays:
+    """The arrays with columns of offsets in place of delta and, where it is one, lse; if fused, with a dQ of zeros."""
+    offset_lse, loaded_lse = (arrays.lse, None) if lse_is_offset(call) else (None, arrays.lse)
+    if fused:
+        columns, zeros = preprocess(arrays.delta, offset_lse, arrays.query.shape, call, machine)
+        arrays = arrays._replace(d_query=jax.new_ref(zeros))
+    else:
+        columns = offset_columns(arrays.delta, offset_lse, call=call)
+    return arrays._replace(lse=loaded_lse, delta=None, offsets=columns)
 
 
 def preprocess(
