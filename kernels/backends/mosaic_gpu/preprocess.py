@@ -23,7 +23,7 @@ from kernels.backends.mosaic_gpu.offset_columns import (
     offset_columns,
     offset_columns_of_rows,
 )
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, store_matrix
 from kernels.call import AttentionCall
 
 # Of a program (docs/hopper_kernels.md).
@@ -68,7 +68,7 @@ def preprocess(
         def write_columns():
             rows = pl.ds(program * WGMMA_ROWS, WGMMA_ROWS)
             loaded = [load_vector(ref.at[rows], rows=True, shared=False) for ref in given_refs]
-            columns_ref.at[rows][...] = offset_columns_of_rows(*loaded, call=call)
+            store_matrix(columns_ref.at[rows], offset_columns_of_rows(*loaded, call=call))
 
         @pl.when(program >= num_row_programs)
         def write_zeros():

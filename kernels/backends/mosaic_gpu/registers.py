@@ -48,6 +48,15 @@ def load_matrix(ref, *, shared: bool) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=shared)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
+def store_matrix(ref, matrix) -> None:
+    """Stores a matrix to global memory as an accumulator's registers hold it: 16-bit numbers in halves of sectors."""
+    if hasattr(plgpu, "store"):
+        # New in JAX 0.12, which refuses such a store otherwise.
+        plgpu.store(ref, matrix, optimized=False)
+    else:
+        ref[...] = matrix
+
+
 def spread(vector, shape, *, rows: bool) -> jax.Array:
     """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])
