@@ -1,7 +1,6 @@
 """The Mosaic GPU backend away from a GPU: its kernels in Pallas's interpreter, its tunings, what it refuses."""
 
 import dataclasses
-import functools
 import re
 
 import jax
@@ -26,10 +25,9 @@ from kernels import (
 from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.machine import machine_of
-from kernels.backends.mosaic_gpu.offset_columns import offset_columns
 from kernels.backends.mosaic_gpu.preprocess import preprocess
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
-from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
+from kernels.backends.mosaic_gpu.tuning import WHOLE_HEADS, TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from tests.kernels.contract_cases import has_fused_backward
 from tests.kernels.gpu_calls import H200, call_of
@@ -88,12 +86,12 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
             "takes persistent forward_tiles for head dims up to 128, not 192",
         ),
         (
-            MosaicGpuTuning(backward_tiles=MosaicBackwardTuning()),
-            (64, 64),
-            "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to 64",
+            MosaicGpuTuning(backward_tiles=WHOLE_HEADS),
+            (64, 72),
+            "takes backward_tiles with whole_heads for up to 512 queries, head dims up to 64 and keys of their own for",
         ),
     ],
-    ids=["backward", "fused", "three warpgroups", "persistent", "forward", "narrow"],
+    ids=["backward", "fused", "three warpgroups", "persistent", "forward", "whole heads"],
 )
 def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, reason):
     head_dim, value_dim = head_dims
@@ -102,15 +100,57 @@ def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, rea
 
 
 @NEEDS_JAX_0_11
+def test_whole_heads_that_do_not_fit_are_refused():
+    tuning, (_, call) = MosaicGpuTuning(backward_tiles=WHOLE_HEADS), call_of()
+    assert mosaic_gpu.unsupported_reason(call, tuning) is None
+    for changed, got in (
+        (call._replace(q_len=520), "not for 520 queries, head dims of 64 and 1 heads that share keys"),
+        (call._replace(num_heads=6), "not for 512 queries, head dims of 64 and 3 heads that share keys"),
+    ):
+        assert got in mosaic_gpu.unsupported_reason(changed, tuning)
+    # The next number of tiles.
+    excess = shared_memory_excess(call._replace(q_len=513), resolve(tuning, call))
+    assert "bytes of shared memory, of which a Hopper GPU has 232,448" in excess
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_whole"),
+    [
+        ({}, True),
+        ({"q_len": 1}, True),
+        ({"head_dim": 16, "value_dim": 40}, True),
+        ({"q_len": 513}, False),
+        ({"kv_len": 513}, False),
+        ({"head_dim": 65}, False),
+        ({"value_dim": 65}, False),
+        ({"num_heads": 4}, False),
+    ],
+    ids=repr,
+)
+def test_short_heads_are_computed_as_a_whole(changes, is_whole):
+    call = call_of(CausalMask())[1]._replace(**changes)
+    for tuning in (None, MosaicGpuTuning(), MosaicGpuTuning("fused")):
+        resolved = resolve(tuning, call)
+        assert (resolved.backward_tiles == WHOLE_HEADS) == is_whole
+        assert resolved.backward == "fused" or not is_whole
+    for tuning in (MosaicGpuTuning("split"), MosaicGpuTuning(interpret=True)):
+        assert resolve(tuning, call).backward == "split"
+    tiles = MosaicBackwardTuning(block_q=128)
+    assert resolve(MosaicGpuTuning(backward_tiles=tiles), call).backward_tiles == tiles
+
+
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize(
     "tuning",
     [
         MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning()),
+        MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning()),
+        MosaicGpuTuning(backward_tiles=WHOLE_HEADS),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1)),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(block_q=128)),
         MosaicGpuTuning(backward_tiles=ONE_GRADIENT),
     ],
-    ids=["split", "one warpgroup", "tall tiles", "one gradient each"],
+    ids=["split", "fused", "whole heads", "one warpgroup", "tall tiles", "one gradient each"],
 )
 def test_tiles_for_narrow_heads_are_taken(tuning):
     assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"
@@ -152,7 +192,11 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning(3)), "or (2, 128), not (3, 64)"),
         (lambda: MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1, 128)), "or (2, 128), not (1, 128)"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
-        (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),
+        (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split', or backward_tiles with whole_heads"),
+        (lambda: MosaicGpuTuning("split", backward_tiles=WHOLE_HEADS), "with whole_heads; use backward='fused'"),
+        (lambda: MosaicBackwardTuning(whole_heads=True), "and persistent=True, not 2, 64 and False"),
+        (lambda: MosaicBackwardTuning(1, persistent=True, whole_heads=True), "num_warpgroups=2, block_q=64 and"),
+        (lambda: MosaicBackwardTuning(2, 128, persistent=True, whole_heads=True), "not 2, 128 and True"),
     ],
 )
 def test_tunings_refuse_what_cannot_run(make, message):
@@ -168,26 +212,38 @@ def test_tunings_are_values():
 OFFSET_WEIGHTS = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
 
 
+def offset_columns(delta, lse, call) -> np.ndarray:
+    """The columns that the preprocess kernel writes, padded to whole programs for it."""
+    num_rows = delta.shape[-1]
+    given = [None if x is None else jnp.pad(jnp.asarray(x, jnp.float32), [(0, 0)] * 2 + [(0, -num_rows % 64)])
+             for x in (delta, lse)]  # fmt: skip
+    columns, no_zeros = preprocess(*given, None, call, machine_of(MosaicGpuTuning(interpret=True)))
+    assert (columns.dtype, no_zeros) == (call.dtype, None)
+    return np.asarray(columns, np.float64)[..., :num_rows, :]
+
+
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype, rng):
     exponents = rng.uniform(-6, 8, (2, 3, 64))
     offset = (rng.choice([-1.0, 1.0], exponents.shape) * 10**exponents).astype(np.float32)
     call = call_of(dtype=dtype, scale=1.0)[1]
-    columns = np.asarray(jax.jit(lambda x: offset_columns(-x, x, call=call))(offset), np.float64)
+    columns = offset_columns(-offset, offset, call)
     # Float16's least normal number, times the least weight, is where it ends.
     np.testing.assert_allclose(columns[..., :4] @ OFFSET_WEIGHTS, offset, rtol=2**-20, atol=2**-28)
     np.testing.assert_array_equal(columns[..., 4:8], -columns[..., :4])
     assert not columns[..., 8:].any()
-    alone = np.asarray(offset_columns(-offset, call=call), np.float64)
+    alone = offset_columns(-offset, None, call)
     np.testing.assert_array_equal(alone[..., :4], columns[..., :4])
     assert not alone[..., 4:].any()
 
 
+@NEEDS_JAX_0_11
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_an_endless_offset_is_a_large_one(dtype):
-    endless = jnp.array([[[jnp.inf, 1e30, -jnp.inf]]])
+    endless = np.array([[[np.inf, 1e30, -np.inf]]])
     # lse of a row that attends to nothing is −inf, and stands for a huge one.
-    columns = np.asarray(offset_columns(endless[..., :2], endless[..., 1:], call=call_of(dtype=dtype)[1]), np.float64)
+    columns = offset_columns(endless[..., :2], endless[..., 1:], call_of(dtype=dtype)[1])
     assert np.isfinite(columns).all()
     assert (columns[..., [0, 4]] * 2.0**15 <= -(2.0**30)).all()
 
@@ -220,14 +276,28 @@ def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
     assert not columns[..., 8:].any()
 
 
+def parts_of(offset: np.ndarray) -> np.ndarray:
+    """An offset's four bfloat16 numbers, in the order of their weights; NaN's first one is NaN, and so are the rest."""
+    rest, parts = np.clip(offset.astype(np.float32), np.float32(-1e38), np.float32(1e38)), []
+    for weight in OFFSET_WEIGHTS.astype(np.float32):
+        parts.append((rest / weight).astype(jnp.bfloat16).astype(np.float32))
+        rest = rest - parts[-1] * weight
+    return np.stack(parts, -1)
+
+
 @NEEDS_JAX_0_11
-def test_the_preprocess_kernel_writes_what_xla_does_of_wild_numbers(rng):
-    wild = [np.inf, -np.inf, np.nan, 1e30, -1e30, 3e38, -3e38, 1e-30, 1e-40, 0.0, -0.0]
-    delta, lse = (jnp.asarray(rng.choice(wild, (2, 1, 64)), jnp.float32) for _ in range(2))
-    call = call_of(scale=float(rng.uniform(0.05, 2)))[1]
-    columns, _ = preprocess(delta, lse, (1, 8, 1, 64), call, machine_of(MosaicGpuTuning(interpret=True)))
-    expected = jax.jit(functools.partial(offset_columns, call=call))(delta, lse)
-    np.testing.assert_array_equal(np.asarray(columns, np.float32), np.asarray(expected, np.float32))
+def test_the_preprocess_kernel_knows_wild_numbers(rng):
+    wild = [np.inf, -np.inf, np.nan, 1e30, -1e30, 3e38, -3e38, 1e-30, 0.0, -0.0]
+    delta, lse = rng.choice(wild, (2, 2, 1, 64)).astype(np.float32)
+    # A power of two, by which a quotient is exact.
+    call = call_of(scale=float(2.0 ** rng.integers(-4, 2)))[1]
+    columns = offset_columns(delta, lse, call)
+    np.testing.assert_array_equal(columns[..., :4], parts_of(-delta))
+    is_huge = lse == -np.inf
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(columns[~is_huge, 4:8], parts_of(-lse / np.float32(call.scale))[~is_huge])
+    assert (columns[is_huge, 4] * 2.0**15 <= -(2.0**30)).all()
+    assert not columns[..., 8:].any()
 
 
 def random_call(rng, head_dim: int, value_dim: int):
@@ -251,7 +321,7 @@ def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
         return values[rng.integers(len(values))]
 
     fused, wide = holds_both and one_of(False, True), not holds_both or one_of(False, True)
-    num_warpgroups, block_q = one_of((1, 64), (2, 128)) if fused else (one_of(1, 2, 3), one_of(64, 128))
+    num_warpgroups, block_q = one_of((1, 64), (2, 64), (2, 128)) if fused else (one_of(1, 2, 3), one_of(64, 128))
     if widest > 128 and holds_both:
         num_warpgroups, block_q = 2, 64
     tiles_dq = {"block_kv_dq": one_of(64, 128), "num_stages_dq": one_of(1, 2, 3)}
@@ -262,15 +332,22 @@ def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
             num_warpgroups, block_q, one_of(1, 2, 3), persistent=widest <= 128 and one_of(False, True), **tiles_dq
         )
     )
+    if fused and widest <= 64 and one_of(False, True):
+        backward = dataclasses.replace(WHOLE_HEADS, num_stages=one_of(1, 2, 3))
     persistent = widest <= 128 and one_of(False, True)
     forward = MosaicForwardTuning(one_of(1, 2, 3), one_of(64, 128, 192, 256), one_of(1, 2, 3), True, persistent)
     return MosaicGpuTuning("fused" if fused else "split", forward, backward)
 
 
 @NEEDS_JAX_0_11
-@pytest.mark.parametrize("backward", ["fused", "split"])
-def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backward):
-    inputs, call = call_of(CausalMask())
+@pytest.mark.parametrize(
+    ("backward", "length", "num_kernels", "has_zeros"),
+    # Forward and preprocess, and one for all gradients, or one for dK and dV and one for dQ.
+    [("fused", 1024, 3, True), ("fused", 512, 3, False), ("split", 512, 4, False)],
+    ids=["fused", "whole heads", "split"],
+)
+def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backward, length, num_kernels, has_zeros):
+    inputs, call = call_of(CausalMask(), length=length)
     tuning = resolve(MosaicGpuTuning(backward), call)
 
     def lower() -> str:
@@ -281,10 +358,9 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
         return jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
 
     text = lower()
-    # The forward, and either preprocess and one kernel for all gradients, or one for dK and dV and one for dQ.
-    assert text.count("mosaic_gpu_v2") == 3
+    assert text.count("mosaic_gpu_v2") == num_kernels
     zeros = f"tensor<{inputs.query.size // 1024}x1024xf32>"
-    assert (zeros in text) == (backward == "fused")
+    assert (zeros in text) == has_zeros
     assert lower() == text
 
 
@@ -354,8 +430,9 @@ def test_no_tile_of_keys_is_longer_than_the_backend_says():
         MosaicBackwardTuning(1),
         MosaicBackwardTuning(2, persistent=True, num_l2_heads=1),
         MosaicBackwardTuning(one_gradient_per_warpgroup=True),
+        WHOLE_HEADS,
     ],
-    ids=["one block", "persistent", "one gradient"],
+    ids=["one block", "persistent", "one gradient", "whole heads"],
 )
 def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
     q_len, kv_len = 64, 384
@@ -369,7 +446,7 @@ def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
     def gradients(key, value, num_keys):
         inputs, call = make_call(query, key, value, CausalMask(), query_positions=positions, return_lse=True)
         call, inputs = call._replace(target=H200), inputs._replace(num_keys=num_keys)
-        tuning = resolve(MosaicGpuTuning("split", backward_tiles=tiles, interpret=True), call)
+        tuning = resolve(MosaicGpuTuning(backward_tiles=tiles, interpret=True), call)
         return mosaic_gpu.backward(inputs, call, tuning, Cotangent(d_output, lse, delta))
 
     block = tiles.block_kv
@@ -524,7 +601,7 @@ def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
 def test_heads_that_share_keys_have_no_persistent_backward(monkeypatch):
     tiles = MosaicBackwardTuning(persistent=True)
     monkeypatch.setattr(tunings, "FUSED", {TunedCall(64, "causal", 4096): tiles})
-    array, shared = (jnp.ones((2, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    array, shared = (jnp.ones((2, 1024, heads, 64), jnp.bfloat16) for heads in (4, 2))
     for keys, persistent in ((array, True), (shared, False)):
         _, call = make_call(array, keys, keys, CausalMask())
         resolved = resolve(MosaicGpuTuning("fused"), call._replace(target=H200))

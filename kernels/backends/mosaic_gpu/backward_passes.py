@@ -112,6 +112,13 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
         plgpu.copy_smem_to_gmem(smem, ref.at[self.block.batch, rows, self.block.head, columns])
 
 
+class HeadRoles(NamedTuple):
+    """What a consumer does before the first and after the last block of a head that one program computes."""
+
+    begin: Callable[[BackwardContext], None]
+    end: Callable[[BackwardContext], None]
+
+
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
     # The halves of a fused dQ are 64 wide, too.
@@ -134,6 +141,7 @@ def launch_pass(
     transposed: bool,
     persistent: bool = False,
     shift: int | None = None,
+    of_heads: HeadRoles | None = None,
 ) -> list[Any]:
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
@@ -144,6 +152,8 @@ def launch_pass(
       persistent: whether programs take one block after another from a tile scheduler. The barriers have `claims`.
       shift: each block starts so many tiles after the one at which the block before it started; None: with its own
         first tile.
+      of_heads: each persistent program computes all blocks of one head after another, and writes the head's dQ, too,
+        which is returned first.
     """
     if arrays.lse is not None:
         arrays = arrays._replace(lse=finite_lse(arrays.lse) * LOG2_E)
@@ -156,10 +166,12 @@ def launch_pass(
     num_l2_heads = tuning.num_l2_heads * (1 if transposed else call.group_size)
     batch, length, num_heads, _ = outputs[0].shape
     num_blocks = pl.cdiv(length, block_length)
+    if of_heads is not None:
+        operands, outputs = arrays[:11], [arrays.query, *outputs]
     scheduler = TileScheduler(
         batch,
         num_heads,
-        num_blocks,
+        num_blocks if of_heads is None else 1,
         num_l2_heads,
         last_blocks_first=not transposed,
         num_multiprocessors=machine.num_multiprocessors(call.target) if persistent else None,
@@ -180,7 +192,9 @@ def launch_pass(
         # A program's only block is the same for all of its roles.
         return program if persistent else context_of(program, scheduler.block(number))
 
-    def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim):
+    def for_each_block(
+        role, given: _PersistentProgram | BackwardContext, next_claim, head_roles: HeadRoles | None = None
+    ):
         num_blocks_in_use = None if given.gmem.num_blocks_in_use is None else given.gmem.num_blocks_in_use[0]
         if isinstance(given, BackwardContext):
             if num_blocks_in_use is None:
@@ -195,6 +209,22 @@ def launch_pass(
             role(context)
             return context.num_steps
 
+        def visit_head(head: WorkBlock, last_num_steps):
+            context = context_of(given, head)
+            if head_roles is not None:
+                head_roles.begin(context)
+            last_num_steps = jax.lax.fori_loop(
+                0,
+                num_blocks if num_blocks_in_use is None else num_blocks_in_use,
+                lambda number, last: visit(head._replace(number=number), last),
+                last_num_steps,
+            )
+            if head_roles is not None:
+                head_roles.end(context)
+            return last_num_steps
+
+        if of_heads is not None:
+            return scheduler.for_each_block(given.number, visit_head, jnp.int32(0), next_claim)
         in_use = dataclasses.replace(scheduler, num_blocks_in_use=num_blocks_in_use)
         return in_use.for_each_block(given.number, visit, jnp.int32(0), next_claim)
 
@@ -205,7 +235,7 @@ def launch_pass(
 
     def consume(consumer, given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
-        for_each_block(consumer, given, None if claims is None else claims.receive)
+        for_each_block(consumer, given, None if claims is None else claims.receive, of_heads)
         # The copy engine has read what the last block left in shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -9,9 +9,6 @@ float16 the range. The weights are the keys' constants.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -38,58 +35,31 @@ def lse_is_offset(call: AttentionCall) -> bool:
 
 
 def offset_columns(
-    delta: Float[Array, "B N T"], lse: Float[Array, "B N T"] | None = None, *, call: AttentionCall
-) -> Float[Array, "B N T 16"]:
-    """The offsets of each query, in columns for the tensor cores; `lse`, natural, where it is an offset.
+    delta: Float[Array, " rows"], lse: Float[Array, " rows"] | None = None, *, call: AttentionCall
+) -> Float[Array, "rows 16"]:
+    """The offsets of 64 queries, in columns for the tensor cores, within a kernel; `lse`, natural, where it is one.
 
     They are clipped to ±2³¹ in float16 and to ±10³⁸ in bfloat16. Float16 keeps nothing below 2⁻²⁸.
     """
-    info = jnp.finfo(call.dtype)
-    offsets = [offset[..., None] for offset in _offsets(delta, lse, call)]
-    column = jax.lax.broadcasted_iota(jnp.int32, (*delta.shape, NUM_COLUMNS), delta.ndim)
-    # XLA removes a conversion to 16 bits and back, but not this.
-    rounded = functools.partial(jax.lax.reduce_precision, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return _columns(offsets, column, rounded, call.dtype)
-
-
-def offset_columns_of_rows(
-    delta: Float[Array, " rows"], lse: Float[Array, " rows"] | None = None, *, call: AttentionCall
-) -> Float[Array, "rows 16"]:
-    """`offset_columns` of 64 queries, within a kernel."""
-    shape = (WGMMA_ROWS, NUM_COLUMNS)
-    offsets = [spread(offset, shape, rows=True) for offset in _offsets(delta, lse, call)]
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-
-    def rounded(x):
-        # The barrier is for the interpreter, whose programs XLA compiles.
-        return jax.lax.optimization_barrier(x.astype(call.dtype)).astype(jnp.float32)
-
-    return _columns(offsets, column, rounded, call.dtype)
-
-
-def _offsets(delta: Array, lse: Array | None, call: AttentionCall) -> list[Array]:
-    """What is added to dP and to the products of queries and keys, whose logits are `call.scale` times as large."""
-    return [-delta] if lse is None else [-delta, finite_lse(lse) * (-1 / call.scale)]
-
-
-def _columns(offsets: Sequence[Array], column: Array, rounded: Callable[[Array], Array], dtype) -> Array:
-    """The offsets in columns of these indices, int32; `rounded` rounds to 16 bits."""
+    # Added to dP and to the products of queries and keys, whose logits are `call.scale` times as large.
+    offsets = [-delta] if lse is None else [-delta, finite_lse(lse) * (-1 / call.scale)]
     # Below float32's largest number by as much as rounding up the first part may add.
-    largest = min(float(jnp.finfo(dtype).max) * _OFFSET_WEIGHTS[0], 1e38)
+    largest = min(float(jnp.finfo(call.dtype).max) * _OFFSET_WEIGHTS[0], 1e38)
+    shape = (WGMMA_ROWS, NUM_COLUMNS)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     # There are four digits. The compiler doesn't know that columns aren't negative, and would divide in more steps.
     index, digit = column >> 2, column & 3
-    # One loop computes every column from the offset itself. Stacked columns would need one loop, too, but it takes
-    # longer to compile.
     rest = jnp.float32(0)
     for i, offset in enumerate(offsets):
-        rest = jnp.where(index == i, offset, rest)
+        rest = jnp.where(index == i, spread(offset, shape, rows=True), rest)
     rest = jnp.clip(rest, -largest, largest)
     columns = jnp.zeros_like(rest)
     for i, weight in enumerate(_OFFSET_WEIGHTS):
-        part = rounded(rest * (1 / weight))
+        # The barrier is for the interpreter, whose programs XLA compiles: it removes a conversion to 16 bits and back.
+        part = jax.lax.optimization_barrier((rest * (1 / weight)).astype(call.dtype)).astype(jnp.float32)
         columns = jnp.where(digit == i, part, columns)
         rest = rest - part * weight
-    return columns.astype(dtype)
+    return columns.astype(call.dtype)
 
 
 def offset_weights(index: int, dtype) -> jax.Array:

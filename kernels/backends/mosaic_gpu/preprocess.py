@@ -1,4 +1,4 @@
-"""What a fused backward of heads up to 128 wide starts from: zeros, to which dQ is added, and columns of offsets.
+"""What a backward of heads up to 128 wide starts from: columns of offsets, and if fused zeros, to which dQ is added.
 
 One kernel writes both. XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than
 writing the zeros. Here other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which
@@ -21,7 +21,6 @@ from kernels.backends.mosaic_gpu.offset_columns import (
     NUM_COLUMNS,
     lse_is_offset,
     offset_columns,
-    offset_columns_of_rows,
 )
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, store_matrix
 from kernels.call import AttentionCall
@@ -31,36 +30,36 @@ _NUM_ZEROS = 1024
 _ZEROS_OF_A_STORE = 4
 
 
-def with_offsets(arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, fused: bool) -> BackwardArrays:
-    """The arrays with columns of offsets in place of delta and, where it is one, lse; if fused, with a dQ of zeros."""
+def with_offsets(
+    arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, adds_to_dq: bool = False
+) -> BackwardArrays:
+    """The arrays with columns of offsets in place of delta and, where it is one, lse; if asked, with a dQ of zeros."""
     offset_lse, loaded_lse = (arrays.lse, None) if lse_is_offset(call) else (None, arrays.lse)
-    if fused:
-        columns, zeros = preprocess(arrays.delta, offset_lse, arrays.query.shape, call, machine)
-        arrays = arrays._replace(d_query=jax.new_ref(zeros))
-    else:
-        columns = offset_columns(arrays.delta, offset_lse, call=call)
-    return arrays._replace(lse=loaded_lse, delta=None, offsets=columns)
+    zeros_shape = arrays.query.shape if adds_to_dq else None
+    columns, zeros = preprocess(arrays.delta, offset_lse, zeros_shape, call, machine)
+    d_query = None if zeros is None else jax.new_ref(zeros)
+    return arrays._replace(lse=loaded_lse, delta=None, offsets=columns, d_query=d_query)
 
 
 def preprocess(
     delta: Float[Array, "B N T"],
     lse: Float[Array, "B N T"] | None,
-    zeros_shape: tuple[int, ...],
+    zeros_shape: tuple[int, ...] | None,
     call: AttentionCall,
     machine: Hopper,
-) -> tuple[Float[Array, "B N T 16"], Float[Array, "*shape"]]:
-    """`offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512.
+) -> tuple[Float[Array, "B N T 16"], Float[Array, "*shape"] | None]:
+    """The `offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512.
 
     The zeros come of a kernel that reads delta, and so stay within the call, as those of `memory.zeroed_ref` do.
     """
-    num_rows, num_zeros = delta.size, math.prod(zeros_shape)
+    num_rows, num_zeros = delta.size, math.prod(zeros_shape or (0,))
     zeros_of_program = math.gcd(num_zeros, _NUM_ZEROS)
-    num_row_programs = num_rows // WGMMA_ROWS
+    num_row_programs, num_zero_programs = num_rows // WGMMA_ROWS, num_zeros // zeros_of_program
     given = [numbers.reshape(-1) for numbers in (delta, lse) if numbers is not None]
 
     def kernel(*refs):
-        *given_refs, columns_ref, zeros_ref = refs
-        machine.begin_kernel("_".join(("attention_preprocess", *map(str, zeros_shape))))
+        given_refs, (columns_ref, *zeros_refs) = refs[: len(given)], refs[len(given) :]
+        machine.begin_kernel("_".join(("attention_preprocess", *map(str, delta.shape))))
         program = jax.lax.axis_index("program")
 
         # First those that wait for what they load.
@@ -68,7 +67,11 @@ def preprocess(
         def write_columns():
             rows = pl.ds(program * WGMMA_ROWS, WGMMA_ROWS)
             loaded = [load_vector(ref.at[rows], rows=True, shared=False) for ref in given_refs]
-            store_matrix(columns_ref.at[rows], offset_columns_of_rows(*loaded, call=call))
+            store_matrix(columns_ref.at[rows], offset_columns(*loaded, call=call))
+
+        if zeros_shape is None:
+            return
+        (zeros_ref,) = zeros_refs
 
         @pl.when(program >= num_row_programs)
         def write_zeros():
@@ -76,12 +79,11 @@ def preprocess(
             zeros = plgpu.layout_cast(jnp.zeros((zeros_of_program,), jnp.float32), layout)
             zeros_ref.at[program - num_row_programs][...] = zeros
 
-    num_zero_programs = num_zeros // zeros_of_program
-    columns, zeros = plgpu.kernel(
+    columns, *zeros = plgpu.kernel(
         kernel,
         out_type=[
             jax.ShapeDtypeStruct((num_rows, NUM_COLUMNS), call.dtype),
-            jax.ShapeDtypeStruct((num_zero_programs, zeros_of_program), jnp.float32),
+            *([jax.ShapeDtypeStruct((num_zero_programs, zeros_of_program), jnp.float32)] if num_zeros else []),
         ],
         grid=(num_row_programs + num_zero_programs,),
         grid_names=("program",),
@@ -90,4 +92,4 @@ def preprocess(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=machine.interpret,
     )(*given)
-    return columns.reshape(*delta.shape, NUM_COLUMNS), zeros.reshape(zeros_shape)
+    return columns.reshape(*delta.shape, NUM_COLUMNS), zeros[0].reshape(zeros_shape) if zeros else None

@@ -57,6 +57,11 @@ def store_matrix(ref, matrix) -> None:
         ref[...] = matrix
 
 
+def zeros(num_columns: int, dtype) -> jax.Array:
+    """A warpgroup's zeros `[64, num_columns]`, as an accumulator's registers hold them."""
+    return plgpu.layout_cast(jnp.zeros((WGMMA_ROWS, num_columns), dtype), plgpu.Layout.WGMMA)
+
+
 def spread(vector, shape, *, rows: bool) -> jax.Array:
     """A vector as a matrix: one number for each row, or for each column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0 if rows else 1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
-from kernels.backends.mosaic_gpu.key_value_pass import key_value_scratch
+from kernels.backends.mosaic_gpu.key_value_memory import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import num_bytes
 from kernels.backends.mosaic_gpu.query_pass import query_scratch

@@ -5,7 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning, resolve
+from kernels.backends.mosaic_gpu.tuning import (
+    MAX_EQUAL_HEAD_DIM,
+    MAX_WHOLE_HEAD_DIM,
+    MAX_WHOLE_LENGTH,
+    MosaicGpuTuning,
+    resolve,
+)
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
@@ -14,8 +20,6 @@ _MAX_HEAD_DIM = 256
 # Up to a head dim of 192 beside 128, one warpgroup's registers hold both gradients of 64 keys.
 _MAX_HEAD_DIM_BESIDE_128 = 192
 _MAX_PERSISTENT_HEAD_DIM = 128
-# A warpgroup's part of dQ is at least 64 columns wide.
-_MAX_UNDIVIDED_HEAD_DIM = 64
 
 
 def unsupported_reason(call: AttentionCall, tuning: MosaicGpuTuning | None = None) -> str | None:
@@ -64,10 +68,11 @@ def _unsuited(tuning: MosaicGpuTuning, call: AttentionCall) -> str | None:
             )
         if widest > MAX_EQUAL_HEAD_DIM and tiles.persistent:
             return f"takes persistent backward_tiles for head dims up to {MAX_EQUAL_HEAD_DIM}, not {widest}"
-        if tuning.may_fuse and widest <= _MAX_UNDIVIDED_HEAD_DIM and tiles.divides_dq_by_columns:
+        if tiles.whole_heads and (widest > MAX_WHOLE_HEAD_DIM or call.q_len > MAX_WHOLE_LENGTH or call.group_size > 1):
             return (
-                "needs backward_tiles with num_warpgroups=1 or block_q=128 for a fused backward of head dims up to "
-                f"{_MAX_UNDIVIDED_HEAD_DIM}, got {widest}: two warpgroups can't share so few columns of dQ"
+                f"takes backward_tiles with whole_heads for up to {MAX_WHOLE_LENGTH} queries, head dims up to "
+                f"{MAX_WHOLE_HEAD_DIM} and keys of their own for each head, not for {call.q_len} queries, head dims of "
+                f"{got} and {call.group_size} heads that share keys"
             )
     forward_tiles = tuning.forward_tiles
     if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
