@@ -121,7 +121,7 @@ class HeadRoles(NamedTuple):
 
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
-    # The halves of a fused dQ are 64 wide, too.
+    # Products and copies of fewer columns weren't tried.
     head_dim, value_dim = (max(64, padded_head_dim(dim)) for dim in (call.head_dim, call.value_dim))
     keeps_both = tuning.one_gradient_per_warpgroup or max(head_dim, value_dim) > MAX_EQUAL_HEAD_DIM
     return (head_dim, value_dim) if keeps_both else (max(head_dim, value_dim),) * 2

@@ -17,11 +17,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays
 from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.offset_columns import (
-    NUM_COLUMNS,
-    lse_is_offset,
-    offset_columns,
-)
+from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, lse_is_offset, offset_columns
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, store_matrix
 from kernels.call import AttentionCall
 
