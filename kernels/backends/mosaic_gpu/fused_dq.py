@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.key_value_memory import Keys, KeyValueContext
+from kernels.backends.mosaic_gpu.key_value_memory import ConsumerKeys, KeyValueContext
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_matrix, zeros
 
 
-def write_ds(context: KeyValueContext, keys: Keys, ds, step) -> None:
+def write_ds(context: KeyValueContext, keys: ConsumerKeys, ds, step) -> None:
     """Gives a step's dS to all consumers."""
     memory = context.smem.ds.at[jax.lax.rem(step, context.smem.ds.shape[0])]
     for i in range(context.smem.ds.shape[1]):

@@ -44,7 +44,7 @@ class KeyValueBarriers(NamedTuple):
 KeyValueContext = BackwardContext[KeyValueSmem, KeyValueBarriers]
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """A query tile, as a consumer sees it."""
 
     slot: Any
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
     do: Any
 
 
-class Keys(NamedTuple):
+class ConsumerKeys(NamedTuple):
     """A consumer's 64 keys: index of the first, place in the block, mask, weights of offsets, accumulators."""
 
     first: Any

@@ -33,7 +33,7 @@ from kernels.backends.mosaic_gpu.key_value_memory import (
     HEAD,
     KINDS,
     TILE,
-    Keys,
+    ConsumerKeys,
     KeyValueBarriers,
     KeyValueContext,
     is_tall,
@@ -175,7 +175,7 @@ def _differentiate(context: KeyValueContext) -> None:
             # The copy engine has read what the last block left in the memory of dS.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.run_scoped(
-            lambda dk_acc, dv_acc: _accumulate(context, Keys(first, place, mask, weights, dk_acc, dv_acc)),
+            lambda dk_acc, dv_acc: _accumulate(context, ConsumerKeys(first, place, mask, weights, dk_acc, dv_acc)),
             accumulator(gmem.key.shape[-1]),
             accumulator(gmem.value.shape[-1]),
         )
@@ -194,7 +194,7 @@ def _differentiate(context: KeyValueContext) -> None:
         _store_in_persistent_program(context, first, dk, dv)
 
 
-def _accumulate(context: KeyValueContext, keys: Keys) -> None:
+def _accumulate(context: KeyValueContext, keys: ConsumerKeys) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
     tuning, gmem = context.tuning, context.gmem
     smem, barriers, num_steps = context.smem, context.barriers, context.num_steps

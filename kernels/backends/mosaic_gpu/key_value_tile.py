@@ -21,9 +21,9 @@ from kernels.backends.mosaic_gpu.key_value_memory import (
     HEAD,
     KINDS,
     TILE,
-    Keys,
+    ConsumerKeys,
     KeyValueContext,
-    Tile,
+    QueryTile,
     is_tall,
     is_wide,
 )
@@ -33,7 +33,7 @@ from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_
 from kernels.masks import TileKind
 
 
-def next_tile(context: KeyValueContext, keys: Keys, step, last):
+def next_tile(context: KeyValueContext, keys: ConsumerKeys, step, last):
     """Adds a tile's part to dK and dV, and in the fused form the part of the last step's tile to dQ.
 
     Args:
@@ -50,7 +50,7 @@ def next_tile(context: KeyValueContext, keys: Keys, step, last):
     return _next_usual_tile(context, keys, step, last)
 
 
-def _next_usual_tile(context: KeyValueContext, keys: Keys, step, last):
+def _next_usual_tile(context: KeyValueContext, keys: ConsumerKeys, step, last):
     tuning, smem, barriers, warpgroup = context.tuning, context.smem, context.barriers, context.warpgroup
     slot = barriers.q.slot(step)
     k, v = _own_keys(context, keeps_addresses=is_tall(tuning) and not tuning.persistent)
@@ -91,7 +91,7 @@ def _next_usual_tile(context: KeyValueContext, keys: Keys, step, last):
     return tile.number, tile.head
 
 
-def _give_ds_and_add_last_dq(context: KeyValueContext, keys: Keys, ds, step, last, add_products) -> None:
+def _give_ds_and_add_last_dq(context: KeyValueContext, keys: ConsumerKeys, ds, step, last, add_products) -> None:
     """Gives dS to the other consumers, issues products, and adds the part of the last step, of the tile `last`, to dQ.
 
     The last step's dQ is computed in this one. So consumers may run half a step apart, and one computes P while the
@@ -115,7 +115,7 @@ def _give_ds_and_add_last_dq(context: KeyValueContext, keys: Keys, ds, step, las
     pl.run_scoped(multiply_all, dq_accumulator(context))
 
 
-def _next_tile_of_whole_head(context: KeyValueContext, keys: Keys, step, last):
+def _next_tile_of_whole_head(context: KeyValueContext, keys: ConsumerKeys, step, last):
     """`next_tile` with one buffer of dS, which the last step's dQ frees while this one's P is computed."""
     call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
     slot = barriers.q.slot(step)
@@ -162,7 +162,7 @@ def _next_tile_of_whole_head(context: KeyValueContext, keys: Keys, step, last):
     return tile.number, tile.head
 
 
-def _next_wide_tile(context: KeyValueContext, keys: Keys, step, last):
+def _next_wide_tile(context: KeyValueContext, keys: ConsumerKeys, step, last):
     """`next_tile` with registers for one float32 tile beside dK and dV; see `is_wide`."""
     call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
     warpgroup, slot = context.warpgroup, barriers.q.slot(step)
@@ -226,12 +226,12 @@ def _own_keys(context: KeyValueContext, *, keeps_addresses: bool) -> tuple[Any, 
     return context.smem.k.at[rows], context.smem.v.at[rows]
 
 
-def _read_tile(context: KeyValueContext, slot) -> Tile:
+def _read_tile(context: KeyValueContext, slot) -> QueryTile:
     """A stage's query tile, which has arrived, and what the producer says of it."""
     smem = context.smem
     head = smem.steps[slot, HEAD] if context.call.group_size > 1 else context.block.head
     own_kind = KINDS if context.gmem.rows.warpgroup_bounds is None else KINDS + context.warpgroup
-    return Tile(slot, smem.steps[slot, TILE], head, smem.steps[slot, own_kind], smem.q.at[slot], smem.do.at[slot])
+    return QueryTile(slot, smem.steps[slot, TILE], head, smem.steps[slot, own_kind], smem.q.at[slot], smem.do.at[slot])
 
 
 def _unless_empty(context: KeyValueContext, kind, differentiate, pass_over) -> Any:
@@ -241,7 +241,7 @@ def _unless_empty(context: KeyValueContext, kind, differentiate, pass_over) -> A
     return jax.lax.cond(kind == TileKind.EMPTY, pass_over, differentiate)
 
 
-def _start_s_and_dp(context: KeyValueContext, keys: Keys, tile: Tile, k, v, s_acc, dp_acc) -> None:
+def _start_s_and_dp(context: KeyValueContext, keys: ConsumerKeys, tile: QueryTile, k, v, s_acc, dp_acc) -> None:
     """Issues the products S = KQᵀ and dP = V dOᵀ of a tile, less the offsets lse and delta."""
     smem = context.smem
 
@@ -258,7 +258,7 @@ def _start_s_and_dp(context: KeyValueContext, keys: Keys, tile: Tile, k, v, s_ac
 
 
 def _p_and_ds(
-    context: KeyValueContext, keys: Keys, tile: Tile, s_acc, dp_acc, *, num_products_since: int = 0
+    context: KeyValueContext, keys: ConsumerKeys, tile: QueryTile, s_acc, dp_acc, *, num_products_since: int = 0
 ) -> tuple[Any, Any]:
     """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV.
 
