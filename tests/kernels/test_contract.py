@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from kernels import (
     TritonTuning,
     dot_product_attention,
 )
-from kernels.backends.mosaic_gpu.tuning import WHOLE_HEADS
 from tests.kernels.contract_cases import CASES, CAUSAL, SPOILED, WIDE, Case, has_fused_backward
 from tests.kernels.spelled_out import allowed_keys, spelled_out
 
@@ -346,53 +346,31 @@ def test_mosaic_gpu_in_persistent_programs_of_many_blocks(num_warpgroups, rng):
 @pytest.mark.parametrize("case", [MANY_BLOCKS, MANY_EMPTY_BLOCKS], ids=lambda case: case.name)
 @pytest.mark.parametrize("group_size", [1, 2])
 @pytest.mark.parametrize(
-    ("backward", "num_warpgroups", "block_q"),
-    [("fused", 1, 64), ("fused", 2, 64), ("fused", 2, 128), ("split", 3, 64), ("split", 2, 128)],
+    ("backward", "num_warpgroups", "block_q", "head_dim"),
+    # Tiles of 128 queries of wide heads don't fit.
+    [
+        ("fused", 1, 64, 128),
+        ("fused", 2, 64, 64),
+        ("fused", 2, 64, 128),
+        ("fused", 2, 128, 64),
+        ("split", 3, 64, 128),
+        ("split", 2, 128, 64),
+    ],
 )
 def test_mosaic_gpu_backward_in_persistent_programs_of_many_blocks(
-    backward, num_warpgroups, block_q, group_size, case, rng
+    backward, num_warpgroups, block_q, head_dim, group_size, case, rng
 ):
-    case = dataclasses.replace(case, num_heads=64, num_kv_heads=64 // group_size)
+    case = dataclasses.replace(case, num_heads=64, num_kv_heads=64 // group_size, head_dim=head_dim)
     num_blocks = case.batch * case.num_kv_heads * -(-case.kv_len // (64 * num_warpgroups))
     assert num_blocks > 2 * Target.of().num_multiprocessors
-    # Tiles of 128 queries of wide heads don't fit.
-    case = dataclasses.replace(case, head_dim=64 if block_q == 128 else int(rng.choice([64, 128])))
     tiles = MosaicBackwardTuning(num_warpgroups, block_q, num_l2_heads=3, persistent=True)
     attend = through_implementation(case, MosaicGpuTuning(backward, backward_tiles=tiles))
     run_case(case, rng, attend, dtype=jnp.bfloat16)
 
 
-# More heads than multiprocessors, and blocks of keys that no query sees.
-MANY_HEADS = dataclasses.replace(
-    MANY_BLOCKS, name="many_heads", q_len=200, kv_len=390, num_heads=150, num_kv_heads=150, value_dim=40
-)
-FEW_HEADS = dataclasses.replace(MANY_HEADS, name="few_heads", q_len=100, kv_len=200, num_heads=3, num_kv_heads=3)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("changes", [{}, {"segments": None}, {"q_len": 512, "kv_len": 512}, {"sinks": True}], ids=repr)
-def test_mosaic_gpu_backward_of_whole_heads(changes, dtype, rng):
-    case = dataclasses.replace(MANY_HEADS, **changes)
-    assert case.batch * case.num_heads > 2 * Target.of().num_multiprocessors
-    run_case(case, rng, through_implementation(case, MosaicGpuTuning(backward_tiles=WHOLE_HEADS)), dtype=dtype)
-
-
-@pytest.mark.gpu
-def test_mosaic_gpu_backward_of_whole_heads_gives_the_same_bits_in_every_run(rng):
-    arrays, keywords, cotangents = MANY_HEADS.inputs(rng, jnp.bfloat16)
-    attend = through_implementation(MANY_HEADS, MosaicGpuTuning(backward_tiles=WHOLE_HEADS))
-    run = jax.jit(functools.partial(value_and_gradients, functools.partial(attend, keywords=keywords), with_lse=True))
-    first, *others = (jax.tree.leaves(run(arrays, cotangents)) for _ in range(5))
-    for other in others:
-        for x, y in zip(first, other, strict=True):
-            np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [MANY_BLOCKS, MANY_HEADS], ids=lambda case: case.name)
-def test_mosaic_gpu_in_persistent_programs_under_vmap(case, rng):
-    case = dataclasses.replace(case, segments=None)
+def test_mosaic_gpu_in_persistent_programs_under_vmap(rng):
+    case = dataclasses.replace(MANY_BLOCKS, segments=None)
     attend = through_implementation(
         case, MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True, num_l2_heads=3))
     )
@@ -408,11 +386,13 @@ def test_mosaic_gpu_in_persistent_programs_under_vmap(case, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["fused", "split"])
+@pytest.mark.parametrize(("num_warpgroups", "block_q"), [(1, 64), (2, 128)])
 @pytest.mark.parametrize(
     "case", [case for case in LONG if case.name != "numpy_mask"], ids=lambda case: f"{case.name}-{case.q_len}"
 )
-def test_mosaic_gpu_with_three_heads_at_once(case, backward, rng):
-    tuning = MosaicGpuTuning(backward, MosaicForwardTuning(1, num_l2_heads=3), MosaicBackwardTuning(1, num_l2_heads=3))
+def test_mosaic_gpu_with_three_heads_at_once(case, num_warpgroups, block_q, backward, rng):
+    tiles = MosaicBackwardTuning(num_warpgroups, block_q, num_l2_heads=3)
+    tuning = MosaicGpuTuning(backward, MosaicForwardTuning(1, num_l2_heads=3), tiles)
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
@@ -473,39 +453,28 @@ def test_mosaic_gpu_interpreted_in_persistent_programs(name, num_warpgroups, rng
     run_case(case, rng, through_implementation(case, persistent_and_interpreted(num_warpgroups)), dtype=jnp.bfloat16)
 
 
-INTERPRETED_WHOLE_HEADS = dataclasses.replace(INTERPRETED, backward="fused", backward_tiles=WHOLE_HEADS)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
-@pytest.mark.parametrize(
-    "case", [*named("causal_offset", "packed", "soft_cap", "value_dim"), FEW_HEADS], ids=lambda case: case.name
-)
-def test_mosaic_gpu_interpreted_in_programs_of_whole_heads(case, rng):
-    run_case(case, rng, through_implementation(case, INTERPRETED_WHOLE_HEADS), dtype=jnp.bfloat16)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
-@by_name(
-    ("case", "tuning"),
-    [(FEW_EMPTY_BLOCKS, persistent_and_interpreted(1)), (FEW_HEADS, INTERPRETED_WHOLE_HEADS)],
-)
-def test_a_persistent_programs_producer_may_be_late(case, tuning, rng, monkeypatch):
+def lateness(monkeypatch, warpgroup: int) -> Iterator[int]:
+    """Lets a warpgroup of interpreted programs begin to wait late, and counts how often it did."""
     # The interpreter lets nobody choose the order of its threads (seen in JAX 0.11.2).
     from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
 
     wait, num_late = Barrier.wait, itertools.count()
 
-    producer = tuning.backward_tiles.num_warpgroups
-
     def wait_late(barrier, thread, *args, **keywords):
-        if thread.warpgroup_id == producer:
+        if thread.warpgroup_id == warpgroup:
             next(num_late)
             time.sleep(0.02)
         return wait(barrier, thread, *args, **keywords)
 
     monkeypatch.setattr(Barrier, "wait", wait_late)
-    run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
-    assert next(num_late) > 10
+    return num_late
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+def test_a_persistent_programs_producer_may_be_late(rng, monkeypatch):
+    tuning, late = persistent_and_interpreted(1), lateness(monkeypatch, warpgroup=1)
+    run_case(FEW_EMPTY_BLOCKS, rng, through_implementation(FEW_EMPTY_BLOCKS, tuning), dtype=jnp.bfloat16)
+    assert next(late) > 10
 
 
 INTERPRETED_TRITON = TritonTuning(

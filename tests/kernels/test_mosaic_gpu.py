@@ -24,8 +24,6 @@ from kernels import (
 )
 from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
-from kernels.backends.mosaic_gpu.machine import machine_of
-from kernels.backends.mosaic_gpu.preprocess import preprocess
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import WHOLE_HEADS, TunedCall, resolve
 from kernels.call import Cotangent, make_call
@@ -88,7 +86,7 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
         (
             MosaicGpuTuning(backward_tiles=WHOLE_HEADS),
             (64, 72),
-            "takes backward_tiles with whole_heads for up to 512 queries, head dims up to 64 and keys of their own for",
+            "takes backward_tiles with whole_heads for up to 512 queries, head dims up to 64 and as many heads of keys",
         ),
     ],
     ids=["backward", "fused", "three warpgroups", "persistent", "forward", "whole heads"],
@@ -97,46 +95,6 @@ def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, rea
     head_dim, value_dim = head_dims
     with pytest.raises(ValueError, match=reason):
         select_backend(call_of(head_dim=head_dim, value_dim=value_dim)[1], tuning)
-
-
-@NEEDS_JAX_0_11
-def test_whole_heads_that_do_not_fit_are_refused():
-    tuning, (_, call) = MosaicGpuTuning(backward_tiles=WHOLE_HEADS), call_of()
-    assert mosaic_gpu.unsupported_reason(call, tuning) is None
-    for changed, got in (
-        (call._replace(q_len=520), "not for 520 queries, head dims of 64 and 1 heads that share keys"),
-        (call._replace(num_heads=6), "not for 512 queries, head dims of 64 and 3 heads that share keys"),
-    ):
-        assert got in mosaic_gpu.unsupported_reason(changed, tuning)
-    # The next number of tiles.
-    excess = shared_memory_excess(call._replace(q_len=513), resolve(tuning, call))
-    assert "bytes of shared memory, of which a Hopper GPU has 232,448" in excess
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_whole"),
-    [
-        ({}, True),
-        ({"q_len": 1}, True),
-        ({"head_dim": 16, "value_dim": 40}, True),
-        ({"q_len": 513}, False),
-        ({"kv_len": 513}, False),
-        ({"head_dim": 65}, False),
-        ({"value_dim": 65}, False),
-        ({"num_heads": 4}, False),
-    ],
-    ids=repr,
-)
-def test_short_heads_are_computed_as_a_whole(changes, is_whole):
-    call = call_of(CausalMask())[1]._replace(**changes)
-    for tuning in (None, MosaicGpuTuning(), MosaicGpuTuning("fused")):
-        resolved = resolve(tuning, call)
-        assert (resolved.backward_tiles == WHOLE_HEADS) == is_whole
-        assert resolved.backward == "fused" or not is_whole
-    for tuning in (MosaicGpuTuning("split"), MosaicGpuTuning(interpret=True)):
-        assert resolve(tuning, call).backward == "split"
-    tiles = MosaicBackwardTuning(block_q=128)
-    assert resolve(MosaicGpuTuning(backward_tiles=tiles), call).backward_tiles == tiles
 
 
 @NEEDS_JAX_0_11
@@ -207,97 +165,6 @@ def test_tunings_refuse_what_cannot_run(make, message):
 def test_tunings_are_values():
     assert dataclasses.replace(MosaicForwardTuning(), num_stages=3) == MosaicForwardTuning(num_stages=3)
     assert hash(MosaicGpuTuning()) == hash(MosaicGpuTuning())
-
-
-OFFSET_WEIGHTS = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
-
-
-def offset_columns(delta, lse, call) -> np.ndarray:
-    """The columns that the preprocess kernel writes, padded to whole programs for it."""
-    num_rows = delta.shape[-1]
-    given = [None if x is None else jnp.pad(jnp.asarray(x, jnp.float32), [(0, 0)] * 2 + [(0, -num_rows % 64)])
-             for x in (delta, lse)]  # fmt: skip
-    columns, no_zeros = preprocess(*given, None, call, machine_of(MosaicGpuTuning(interpret=True)))
-    assert (columns.dtype, no_zeros) == (call.dtype, None)
-    return np.asarray(columns, np.float64)[..., :num_rows, :]
-
-
-@NEEDS_JAX_0_11
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_an_offset_in_columns_of_16_bits_keeps_its_bits(dtype, rng):
-    exponents = rng.uniform(-6, 8, (2, 3, 64))
-    offset = (rng.choice([-1.0, 1.0], exponents.shape) * 10**exponents).astype(np.float32)
-    call = call_of(dtype=dtype, scale=1.0)[1]
-    columns = offset_columns(-offset, offset, call)
-    # Float16's least normal number, times the least weight, is where it ends.
-    np.testing.assert_allclose(columns[..., :4] @ OFFSET_WEIGHTS, offset, rtol=2**-20, atol=2**-28)
-    np.testing.assert_array_equal(columns[..., 4:8], -columns[..., :4])
-    assert not columns[..., 8:].any()
-    alone = offset_columns(-offset, None, call)
-    np.testing.assert_array_equal(alone[..., :4], columns[..., :4])
-    assert not alone[..., 4:].any()
-
-
-@NEEDS_JAX_0_11
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_an_endless_offset_is_a_large_one(dtype):
-    endless = np.array([[[np.inf, 1e30, -np.inf]]])
-    # lse of a row that attends to nothing is −inf, and stands for a huge one.
-    columns = offset_columns(endless[..., :2], endless[..., 1:], call_of(dtype=dtype)[1])
-    assert np.isfinite(columns).all()
-    assert (columns[..., [0, 4]] * 2.0**15 <= -(2.0**30)).all()
-
-
-@NEEDS_JAX_0_11
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("has_lse", [True, False])
-def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
-    shape = (int(rng.integers(1, 3)), int(rng.integers(1, 4)), 64 * int(rng.integers(1, 3)))
-    delta, lse = (rng.choice([-1, 1], shape) * 10 ** rng.uniform(-3, 5, shape) for _ in range(2))
-    attends_to_nothing = rng.random(shape) < 0.1
-    call = call_of(dtype=dtype, scale=float(rng.uniform(0.05, 2)))[1]
-    zeros_shape = (1, 8 * int(rng.integers(1, 4)), 1, 64)
-    columns, zeros = preprocess(
-        jnp.asarray(delta, jnp.float32),
-        jnp.asarray(np.where(attends_to_nothing, -np.inf, lse), jnp.float32) if has_lse else None,
-        zeros_shape,
-        call,
-        machine_of(MosaicGpuTuning(interpret=True)),
-    )
-    # The interpreter fills memory with NaN.
-    np.testing.assert_array_equal(np.asarray(zeros), np.zeros(zeros_shape, np.float32))
-    assert columns.dtype == dtype
-    columns = np.asarray(columns, np.float64)
-    np.testing.assert_allclose(columns[..., :4] @ OFFSET_WEIGHTS, -delta, rtol=2**-20, atol=2**-28)
-    lse_offset = columns[..., 4:8] @ OFFSET_WEIGHTS
-    expected = np.where(attends_to_nothing, lse_offset, -lse / call.scale) if has_lse else np.zeros(shape)
-    np.testing.assert_allclose(lse_offset, expected, rtol=2**-20, atol=2**-28)
-    assert not has_lse or (lse_offset[attends_to_nothing] <= -(2.0**30)).all()
-    assert not columns[..., 8:].any()
-
-
-def parts_of(offset: np.ndarray) -> np.ndarray:
-    """An offset's four bfloat16 numbers, in the order of their weights; NaN's first one is NaN, and so are the rest."""
-    rest, parts = np.clip(offset.astype(np.float32), np.float32(-1e38), np.float32(1e38)), []
-    for weight in OFFSET_WEIGHTS.astype(np.float32):
-        parts.append((rest / weight).astype(jnp.bfloat16).astype(np.float32))
-        rest = rest - parts[-1] * weight
-    return np.stack(parts, -1)
-
-
-@NEEDS_JAX_0_11
-def test_the_preprocess_kernel_knows_wild_numbers(rng):
-    wild = [np.inf, -np.inf, np.nan, 1e30, -1e30, 3e38, -3e38, 1e-30, 0.0, -0.0]
-    delta, lse = rng.choice(wild, (2, 2, 1, 64)).astype(np.float32)
-    # A power of two, by which a quotient is exact.
-    call = call_of(scale=float(2.0 ** rng.integers(-4, 2)))[1]
-    columns = offset_columns(delta, lse, call)
-    np.testing.assert_array_equal(columns[..., :4], parts_of(-delta))
-    is_huge = lse == -np.inf
-    with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(columns[~is_huge, 4:8], parts_of(-lse / np.float32(call.scale))[~is_huge])
-    assert (columns[is_huge, 4] * 2.0**15 <= -(2.0**30)).all()
-    assert not columns[..., 8:].any()
 
 
 def random_call(rng, head_dim: int, value_dim: int):

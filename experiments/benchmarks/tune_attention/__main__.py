@@ -41,7 +41,12 @@ from kernels.backends.mosaic_gpu.search_space import (
     variations,
 )
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, resolve
+from kernels.backends.mosaic_gpu.tuning import (
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    resolve,
+    tabled_backward_tiles,
+)
 from kernels.call import AttentionCall, make_call
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -99,12 +104,16 @@ class SearchArguments:
 
 
 def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning:
-    """The tiles that a call takes today, which others must beat; the search space's, if these don't serve the call."""
+    """The table's tiles for a call, which others must beat; the search space's, if these don't serve the call.
+
+    A backward's are those of longer calls, where this one takes programs of whole heads.
+    """
     tuning = backend_tuning(search, None, None)
     if unsupported_reason(call, tuning) is not None:
         return SEARCH_SPACES[search].start
-    today = resolve(tuning, call)
-    tiles = today.forward_tiles if search in FORWARD_SEARCHES else today.backward_tiles
+    if search == "fused" or search == "split":
+        return tabled_backward_tiles(search, call)
+    tiles = resolve(tuning, call).forward_tiles
     assert tiles is not None, "resolved"
     return tiles
 

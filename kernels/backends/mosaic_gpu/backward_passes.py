@@ -52,6 +52,8 @@ class BackwardArrays(NamedTuple):
     d_value: Any = None
 
 
+_D_QUERY = BackwardArrays._fields.index("d_query")
+
 SmemT = TypeVar("SmemT", bound=Any)
 BarriersT = TypeVar("BarriersT", bound=Any)
 
@@ -113,7 +115,10 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
 
 
 class HeadRoles(NamedTuple):
-    """What a consumer does before the first and after the last block of a head that one program computes."""
+    """What a consumer does before the first and after the last block of a head that one program computes.
+
+    The block of the context that they are given is the head's first.
+    """
 
     begin: Callable[[BackwardContext], None]
     end: Callable[[BackwardContext], None]
@@ -159,15 +164,15 @@ def launch_pass(
         arrays = arrays._replace(lse=finite_lse(arrays.lse) * LOG2_E)
     if persistent:
         arrays = arrays._replace(num_claimed=zeroed_ref((1,), jnp.int32, arrays.query))
-    operands: tuple[Any, ...] = arrays[:12] if transposed else arrays[:11]
-    outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
+    # A fused dQ in global memory is an operand that is added to; else it is an output or not computed.
+    writes_dq = not transposed or of_heads is not None
+    operands: tuple[Any, ...] = arrays[:_D_QUERY] if writes_dq else arrays[: _D_QUERY + 1]
+    outputs = [*([arrays.query] if writes_dq else []), *([arrays.key, arrays.value] if transposed else [])]
     block_length = tuning.block_kv if transposed else tuning.block_q_dq
     heads_per_block = call.group_size if transposed else 1
     num_l2_heads = tuning.num_l2_heads * (1 if transposed else call.group_size)
-    batch, length, num_heads, _ = outputs[0].shape
+    batch, length, num_heads, _ = outputs[-1].shape
     num_blocks = pl.cdiv(length, block_length)
-    if of_heads is not None:
-        operands, outputs = arrays[:11], [arrays.query, *outputs]
     scheduler = TileScheduler(
         batch,
         num_heads,
@@ -192,9 +197,7 @@ def launch_pass(
         # A program's only block is the same for all of its roles.
         return program if persistent else context_of(program, scheduler.block(number))
 
-    def for_each_block(
-        role, given: _PersistentProgram | BackwardContext, next_claim, head_roles: HeadRoles | None = None
-    ):
+    def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim, begin_head=None, end_head=None):
         num_blocks_in_use = None if given.gmem.num_blocks_in_use is None else given.gmem.num_blocks_in_use[0]
         if isinstance(given, BackwardContext):
             if num_blocks_in_use is None:
@@ -210,17 +213,14 @@ def launch_pass(
             return context.num_steps
 
         def visit_head(head: WorkBlock, last_num_steps):
-            context = context_of(given, head)
-            if head_roles is not None:
-                head_roles.begin(context)
+            num_visited = num_blocks if num_blocks_in_use is None else num_blocks_in_use
+            if begin_head is not None:
+                begin_head(context_of(given, head))
             last_num_steps = jax.lax.fori_loop(
-                0,
-                num_blocks if num_blocks_in_use is None else num_blocks_in_use,
-                lambda number, last: visit(head._replace(number=number), last),
-                last_num_steps,
+                0, num_visited, lambda number, last: visit(head._replace(number=number), last), last_num_steps
             )
-            if head_roles is not None:
-                head_roles.end(context)
+            if end_head is not None:
+                end_head(context_of(given, head))
             return last_num_steps
 
         if of_heads is not None:
@@ -235,7 +235,7 @@ def launch_pass(
 
     def consume(consumer, given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
-        for_each_block(consumer, given, None if claims is None else claims.receive, of_heads)
+        for_each_block(consumer, given, None if claims is None else claims.receive, *(of_heads or ()))
         # The copy engine has read what the last block left in shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -48,9 +48,9 @@ def add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
         _add_in_shared_memory(context.smem.dq.at[context.warpgroup, number], dq, predicate)
         return
     rows = pl.ds(number * context.tuning.block_q + rows.start, WGMMA_ROWS)
-    _, num_buffers, _, width = context.smem.dq.shape
+    _, num_buffers, _, width = context.smem.dq_out.shape
     for i, first in enumerate(range(0, columns.size, width)):
-        dq_smem = context.smem.dq.at[context.warpgroup, i % num_buffers]
+        dq_smem = context.smem.dq_out.at[context.warpgroup, i % num_buffers]
         # The copy engine has read what the buffer held.
         if i == 0:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -87,7 +87,7 @@ def zero_dq(context: KeyValueContext) -> None:
 
 def store_dq(context: KeyValueContext) -> None:
     """Ends a whole head: starts to write the consumer's columns of its dQ."""
-    dq, out, block = context.smem.dq.at[context.warpgroup], context.smem.dq_out.at[context.warpgroup], context.block
+    dq, out, block = context.smem.dq.at[context.warpgroup], context.smem.dq_out.at[context.warpgroup, 0], context.block
     _, columns = _dq_place(context)
 
     @pl.loop(0, dq.shape[0])

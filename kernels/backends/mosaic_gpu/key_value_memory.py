@@ -70,7 +70,8 @@ def is_tall(tuning: MosaicBackwardTuning) -> bool:
     """Whether tiles have more queries than a WGMMA tile has rows.
 
     Then dV's product is issued before dP is awaited; and in programs of one block, operands' addresses are kept across
-    steps, and dV is written after the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
+    steps, and dV is written after the last dQ. For other tiles each of these is slower, but for addresses, which whole
+    heads keep, too: see docs/hopper_kernels.md.
     """
     return tuning.block_q > WGMMA_ROWS
 
@@ -111,8 +112,18 @@ def key_value_scratch(
         tokens=token_memory(call, num_stages, block_q),
         # By 64 queries, so that what a product reads, and what a consumer stores, is in one piece.
         ds=of_keys(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS) if fused else None,
-        dq=matrix(num_consumers, *_dq_buffers(call, tuning, dq_columns), dtype=jnp.float32) if fused else None,
-        dq_out=matrix(num_consumers, WGMMA_ROWS, dq_columns, dtype=call.dtype) if tuning.whole_heads else None,
+        # A whole head's dQ so far.
+        dq=matrix(num_consumers, pl.cdiv(call.q_len, block_q), WGMMA_ROWS, dq_columns, dtype=jnp.float32)
+        if tuning.whole_heads
+        else None,
+        # In which dQ leaves: rounded, or to be added in global memory.
+        dq_out=matrix(
+            num_consumers,
+            *_dq_buffers(call, dq_columns),
+            dtype=call.dtype if tuning.whole_heads else jnp.float32,
+        )
+        if fused
+        else None,
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
         weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
@@ -133,12 +144,7 @@ def key_value_scratch(
     )
 
 
-def _dq_buffers(call: AttentionCall, tuning: MosaicBackwardTuning, num_columns: int) -> tuple[int, int, int]:
-    """A consumer's memory for its columns of dQ: number of buffers, rows and columns of each.
-
-    With whole heads a buffer for each tile, which holds its dQ so far; else those in which dQ leaves.
-    """
-    if tuning.whole_heads:
-        return pl.cdiv(call.q_len, tuning.block_q), WGMMA_ROWS, num_columns
+def _dq_buffers(call: AttentionCall, num_columns: int) -> tuple[int, int, int]:
+    """A consumer's memory for dQ on its way to global memory: number of buffers, rows and columns of each."""
     # Beside wide heads and their tokens there is no room for all columns at a time.
     return (2, WGMMA_ROWS, 32) if is_wide(call) and num_token_arrays(call) else (1, WGMMA_ROWS, num_columns)

@@ -64,7 +64,7 @@ def key_value_pass(
     elif adds_to_dq:
         arrays = arrays._replace(d_query=zeroed_ref(arrays.query.shape, jnp.float32, arrays.query))
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
-    same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
+    same_start = call.mask.same_keys_for_all_queries and not (num_token_arrays(call) or tuning.whole_heads)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
     shift = block_shift(call, tuning) if same_start else None
     *d_query, d_key, d_value = launch_pass(
@@ -187,7 +187,7 @@ def _differentiate(context: KeyValueContext) -> None:
     pl.when(context.num_steps > 0)(visit_tiles)
 
     @pl.when(context.num_steps == 0)
-    def writezeros():
+    def write_zeros():
         plgpu.barrier_wait(barriers.k)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         dk, dv = (zeros(ref.shape[-1], jnp.float32) for ref in (gmem.d_key, gmem.d_value))

@@ -127,7 +127,7 @@ def _next_tile_of_whole_head(context: KeyValueContext, keys: ConsumerKeys, step,
         pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_full))
 
         def compute(dq_acc):
-            # In a block's first step nothing comes of it.
+            # In a block's first step dS is whatever the memory held; the product isn't added.
             start_dq(context, dq_acc, step - 1)
             return *p_and_ds(), plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 

@@ -1,4 +1,4 @@
-"""What a backward of heads up to 128 wide starts from: columns of offsets, and if fused zeros, to which dQ is added.
+"""What a backward of heads up to 128 wide starts from: columns of offsets, and the zeros that a dQ is added to.
 
 One kernel writes both. XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than
 writing the zeros. Here other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which
@@ -26,14 +26,11 @@ _NUM_ZEROS = 1024
 _ZEROS_OF_A_STORE = 4
 
 
-def with_offsets(
-    arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, adds_to_dq: bool = False
-) -> BackwardArrays:
-    """The arrays with columns of offsets in place of delta and, where it is one, lse; if asked, with a dQ of zeros."""
+def with_offsets(arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *, adds_to_dq: bool) -> BackwardArrays:
+    """The arrays with columns of offsets in place of delta and, where it is one, lse; with a dQ of zeros to add to."""
     offset_lse, loaded_lse = (arrays.lse, None) if lse_is_offset(call) else (None, arrays.lse)
-    zeros_shape = arrays.query.shape if adds_to_dq else None
-    columns, zeros = preprocess(arrays.delta, offset_lse, zeros_shape, call, machine)
-    d_query = None if zeros is None else jax.new_ref(zeros)
+    columns, *zeros = preprocess(arrays.delta, offset_lse, arrays.query.shape if adds_to_dq else None, call, machine)
+    d_query = jax.new_ref(*zeros) if adds_to_dq else None
     return arrays._replace(lse=loaded_lse, delta=None, offsets=columns, d_query=d_query)
 
 
@@ -43,18 +40,26 @@ def preprocess(
     zeros_shape: tuple[int, ...] | None,
     call: AttentionCall,
     machine: Hopper,
-) -> tuple[Float[Array, "B N T 16"], Float[Array, "*shape"] | None]:
-    """The `offset_columns` of T queries, a multiple of 64, and float32 zeros, whose number is a multiple of 512.
+) -> list[Array]:
+    """The `offset_columns` of T queries, a multiple of 64, `[B, N, T, 16]`, and if a shape is given float32 zeros.
+
+    The number of zeros is a multiple of 512.
 
     The zeros come of a kernel that reads delta, and so stay within the call, as those of `memory.zeroed_ref` do.
     """
-    num_rows, num_zeros = delta.size, math.prod(zeros_shape or (0,))
+    num_rows, num_zeros = delta.size, 0 if zeros_shape is None else math.prod(zeros_shape)
     zeros_of_program = math.gcd(num_zeros, _NUM_ZEROS)
     num_row_programs, num_zero_programs = num_rows // WGMMA_ROWS, num_zeros // zeros_of_program
+    out_type = [
+        jax.ShapeDtypeStruct((num_rows, NUM_COLUMNS), call.dtype),
+        jax.ShapeDtypeStruct((num_zero_programs, zeros_of_program), jnp.float32),
+    ]
+    shapes = [(*delta.shape, NUM_COLUMNS), zeros_shape]
+    num_outputs = 1 if zeros_shape is None else 2
     given = [numbers.reshape(-1) for numbers in (delta, lse) if numbers is not None]
 
     def kernel(*refs):
-        given_refs, (columns_ref, *zeros_refs) = refs[: len(given)], refs[len(given) :]
+        given_refs, (columns_ref, *zeros_refs) = refs[:-num_outputs], refs[-num_outputs:]
         machine.begin_kernel("_".join(("attention_preprocess", *map(str, delta.shape))))
         program = jax.lax.axis_index("program")
 
@@ -65,22 +70,17 @@ def preprocess(
             loaded = [load_vector(ref.at[rows], rows=True, shared=False) for ref in given_refs]
             store_matrix(columns_ref.at[rows], offset_columns(*loaded, call=call))
 
-        if zeros_shape is None:
-            return
-        (zeros_ref,) = zeros_refs
+        for zeros_ref in zeros_refs:
 
-        @pl.when(program >= num_row_programs)
-        def write_zeros():
-            layout = plgpu.Layout.WG_STRIDED((zeros_of_program,), _ZEROS_OF_A_STORE)
-            zeros = plgpu.layout_cast(jnp.zeros((zeros_of_program,), jnp.float32), layout)
-            zeros_ref.at[program - num_row_programs][...] = zeros
+            @pl.when(program >= num_row_programs)
+            def write_zeros(zeros_ref=zeros_ref):
+                layout = plgpu.Layout.WG_STRIDED((zeros_of_program,), _ZEROS_OF_A_STORE)
+                zeros = plgpu.layout_cast(jnp.zeros((zeros_of_program,), jnp.float32), layout)
+                zeros_ref.at[program - num_row_programs][...] = zeros
 
-    columns, *zeros = plgpu.kernel(
+    outputs = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((num_rows, NUM_COLUMNS), call.dtype),
-            *([jax.ShapeDtypeStruct((num_zero_programs, zeros_of_program), jnp.float32)] if num_zeros else []),
-        ],
+        out_type=out_type[:num_outputs],
         grid=(num_row_programs + num_zero_programs,),
         grid_names=("program",),
         num_threads=1,
@@ -88,4 +88,4 @@ def preprocess(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=machine.interpret,
     )(*given)
-    return columns.reshape(*delta.shape, NUM_COLUMNS), zeros[0].reshape(zeros_shape) if zeros else None
+    return [x.reshape(shape) for x, shape in zip(outputs, shapes, strict=False)]

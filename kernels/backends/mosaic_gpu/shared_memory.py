@@ -33,7 +33,7 @@ def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[st
     return {kernel: num_bytes(each) for kernel, each in scratch.items()}
 
 
-_SETTINGS = {
+_SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "forward": ("forward_tiles", ("num_stages", "block_kv", "num_warpgroups")),
     "key_value": ("backward_tiles", ("num_stages", "block_q", "num_warpgroups")),
     "query": ("backward_tiles", ("num_stages_dq", "block_kv_dq", "num_warpgroups")),
@@ -47,6 +47,8 @@ def shared_memory_excess(call: AttentionCall, tuning: MosaicGpuTuning) -> str | 
         if size > MAX_BYTES:
             field, names = _SETTINGS[kernel]
             tiles = getattr(tuning, field)
+            if getattr(tiles, "whole_heads", False):
+                names = names[:1]  # The other settings have one value.
             settings = ", ".join(f"{name}={getattr(tiles, name)}" for name in names)
             return (
                 f"{field} of {settings} at head dim {max(call.head_dim, call.value_dim)} need {size:,} bytes of shared "

@@ -71,8 +71,8 @@ def _unsuited(tuning: MosaicGpuTuning, call: AttentionCall) -> str | None:
         if tiles.whole_heads and (widest > MAX_WHOLE_HEAD_DIM or call.q_len > MAX_WHOLE_LENGTH or call.group_size > 1):
             return (
                 f"takes backward_tiles with whole_heads for up to {MAX_WHOLE_LENGTH} queries, head dims up to "
-                f"{MAX_WHOLE_HEAD_DIM} and keys of their own for each head, not for {call.q_len} queries, head dims of "
-                f"{got} and {call.group_size} heads that share keys"
+                f"{MAX_WHOLE_HEAD_DIM} and as many heads of keys as of queries, not for {call.q_len} queries, head "
+                f"dims of {got}, {call.num_heads} heads and {call.num_kv_heads} of keys; use whole_heads=False"
             )
     forward_tiles = tuning.forward_tiles
     if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:

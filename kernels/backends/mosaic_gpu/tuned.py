@@ -1,9 +1,9 @@
 """The best tunings found, written by `python -m experiments.benchmarks.tune_attention`: edit nothing here.
 
 NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-26, chosen by hand; NVIDIA
-H100 80GB HBM3, JAX 0.11.2, 2026-11-27; NVIDIA H100 80GB HBM3, JAX 0.11.2, 2026-11-28; NVIDIA H200, JAX 0.11.2,
-2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2,
-2026-11-27, chosen by hand; NVIDIA H200, JAX 0.11.2, 2026-11-28
+H100 80GB HBM3, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; NVIDIA
+H200, JAX 0.11.2, 2026-11-27; NVIDIA H200, JAX 0.11.2, 2026-11-27, chosen by hand; NVIDIA H200, JAX 0.11.2, 2026-11-28;
+NVIDIA H200, JAX 0.11.2, 2026-11-28, chosen by hand
 
 Each key is (head dim, family of the mask, length in tokens), the fields of a `TunedCall`.
 """
@@ -43,58 +43,59 @@ FEW_BLOCKS: dict[_Key, tuple[int, int, int, bool, bool, int]] = {
     (128, "causal", 32768): (2, 128, 2, False, True, 4),
 }
 
-FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool, bool]] = {
+FUSED: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads,
-    # persistent, whole_heads
-    (32, "causal", 4096): (2, 128, 2, False, 64, 2, 12, False, False),
-    (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24, False, False),
-    (64, "causal", 512): (2, 128, 2, False, 64, 2, 1, True, False),
-    (64, "causal", 4096): (2, 128, 2, False, 64, 2, 4, True, False),
-    (64, "causal", 32768): (2, 128, 2, False, 64, 2, 2, False, False),
-    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 2, False, False),
-    (64, "narrow_window", 1024): (2, 128, 2, False, 64, 2, 48, True, False),
-    (64, "packed", 32768): (2, 128, 2, False, 64, 2, 48, False, False),
-    (128, "causal", 1024): (2, 64, 2, False, 64, 2, 8, True, False),
-    (128, "causal", 4096): (2, 64, 2, False, 64, 2, 8, True, False),
-    (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False, False),
-    (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False, False),
-    (128, "narrow_window", 128): (2, 64, 2, False, 64, 2, 48, True, False),
-    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 48, True, False),
-    (128, "narrow_window", 1024): (2, 64, 2, False, 64, 2, 24, True, False),
-    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False, False),
-    (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False, False),
-    (160, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False, False),
+    # persistent
+    (32, "causal", 4096): (2, 128, 2, False, 64, 2, 12, False),
+    (32, "causal", 32768): (2, 128, 2, False, 64, 2, 24, False),
+    (64, "causal", 512): (2, 128, 2, False, 64, 2, 1, True),
+    (64, "causal", 4096): (2, 128, 2, False, 64, 2, 4, True),
+    (64, "causal", 32768): (2, 128, 2, False, 64, 2, 2, False),
+    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 2, False),
+    (64, "narrow_window", 1024): (2, 128, 2, False, 64, 2, 48, True),
+    (64, "packed", 32768): (2, 128, 2, False, 64, 2, 48, False),
+    (128, "causal", 1024): (2, 64, 2, False, 64, 2, 8, True),
+    (128, "causal", 4096): (2, 64, 2, False, 64, 2, 8, True),
+    (128, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (128, "full", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (128, "narrow_window", 128): (2, 64, 2, False, 64, 2, 48, True),
+    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 48, True),
+    (128, "narrow_window", 1024): (2, 64, 2, False, 64, 2, 24, True),
+    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 4, False),
+    (128, "window", 32768): (2, 64, 2, False, 64, 2, 2, False),
+    (160, "causal", 32768): (2, 64, 2, False, 64, 2, 2, False),
 }
 
-SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool, bool]] = {
+SPLIT: dict[_Key, tuple[int, int, int, bool, int, int, int, bool]] = {
     # num_warpgroups, block_q, num_stages, one_gradient_per_warpgroup, block_kv_dq, num_stages_dq, num_l2_heads,
-    # persistent, whole_heads
-    (32, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False, False),
-    (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False, False),
-    (64, "causal", 512): (2, 64, 2, False, 128, 2, 4, True, False),
-    (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False, False),
-    (64, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False, False),
-    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 24, False, False),
-    (64, "narrow_window", 1024): (2, 64, 2, False, 128, 2, 4, True, False),
-    (64, "packed", 32768): (3, 64, 2, False, 64, 2, 24, False, False),
-    (128, "causal", 1024): (2, 64, 2, False, 128, 2, 4, True, False),
-    (128, "causal", 4096): (2, 64, 2, False, 128, 2, 24, False, False),
-    (128, "causal", 32768): (2, 64, 2, False, 128, 2, 24, False, False),
-    (128, "full", 32768): (2, 64, 2, False, 128, 2, 24, False, False),
-    (128, "narrow_window", 128): (2, 64, 2, False, 128, 2, 24, True, False),
-    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 24, False, False),
-    (128, "narrow_window", 512): (2, 64, 2, False, 128, 2, 24, True, False),
-    (128, "narrow_window", 1024): (2, 64, 1, False, 128, 2, 24, True, False),
-    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24, False, False),
-    (128, "window", 32768): (2, 64, 2, False, 128, 2, 24, False, False),
-    (256, "causal", 4096): (2, 64, 2, True, 64, 2, 24, False, False),
-    (256, "causal", 32768): (2, 64, 2, True, 64, 2, 24, False, False),
+    # persistent
+    (32, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False),
+    (32, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (64, "causal", 512): (2, 64, 2, False, 128, 2, 4, True),
+    (64, "causal", 4096): (2, 128, 2, False, 128, 2, 24, False),
+    (64, "causal", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (64, "narrow_window", 128): (2, 128, 2, False, 64, 2, 24, False),
+    (64, "narrow_window", 1024): (2, 64, 2, False, 128, 2, 4, True),
+    (64, "packed", 32768): (3, 64, 2, False, 64, 2, 24, False),
+    (128, "causal", 1024): (2, 64, 2, False, 128, 2, 4, True),
+    (128, "causal", 4096): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "causal", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "full", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (128, "narrow_window", 128): (2, 64, 2, False, 128, 2, 24, True),
+    (128, "narrow_window", 256): (2, 64, 2, False, 64, 2, 24, False),
+    (128, "narrow_window", 512): (2, 64, 2, False, 128, 2, 24, True),
+    (128, "narrow_window", 1024): (2, 64, 1, False, 128, 2, 24, True),
+    (128, "packed", 32768): (2, 64, 2, False, 64, 2, 24, False),
+    (128, "window", 32768): (2, 64, 2, False, 128, 2, 24, False),
+    (256, "causal", 4096): (2, 64, 2, True, 64, 2, 24, False),
+    (256, "causal", 32768): (2, 64, 2, True, 64, 2, 24, False),
 }
 
 FASTEST_BACKWARD: dict[_Key, Literal["fused", "split"]] = {
     (32, "causal", 4096): "fused",
     (32, "causal", 32768): "fused",
-    (64, "causal", 512): "fused",
+    (64, "causal", 512): "split",
+    (64, "causal", 1024): "fused",
     (64, "causal", 4096): "fused",
     (64, "causal", 32768): "fused",
     (64, "narrow_window", 128): "fused",

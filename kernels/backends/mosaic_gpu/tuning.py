@@ -310,10 +310,8 @@ MAX_WHOLE_HEAD_DIM, MAX_WHOLE_LENGTH = 64, 512
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
     """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    if tuning.backward_tiles is None and tuning.may_fuse and _has_short_heads(call):
-        tuning = dataclasses.replace(tuning, backward_tiles=WHOLE_HEADS)
-    if tuning.has_whole_heads:
-        tuning = dataclasses.replace(tuning, backward="fused")
+    if tuning.has_whole_heads or (tuning.backward_tiles is None and tuning.may_fuse and _has_short_heads(call)):
+        tuning = dataclasses.replace(tuning, backward="fused", backward_tiles=tuning.backward_tiles or WHOLE_HEADS)
     forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
     fastest = forms[_likest_key(forms, call, at_least=_wide_values(call))]
     backward = (tuning.backward or fastest) if tuning.may_fuse else "split"
@@ -321,7 +319,7 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
         tuning,
         backward=backward,
         forward_tiles=tuning.forward_tiles or _forward_tiles(call),
-        backward_tiles=tuning.backward_tiles or _backward_tiles(FUSED if backward == "fused" else SPLIT, call),
+        backward_tiles=tuning.backward_tiles or tabled_backward_tiles(backward, call),
     )
 
 
@@ -341,14 +339,21 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     return best
 
 
-def _backward_tiles(table: Mapping[TunedCall, MosaicBackwardTuning], call: AttentionCall) -> MosaicBackwardTuning:
-    """The likest call's tiles. Blocks of keys that several heads of queries share are long, as in long rows."""
+def tabled_backward_tiles(form: Literal["fused", "split"], call: AttentionCall) -> MosaicBackwardTuning:
+    """The likest call's tiles in the table, which has none of whole heads.
+
+    Blocks of keys that several heads of queries share are long, as in long rows.
+    """
+    table = FUSED if form == "fused" else SPLIT
     tiles = table[_likest_key(table, call)]
     return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
 
 
 def _has_short_heads(call: AttentionCall) -> bool:
-    """Whether programs of whole heads are faster: always where dQ fits, unless keys are many (hopper_kernels.md)."""
+    """Whether programs of whole heads serve the call, and were timed: they were faster (docs/hopper_kernels.md).
+
+    More keys than `MAX_WHOLE_LENGTH` weren't timed.
+    """
     is_narrow = max(call.head_dim, call.value_dim) <= MAX_WHOLE_HEAD_DIM
     return is_narrow and call.group_size == 1 and max(call.q_len, call.kv_len) <= MAX_WHOLE_LENGTH
 
