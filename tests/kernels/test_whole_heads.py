@@ -139,9 +139,10 @@ def test_whole_heads_that_do_not_fit_are_refused():
     ("changes", "is_whole"),
     [
         ({}, True),
-        ({"q_len": 1}, True),
+        ({"q_len": 1, "kv_len": 1}, True),
+        ({"q_len": 511}, False),
         ({"head_dim": 16, "value_dim": 40}, True),
-        ({"q_len": 513}, False),
+        ({"q_len": 513, "kv_len": 513}, False),
         ({"kv_len": 513}, False),
         ({"head_dim": 65}, False),
         ({"value_dim": 65}, False),

@@ -350,12 +350,12 @@ def tabled_backward_tiles(form: Literal["fused", "split"], call: AttentionCall) 
 
 
 def _has_short_heads(call: AttentionCall) -> bool:
-    """Whether programs of whole heads serve the call, and were timed: they were faster (docs/hopper_kernels.md).
+    """Whether programs of whole heads serve the call, and are faster (docs/hopper_kernels.md).
 
-    More keys than `MAX_WHOLE_LENGTH` weren't timed.
+    They were timed with as many keys as queries.
     """
     is_narrow = max(call.head_dim, call.value_dim) <= MAX_WHOLE_HEAD_DIM
-    return is_narrow and call.group_size == 1 and max(call.q_len, call.kv_len) <= MAX_WHOLE_LENGTH
+    return is_narrow and call.group_size == 1 and call.q_len == call.kv_len <= MAX_WHOLE_LENGTH
 
 
 def _wide_values(call: AttentionCall) -> int:
