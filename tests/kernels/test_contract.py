@@ -3,9 +3,6 @@
 import dataclasses
 import functools
 import importlib.util
-import itertools
-import time
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +23,7 @@ from kernels import (
     dot_product_attention,
 )
 from tests.kernels.contract_cases import CASES, CAUSAL, SPOILED, WIDE, Case, has_fused_backward
+from tests.kernels.late_warpgroups import lateness
 from tests.kernels.spelled_out import allowed_keys, spelled_out
 
 
@@ -130,6 +128,18 @@ def through_implementation(case, implementation, *, with_lse=True):
         )
 
     return attend
+
+
+def vmapped(attend):
+    """Attends to one element of the batch at a time, under `jax.vmap`."""
+
+    def attend_under_vmap(query, key, value, sinks, *, keywords):
+        def one(*arrays):
+            return tuple(x[0] for x in attend(*(x[None] for x in arrays), sinks, keywords=keywords))
+
+        return jax.vmap(one)(query, key, value)
+
+    return attend_under_vmap
 
 
 def named(*names):
@@ -375,13 +385,7 @@ def test_mosaic_gpu_in_persistent_programs_under_vmap(rng):
         case, MosaicGpuTuning(forward_tiles=MosaicForwardTuning(persistent=True, num_l2_heads=3))
     )
 
-    def one_by_one(query, key, value, sinks, *, keywords):
-        def one(*arrays):
-            return tuple(x[0] for x in attend(*(x[None] for x in arrays), sinks, keywords=keywords))
-
-        return jax.vmap(one)(query, key, value)
-
-    run_case(case, rng, one_by_one, dtype=jnp.bfloat16)
+    run_case(case, rng, vmapped(attend), dtype=jnp.bfloat16)
 
 
 @pytest.mark.gpu
@@ -451,23 +455,6 @@ def persistent_and_interpreted(num_warpgroups: int) -> MosaicGpuTuning:
 def test_mosaic_gpu_interpreted_in_persistent_programs(name, num_warpgroups, rng):
     case = FEW_EMPTY_BLOCKS if name == FEW_EMPTY_BLOCKS.name else named(name)[0]
     run_case(case, rng, through_implementation(case, persistent_and_interpreted(num_warpgroups)), dtype=jnp.bfloat16)
-
-
-def lateness(monkeypatch, warpgroup: int) -> Iterator[int]:
-    """Lets a warpgroup of interpreted programs begin to wait late, and counts how often it did."""
-    # The interpreter lets nobody choose the order of its threads (seen in JAX 0.11.2).
-    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import Barrier
-
-    wait, num_late = Barrier.wait, itertools.count()
-
-    def wait_late(barrier, thread, *args, **keywords):
-        if thread.warpgroup_id == warpgroup:
-            next(num_late)
-            time.sleep(0.02)
-        return wait(barrier, thread, *args, **keywords)
-
-    monkeypatch.setattr(Barrier, "wait", wait_late)
-    return num_late
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")

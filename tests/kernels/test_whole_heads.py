@@ -23,7 +23,8 @@ from kernels.backends.mosaic_gpu.shared_memory import shared_memory_excess
 from kernels.backends.mosaic_gpu.tuning import FUSED, SPLIT, WHOLE_HEADS, resolve
 from tests.kernels.contract_cases import CASES, CAUSAL, Case
 from tests.kernels.gpu_calls import call_of
-from tests.kernels.test_contract import lateness, run_case, through_implementation, value_and_gradients
+from tests.kernels.late_warpgroups import lateness
+from tests.kernels.test_contract import run_case, through_implementation, value_and_gradients, vmapped
 
 NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 INTERPRETED = MosaicGpuTuning("fused", MosaicForwardTuning(1, 64), WHOLE_HEADS, interpret=True)
@@ -73,6 +74,12 @@ def test_a_warpgroup_may_be_late(warpgroup, rng, monkeypatch):
     assert next(late) > 10
 
 
+@NEEDS_JAX_0_11
+def test_under_vmap_in_the_interpreter(rng):
+    case = dataclasses.replace(FEW_HEADS, segments=None, num_heads=1, num_kv_heads=1)
+    run_case(case, rng, vmapped(through_implementation(case, INTERPRETED)), dtype=jnp.bfloat16)
+
+
 # More heads than a GPU has multiprocessors.
 MANY_HEADS = dataclasses.replace(FEW_HEADS, name="many_heads", q_len=200, kv_len=390, num_heads=150, num_kv_heads=150)
 ON_GPUS = [
@@ -107,15 +114,7 @@ def test_the_same_bits_in_every_run(rng):
 @pytest.mark.gpu
 def test_under_vmap_on_a_gpu(rng):
     case = dataclasses.replace(MANY_HEADS, segments=None)
-    attend = through_implementation(case, ON_A_GPU)
-
-    def one_by_one(query, key, value, sinks, *, keywords):
-        def one(*arrays):
-            return tuple(x[0] for x in attend(*(x[None] for x in arrays), sinks, keywords=keywords))
-
-        return jax.vmap(one)(query, key, value)
-
-    run_case(case, rng, one_by_one, dtype=jnp.bfloat16)
+    run_case(case, rng, vmapped(through_implementation(case, ON_A_GPU)), dtype=jnp.bfloat16)
 
 
 @NEEDS_JAX_0_11
