@@ -17,6 +17,9 @@ if expected_platform() == "cpu":
     os.environ.setdefault("XLA_FLAGS", FAST_COMPILATION)
     # Triton reads this when it is imported: its kernels then run on the host.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+elif expected_platform() == "gpu":
+    # To time XLA's own kernels, of which a reference runs each once, would take half of a GPU test.
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 # Tests trace and lower many small programs. The Python call stack of each operation, which only HLO metadata shows,
 # would take a fifteenth of that time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")

@@ -158,13 +158,14 @@ def _rows_by_position(
         own, other, too_low, too_high = keys, reach, (within.highest, keys.highest), (within.lowest, keys.lowest)
     else:
         own, other, too_low, too_high = reach, keys, (keys.lowest, within.lowest), (keys.highest, within.highest)
-    # A column is met if it is high enough and low enough. Two rounds, for a zigzag shard has two runs of positions.
+    # A column is met if it is high enough and low enough. A zigzag shard has two runs of positions, and a group at most
+    # of columns of both.
     start, stop = search(
         jnp.stack([other.highest, ~other.lowest]),
         jnp.stack([own.lowest, ~own.highest]),
         tiles.start,
         tiles.stop,
-        num_rounds=2,
+        num_rounds=3,
     )
     # FULL ones come after the last column that is too low, and before the first that is too high.
     full_start = jnp.maximum(tiles.full_start, start)

@@ -1,14 +1,17 @@
 """The first and the last column in a range whose numbers are all large enough, for many rows at once.
 
-A table of the largest number of every 2^k neighbours answers a row's search in log₂ C steps, whatever order the columns
-are in.
+A row looks into the group of √C columns where its range begins, and at the largest numbers of all groups after it; then
+into the group that these lead to. So it compares with some √C columns at a time, and no array has an element for every
+row and column. A binary search would compare less, in a loop whose every step a GPU's host starts: for 131,072 tokens
+on four GPUs that took 2 ms of a training step of 86.
 
-Dimensions: B batch, R rows, C columns, V numbers of a column, K = ⌊log₂ C⌋ + 1 levels.
+Dimensions: B batch, R rows, C columns, V numbers of a column, G groups of W columns.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,7 @@ def search(
     stop: Int[Array, "B R"],
     *,
     above: bool = False,
-    num_rounds: int = 1,
+    num_rounds: int = 2,
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R"]]:
     """Narrows ranges of columns to those between the first and the last that a row is looking for.
 
@@ -34,40 +37,53 @@ def search(
       thresholds: a row is looking for columns whose numbers are all at least these.
       start, stop: each row's range, with `0 ≤ start` and `stop ≤ C`; it is empty where `stop ≤ start`.
       above: the numbers must be above the thresholds.
-      num_rounds: one round finds the first and the last column if V is 1. Otherwise a round may end before it, at a
-        column among whose neighbours some have the one number and some the other, and the next goes on from there.
+      num_rounds: two find the first and the last column if V is 1. Otherwise they may end before it, at a group of
+        which some columns have the one number and some the other, and each further round passes over one of these.
 
     Returns:
       The narrowed ranges. They hold every column that the row is looking for; those without any are empty if V is 1.
     """
-    table = _largest_of_neighbours(values)
-    num_levels, num_columns = table.shape[0], table.shape[-1]
-
-    def may_hold(level: Int[Array, "V B C"], place: Int[Array, "B R"]) -> Bool[Array, "B R"]:
-        largest = jnp.take_along_axis(level, jnp.clip(place, 0, num_columns - 1)[None], axis=-1)
-        return (largest > thresholds if above else largest >= thresholds).all(0)
-
-    def narrow(step, ends):
-        first, after_last = ends
-        k = num_levels - 1 - step % num_levels
-        level, width = table[k], jnp.left_shift(jnp.int32(1), k)
-        first = jnp.where((first + width <= stop) & ~may_hold(level, first), first + width, first)
-        before = after_last - width
-        after_last = jnp.where((before >= start) & ~may_hold(level, before), before, after_last)
-        return first, after_last
-
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(num_rounds * num_levels), narrow, (start, stop))
-
-
-def _largest_of_neighbours(values: Int[Array, "V B C"]) -> Int[Array, "K V B C"]:
-    """At level k the largest of each column's number and of the 2^k − 1 after it."""
     num_columns = values.shape[-1]
-    beyond = jnp.full_like(values, jnp.iinfo(jnp.int32).min)
+    # The last column is the first one from the other end: both are looked for at once, as rows of twice the batch.
+    from_both_ends = jnp.concatenate([values, values[..., ::-1]], axis=1)
+    first, from_the_end = jnp.split(
+        _first(
+            from_both_ends,
+            jnp.concatenate([thresholds, thresholds], axis=1),
+            jnp.concatenate([start, num_columns - stop]),
+            jnp.concatenate([stop, num_columns - start]),
+            above,
+            num_rounds,
+        ),
+        2,
+    )
+    return first, num_columns - from_the_end
 
-    def double(level, width):
-        shifted = jax.lax.dynamic_slice_in_dim(jnp.concatenate([level, beyond], axis=-1), width, num_columns, axis=-1)
-        doubled = jnp.maximum(level, shifted)
-        return doubled, doubled
 
-    widths = 1 << jnp.arange(num_columns.bit_length() - 1, dtype=jnp.int32)
-    return jnp.concatenate([values[None], jax.lax.scan(double, values, widths)[1]])
+def _first(values, thresholds, start, stop, above: bool, num_rounds: int) -> Int[Array, "B R"]:
+    """The first column of a range that isn't ruled out, or the range's end."""
+    num_columns = values.shape[-1]
+    width = math.isqrt(num_columns - 1) + 1
+    num_groups = -(-num_columns // width)
+    padded = jnp.pad(values, [(0, 0), (0, 0), (0, num_groups * width - num_columns)], mode="edge")
+    groups = padded.reshape(*values.shape[:-1], num_groups, width)
+    largest = groups.max(-1)[:, :, None]  # [V, B, 1, G]
+    thresholds, end = thresholds[..., None], jnp.maximum(start, stop)
+
+    def may_be_met(numbers: Int[Array, "V B R N"]) -> Bool[Array, "B R N"]:
+        return (numbers > thresholds if above else numbers >= thresholds).all(0)
+
+    def least(columns: Int[Array, "B R N"], chosen: Bool[Array, "B R N"]) -> Int[Array, "B R"]:
+        return jnp.where(chosen, columns, end[..., None]).min(-1)
+
+    first = start
+    for _ in range(num_rounds):
+        group = jnp.minimum(first // width, num_groups - 1)
+        columns = (group * width)[..., None] + jnp.arange(width, dtype=jnp.int32)
+        within = jnp.take_along_axis(groups, group[None, ..., None], axis=2)  # [V, B, R, W]
+        later = jnp.arange(num_groups, dtype=jnp.int32)
+        first = jnp.minimum(
+            least(columns, may_be_met(within) & (columns >= first[..., None])),
+            least(later * width, may_be_met(largest) & (later > group[..., None])),
+        )
+    return first

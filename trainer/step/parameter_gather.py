@@ -188,7 +188,7 @@ class _Route:
             if self.is_of_layer_matrix:
                 return lax.all_gather(shard, self.split_axes, axis=self.split_dim, tiled=True)
             of_devices = jnp.moveaxis(lax.all_gather(shard, self.split_axes), 0, self.split_dim)
-            return lax.collapse(of_devices, self.split_dim, self.split_dim + 2)
+            return _in_one_piece(lax.collapse(of_devices, self.split_dim, self.split_dim + 2))
 
         whole = shard.astype(self.wire_dtype)
         return (self._map_rest(gather)(whole) if self.split_axes else whole).astype(self.dtype)
@@ -202,14 +202,10 @@ class _Route:
         return self._map_rest(reduce)(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
 
     def _sum_shards(self, gradient: Array) -> Array:
-        """This device's shard of the sum.
-
-        XLA would have an array in memory by the dim that is split. A matmul takes and makes a layer's matrices in any
-        order, but the embedding's rows are looked up, and added to one by one: they have to stay in one piece.
-        """
+        """This device's shard of the sum."""
         if self.is_of_layer_matrix:
             return lax.psum_scatter(gradient, self.split_axes, scatter_dimension=self.split_dim, tiled=True)
-        gradient = with_layout_constraint(gradient, Layout(tuple(range(gradient.ndim))))
+        gradient = _in_one_piece(gradient)
         shape, num_shards = gradient.shape, lax.axis_size(self.split_axes)
         before, after = shape[: self.split_dim], shape[self.split_dim + 1 :]
         shards = gradient.reshape(*before, num_shards, shape[self.split_dim] // num_shards, *after)
@@ -231,6 +227,15 @@ def _gather(route: _Route, shard: Array) -> Array:
 
 
 _gather.defvjp(lambda route, shard: (route.gather(shard), None), lambda route, _, gradient: (route.reduce(gradient),))
+
+
+def _in_one_piece(matrix: Array) -> Array:
+    """The matrix, row after row in memory.
+
+    XLA would lay it out by the dim that is split, or as the head's kernel takes it. A matmul takes and makes a layer's
+    matrices in any order, but the embedding's rows are looked up, and added to one by one.
+    """
+    return with_layout_constraint(matrix, Layout(tuple(range(matrix.ndim))))
 
 
 def _mapped_axes(mesh: Mesh) -> frozenset[str]:
