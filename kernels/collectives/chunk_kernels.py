@@ -4,7 +4,7 @@ Which of the other GPUs' chunks are needed is known on the devices only, since d
 each chunk, and nothing else is read from other GPUs. A program copies one tile of a chunk after another to shared
 memory, over NVLink where it lies in another GPU's memory, and from there to its place.
 
-Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row (R·n), L lines of a chunk, each of 256 numbers.
+Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row, L lines of a chunk, each of 256 numbers.
 """
 
 from __future__ import annotations
@@ -94,6 +94,8 @@ def peer_gather_chunks(
     num_chunks: Int[Array, " 1"],
     axis: str,
     num_multiprocessors: int | None,
+    *,
+    num_ranks: int,
 ) -> list[Float[Array, "B C L 256"]]:
     """Rows of all GPUs' chunks.
 
@@ -102,6 +104,7 @@ def peer_gather_chunks(
       sources, num_chunks: as `ChunkTables` has them.
       axis: the mesh axis of the GPUs.
       num_multiprocessors: of a GPU.
+      num_ranks: R.
     """
     num_own = arrays[0].shape[1]
 
@@ -114,7 +117,7 @@ def peer_gather_chunks(
         start_load,
         arrays,
         sources,
-        sources.shape[1] // num_own,
+        num_ranks,
         axis,
         num_multiprocessors,
         num_lines=_GATHER_LINES,

@@ -2,7 +2,7 @@
 
 The gradient brings each chunk's home: the sum over all GPUs, in float32, rounded once.
 
-Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row (R·n), l tokens of a chunk, X features.
+Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row, l tokens of a chunk, X features.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def gather_chunks(
     """
     from kernels.collectives.chunk_kernels import peer_gather_chunks
 
-    return _by_shape(peer_gather_chunks, arrays, (tables.of_row, tables.num_chunks), axis, num_multiprocessors)
+    kernel = functools.partial(peer_gather_chunks, num_ranks=tables.of_own.shape[2])
+    return _by_shape(kernel, arrays, (tables.of_row, tables.num_chunks), axis, num_multiprocessors)
 
 
 def _gather_chunks_backward(

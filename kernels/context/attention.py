@@ -58,7 +58,7 @@ class _OnMesh(NamedTuple):
     @property
     def brings(self) -> bool:
         """Whether the exchange brings the halves' inputs before the custom gradient begins."""
-        return self.exchange is not None and hasattr(exchange_module(self.exchange).part, "bring")
+        return self.exchange is not None and exchange_module(self.exchange).brings(self.call, self.split)
 
     @property
     def of_lse(self) -> P:

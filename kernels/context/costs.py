@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from kernels.call import AttentionCall
 from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
-from kernels.context.exchanges.halo import halo_of, reach_of
+from kernels.context.exchanges.halo import chunks_of_halo, halo_of, reach_of
 from kernels.context.exchanges.needed import can_leave_any, num_sent
 from kernels.context.exchanges.ring import documents_bound_hops, num_hops
 from kernels.context.split import Split
@@ -170,7 +170,10 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: b
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
         exposed = exposed / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "halo":
-        exposed *= 1.0 if links.is_torus else _SLOWER_BY_HOPS
+        if chunks_of_halo(call, split) is not None:
+            exposed /= _FASTER_BY_PEER
+        elif not links.is_torus:
+            exposed *= _SLOWER_BY_HOPS
         # A rank's own keys are put into their halo, twice with a remat policy, and their gradients are taken out of it:
         # each time they are read and written.
         own = _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)

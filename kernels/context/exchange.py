@@ -34,7 +34,10 @@ class ChosenExchange(NamedTuple):
 
 
 def exchange_module(name: Exchange) -> ModuleType:
-    """The module of an exchange: `unsupported_reason`, `local_call` and `part`, the class of one rank's part of it."""
+    """The module of an exchange: `unsupported_reason`, `local_call`, `brings`, and `part`, the class of a rank's part.
+
+    Where it `brings`, the part's `bring` is called before the custom gradient begins, and JAX differentiates it.
+    """
     return importlib.import_module(f"kernels.context.exchanges.{name}")
 
 

@@ -1,7 +1,7 @@
 """Compares attention over several devices with NumPy's; run as a program by test_context.py and test_peer.py.
 
-On CPU devices in float64, on two GPUs or four in bfloat16 or float16 by the exchange that reads their memory. For that
-one JAX stands in on the CPU.
+On CPU devices in float64, on two GPUs or four in bfloat16 or float16 by the exchanges that read their memory. For these
+JAX stands in on the CPU.
 
 Prints JSON lines: for each case the largest difference of the output and of each gradient, relative to the largest
 value, or why the exchange refuses it.
@@ -250,6 +250,9 @@ def draw_cases(rng, num_cases, of_gpus):
     numbers = (2, 4) if of_gpus else (2, 3, 4)
     meshes_of_peers = [(1, 1, number) for number in numbers if number <= jax.device_count()]
     of_peers = list(itertools.product(meshes_of_peers, masks_of_peers, DEALS, ["peer"]))
+    # A third of them are halos that are read from the neighbours' memory.
+    halos = list(itertools.product(meshes_of_peers, ("window", "both sides", "ahead"), ("in_order",), ["halo"]))
+    of_peers += halos * (len(of_peers) // (2 * len(halos)))
     of_others = list(itertools.product(MESHES, MASKS, DEALS, [name for name in EXCHANGES if name != "peer"]))
     num_of_peers = num_cases if of_gpus else num_cases // 7
     rng.shuffle(of_peers)

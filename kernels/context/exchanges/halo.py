@@ -3,6 +3,10 @@
 Ranks hold runs of consecutive tokens. Each run is a batch element of the kernel's call, with the halo around its own
 keys. A window allows the same pairs wherever a run begins, so the kernel's tiles are known ahead of time.
 
+Where ranks are a few GPUs that hold one run each, a kernel puts a run and its halo together, which it reads from the
+neighbours' memory (`halo_chunks.py`), before the custom gradient begins. So the backward pass has it, too. Elsewhere
+XLA sends the halo.
+
 Dimensions: B batch, t tokens of a rank, n runs of a rank, c = t / n tokens of a run, s = left + c + right keys.
 """
 
@@ -16,7 +20,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, Shaped
 
+from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.context.exchanges import halo_chunks
 from kernels.context.exchanges.collected import Collected
 from kernels.context.split import Split
 from kernels.masks import LocalMask, Mask
@@ -37,6 +43,11 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     if max(reach) >= run_length * (num_runs - 1):
         return f"would be all of the row, since {call.mask!r} reaches {max(reach):,} tokens far"
     return None
+
+
+def brings(call: AttentionCall, split: Split) -> bool:
+    """Whether halos are brought before the custom gradient begins."""
+    return chunks_of_halo(call, split) is not None
 
 
 def reach_of(mask: Mask) -> tuple[int, int] | None:
@@ -77,6 +88,14 @@ class Halo(Collected):
         super().__init__(inputs, call, split)
         self.num_runs = _num_runs(split)
         self.run_length = call.q_len // self.num_runs
+        self.are_brought = brings(call, split)
+
+    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
+        """What the rank holds, and keys and values with their halos; differentiable."""
+        chunks = chunks_of_halo(self.call, self.split)
+        assert chunks is not None, "brings"
+        key, value = halo_chunks.with_halos((inputs.key, inputs.value), chunks, self.split, self.call.target)
+        return inputs._replace(key=key, value=value)
 
     def queries(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n c ..."]:
         return self._runs(x).reshape(-1, self.run_length, *x.shape[2:])
@@ -85,9 +104,12 @@ class Halo(Collected):
         return x.reshape(-1, self.call.q_len, *x.shape[2:])
 
     def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B*n s ..."], ...]:
-        return tuple(map(self._with_halo, arrays))
+        return arrays if self.are_brought else tuple(map(self._with_halo, arrays))
 
     def keys_back(self, arrays: tuple[Shaped[Array, "B*n s ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
+        if self.are_brought:
+            return arrays
+
         def sum_to_owners(x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
             own = jax.ShapeDtypeStruct((x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:]), x.dtype)
             by_run = x.reshape(-1, self.num_runs, *x.shape[1:])
@@ -194,6 +216,13 @@ def halo_of(call: AttentionCall, run_length: int) -> tuple[int, int]:
     multiple = 1 if run_length % _TILE_KEYS else _TILE_KEYS
     left, right = (-(-side // multiple) * multiple for side in reach)
     return left, right
+
+
+def chunks_of_halo(call: AttentionCall, split: Split) -> halo_chunks.HaloChunks | None:
+    """The chunks by which GPUs read halos from their neighbours' memory; None: XLA sends them."""
+    if split.num_runs != 1:
+        return None
+    return halo_chunks.HaloChunks.of(call, split, *halo_of(call, call.q_len))
 
 
 def runs_of_ranks(split: Split) -> list[tuple[int, ...]]:

@@ -45,6 +45,11 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
+def brings(call: AttentionCall, split: Split) -> bool:
+    """Nothing is brought before the custom gradient begins."""
+    return False
+
+
 class Heads:
     """One rank's part.
 

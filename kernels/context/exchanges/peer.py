@@ -48,6 +48,11 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return chunk_collectives.unsupported_reason(split.run_chunk, features, call.dtype)
 
 
+def brings(call: AttentionCall, split: Split) -> bool:
+    """Keys are brought before the custom gradient begins."""
+    return True
+
+
 class Peer:
     """One rank's part.
 

@@ -33,6 +33,11 @@ from kernels.mesh import manual_axes
 _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
 
+def brings(call: AttentionCall, split: Split) -> bool:
+    """Nothing is brought before the custom gradient begins."""
+    return False
+
+
 class _TravellingKeys(NamedTuple):
     """What travels."""
 
