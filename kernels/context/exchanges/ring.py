@@ -33,11 +33,6 @@ from kernels.mesh import manual_axes
 _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Nothing is brought before the custom gradient begins."""
-    return False
-
-
 class _TravellingKeys(NamedTuple):
     """What travels."""
 
@@ -58,6 +53,11 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     return call._replace(
         has_query_positions=True, has_key_value_positions=True, has_sinks=False, position_run=position_run
     )
+
+
+def brings(call: AttentionCall, split: Split) -> bool:
+    """Nothing is brought before the custom gradient begins."""
+    return False
 
 
 class Ring:
