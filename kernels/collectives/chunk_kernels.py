@@ -164,7 +164,8 @@ def peer_sum_chunks(
                 @pl.when(place == 0)
                 def add_nothing(i=i):
                     for buffers in theirs:
-                        _store(buffers.at[i], jnp.zeros(buffers.shape[1:], jnp.float32))
+                        # Of the two zeros, the one that leaves the other one's sign, too.
+                        _store(buffers.at[i], jnp.full(buffers.shape[1:], -0.0, jnp.float32))
 
             for i, place in enumerate(places):
                 pl.when(place > 0)(functools.partial(plgpu.barrier_wait, arrived.at[i]))

@@ -170,9 +170,8 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: b
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
         exposed = exposed / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "halo":
-        if chunks_of_halo(call, split) is not None:
-            exposed /= _FASTER_BY_PEER
-        elif not links.is_torus:
+        # A halo is small: kernels that read it from the neighbours' memory are no faster than the links are taken to be.
+        if chunks_of_halo(call, split) is None and not links.is_torus:
             exposed *= _SLOWER_BY_HOPS
         # A rank's own keys are put into their halo, twice with a remat policy, and their gradients are taken out of it:
         # each time they are read and written.

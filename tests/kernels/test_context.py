@@ -113,12 +113,13 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
 
 @pytest.mark.parametrize(
     ("kind", "name", "deal", "mask", "received", "exposed_s"),
-    # Of attention alone on four GPUs: context_attention_h100.jsonl, and of windows context_attention_h200.jsonl.
+    # Of attention alone on four GPUs: context_attention_h100.jsonl, and of windows context_attention_h200.jsonl. The
+    # halo was read from the neighbours' memory.
     [
         ("NVIDIA H100 80GB HBM3", "heads", "in_order", CAUSAL, 806_879_232, 0.00338),
         ("NVIDIA H100 80GB HBM3", "gather", "zigzag", CAUSAL, 2_415_919_104, 0.01023),
         ("NVIDIA H100 80GB HBM3", "ring", "zigzag", CAUSAL, 3_221_880_832, 0.02262),
-        ("NVIDIA H200", "halo", "in_order", WINDOW, 67_108_864, 0.00067),
+        ("NVIDIA H200", "halo", "in_order", WINDOW, 67_108_864, 0.00052),
         ("NVIDIA H200", "gather", "in_order", WINDOW, 301_989_888, 0.00279),
         ("NVIDIA H200", "gather", "zigzag", WINDOW, 603_979_776, 0.00398),
     ],
@@ -128,6 +129,12 @@ def test_the_cost_model_stays_near_the_traces_that_it_was_fitted_to(kind, name, 
     cost = exchange_cost(name, call, Split.of("context", 4, deal, 131_072, None), remat=False)
     assert sum(cost.received_bytes) == pytest.approx(received, rel=1e-3)
     assert cost.exposed_seconds == pytest.approx(exposed_s, rel=0.15)
+
+
+def test_the_cost_model_stays_near_the_trace_of_a_halo_that_xla_sends():
+    split = Split.of("context", 4, "in_order", 131_072)  # nobody says that the ranks reach each other's memory
+    cost = exchange_cost("halo", call_of(WINDOW, num_ranks=4), split, remat=False)
+    assert cost.exposed_seconds == pytest.approx(0.00067, rel=0.15)
 
 
 def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
