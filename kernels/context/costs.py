@@ -75,8 +75,8 @@ _COPIES_BY_PEER, _FASTER_BY_PEER = 5, 1.4
 # The share of a ring's hops that kernels hide at best on a torus: what is sent takes some of the memory's bandwidth. On
 # GPUs they hide nothing: "Training on four H200s" in docs/benchmarks.md.
 _HIDDEN_SHARE_OF_HOPS = 0.75
-# How much longer a GPU takes for a hop, or a halo, than for as many bytes of other exchanges, and how much faster NCCL
-# gathers and sums up. Seen there, too.
+# How much longer a GPU takes for a hop, or a halo that XLA sends, than for as many bytes of other exchanges, and how
+# much faster NCCL gathers and sums up. Seen there, too.
 _SLOWER_BY_HOPS = 1.58
 _FASTER_BY_GATHER = 1.3
 # A rank's work over the mean where documents of other lengths in each row decide it, about: `chunk_costs` of random
@@ -170,7 +170,7 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: b
         whole = _key_bytes(call, split.length, call.num_kv_heads, call.dtype.itemsize)
         exposed = exposed / _FASTER_BY_PEER + _COPIES_BY_PEER * whole / links.memory_bytes_per_s
     elif name == "halo":
-        # A halo is small: kernels that read it from the neighbours' memory are no faster than the links are taken to be.
+        # Halos are small: kernels that read them from the neighbours' memory are as fast as the links are taken to be.
         if chunks_of_halo(call, split) is None and not links.is_torus:
             exposed *= _SLOWER_BY_HOPS
         # A rank's own keys are put into their halo, twice with a remat policy, and their gradients are taken out of it:

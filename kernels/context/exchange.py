@@ -34,7 +34,7 @@ class ChosenExchange(NamedTuple):
 
 
 def exchange_module(name: Exchange) -> ModuleType:
-    """The module of an exchange: `unsupported_reason`, `local_call`, `brings`, and `part`, the class of a rank's part.
+    """The module of an exchange: `unsupported_reason`, `local_call`, `brings`, and `part`, which makes a rank's part.
 
     Where it `brings`, the part's `bring` is called before the custom gradient begins, and JAX differentiates it.
     """

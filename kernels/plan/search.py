@@ -2,8 +2,8 @@
 
 A row looks into the group of √C columns where its range begins, and at the largest numbers of all groups after it; then
 into the group that these lead to. So it compares with some √C columns at a time, and no array has an element for every
-row and column. A binary search would compare less, in a loop whose every step a GPU's host starts: for 131,072 tokens
-on four GPUs that took 2 ms of a training step of 86.
+row and column. A binary search would compare less, in a loop whose every step a GPU's host starts while the GPU waits
+("Training on four H200s" in docs/benchmarks.md).
 
 Dimensions: B batch, R rows, C columns, V numbers of a column, G groups of W columns.
 """

@@ -228,12 +228,12 @@ def stand_in_for_gpus() -> None:
     chunks.gather_chunks = gather_chunks
 
 
-def draw_sizes_of_gpus(rng, mask_name, num_ranks):
-    """Such as the kernels serve, with rows of few chunks and of many."""
+def draw_sizes_of_gpus(rng, mask_name, num_ranks, exchange):
+    """Such as the kernels serve, with rows of few chunks and of many; of halos whole tiles, which they alone read."""
     num_kv_heads, head_dim, value_dim = ((1, 256, 256), (2, 128, 128), (4, 64, 64), (4, 192, 128))[rng.integers(4)]
     # A mask of eight heads is for eight.
     num_heads = 8 if mask_name == "heads" else num_kv_heads * int(rng.choice([1, 2, 3]))
-    length = num_ranks // 2 * int(rng.choice([128, 640, 1408, 2816]))
+    length = num_ranks * int(rng.choice([128, 384, 640, 1408] if exchange == "halo" else [64, 320, 704, 1408]))
     return Sizes(length, num_heads, num_kv_heads, head_dim, value_dim, str(rng.choice(["bfloat16", "float16"])))
 
 
@@ -268,7 +268,9 @@ def main(seed: int, num_cases: int) -> None:
         stand_in_for_gpus()
     for shards, mask_name, deal, exchange in draw_cases(rng, num_cases, of_gpus):
         implementations = [None] if of_gpus else [SMALL_TILES] if exchange == "peer" else ["reference", SMALL_TILES]
-        sizes = draw_sizes_of_gpus(rng, mask_name, shards[2]) if of_gpus else draw_sizes(rng, shards[2], deal, exchange)
+        sizes = draw_sizes(rng, shards[2], deal, exchange)
+        if of_gpus:
+            sizes = draw_sizes_of_gpus(rng, mask_name, shards[2], exchange)
         result = compare(rng, shards, mask_name, deal, exchange, sizes, implementations)
         case = {"mesh": shards, "mask": mask_name, "deal": deal, "exchange": exchange, "sizes": sizes}
         print(json.dumps(case | result), flush=True)

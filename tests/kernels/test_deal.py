@@ -168,7 +168,7 @@ def test_few_documents_are_parted(rng):
 
 
 def test_ranks_lack_few_tokens_of_the_documents_that_are_cut(rng):
-    """On average the rank that lacks most lacks 0.72 times what it holds, and 1.28 times if runs are dealt by cost."""
+    """On average the rank that lacks most lacks 0.75 times what it holds, and 1.28 times if runs are dealt by cost."""
     num_ranks, lacked = 8, []
     for _ in range(24):
         ids, positions = packed_row(LENGTH, lambda: rng.lognormal(np.log(4096), 0.5))
@@ -183,7 +183,7 @@ def test_ranks_lack_few_tokens_of_the_documents_that_are_cut(rng):
             is_needed[own] = False
             of_ranks.append(is_needed.sum())
         lacked.append(max(of_ranks) / (LENGTH / num_ranks))
-    assert np.mean(lacked) < 0.95
+    assert np.mean(lacked) < 1.05
 
 
 def test_the_simplest_level_deal_is_chosen():

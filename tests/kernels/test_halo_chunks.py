@@ -17,6 +17,7 @@ from kernels.context import MeshLayout, Split, attend_over_mesh
 from kernels.context.exchanges.halo import chunks_of_halo
 from kernels.context.exchanges.halo_chunks import HaloChunks
 from tests.gpu_compiler import needs_gpu_compiler
+from tests.kernels.context_on_devices import MASKS, draw_sizes_of_gpus
 from tests.kernels.test_context import call_of
 from trainer.compile.collectives import count_collectives
 from trainer.compile.hlo import parse_module
@@ -88,21 +89,37 @@ def test_the_kernels_serve_neighbours_of_one_run_each(changes, of_split, length)
 
 @needs_gpu_compiler
 @NEEDS_JAX_0_11
-def test_a_halo_is_read_once_a_layer_and_nothing_is_sent():
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_a_halo_is_read_once_a_layer_and_keys_are_not_sent(has_documents):
     devices = np.array(parse_topology("h200:4").devices()).reshape(1, 1, 4)
     mesh = Mesh(devices, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
     layout, num_layers = MeshLayout(mesh, ("data",), "context", "tensor", "in_order"), 3
 
-    def loss(weights, hidden):
+    def loss(weights, hidden, ids):
         for weight in weights:
             x = hidden * weight
-            hidden += attend_over_mesh(x, x, x, CausalMask() & LocalMask(1000, 0), layout, exchange="halo")
+            hidden += attend_over_mesh(
+                x, x, x, CausalMask() & LocalMask(1000, 0), layout, segment_ids=ids, exchange="halo"
+            )
         return hidden.astype(jnp.float32).sum()
 
     weights = jax.ShapeDtypeStruct((num_layers, 4, 64), "bfloat16", sharding=NamedSharding(mesh, P()))
     sharding = NamedSharding(mesh, P("data", "context"))
     hidden = jax.ShapeDtypeStruct((1, 16_384, 4, 64), "bfloat16", sharding=sharding)
-    compiled = jax.jit(jax.grad(loss)).lower(weights, hidden).compile()
-    totals = {total.operation: total.count for total in count_collectives(parse_module(compiled.as_text()))}
-    assert (totals["gather_chunks"], totals["sum_chunks"]) == (num_layers, num_layers)
-    assert "collective-permute" not in totals
+    ids = jax.ShapeDtypeStruct((1, 16_384), "int32", sharding=sharding) if has_documents else None
+    compiled = jax.jit(jax.grad(loss)).lower(weights, hidden, ids).compile()
+    totals = {total.operation: total for total in count_collectives(parse_module(compiled.as_text()))}
+    assert (totals["gather_chunks"].count, totals["sum_chunks"].count) == (num_layers, num_layers)
+    # Ids of documents are, of 1,024 tokens for each layer.
+    sent = totals["collective-permute"].bytes if "collective-permute" in totals else 0
+    assert sent <= num_layers * 1024 * 4 * has_documents
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("mask", ["window", "both sides", "ahead"])
+def test_halos_that_are_drawn_for_gpus_are_read(mask, num_ranks, rng):
+    for _ in range(20):
+        sizes = draw_sizes_of_gpus(rng, mask, num_ranks, "halo")._asdict()
+        sizes["dtype"] = jnp.dtype(sizes["dtype"])
+        call = call_of(MASKS[mask][0], num_ranks=num_ranks, target=H200, **sizes)
+        assert chunks_of_halo(call, Split.of("context", num_ranks, "in_order", sizes["length"], None)) is not None

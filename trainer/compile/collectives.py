@@ -46,8 +46,8 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
 
     XLA splits some collectives to overlap them with other work: into start and done, or into libtpu's chains of
     fusions. Each counts once. A collective among groups of a single device doesn't count: it is a copy at most. Of a
-    conditional's branches only the one that moves most counts. Kernels that read what documents leave of the other
-    GPUs' chunks count as if they read all.
+    conditional's branches only the one that moves most counts. Kernels that put rows together from GPUs' chunks count
+    whole rows, whatever documents leave of them, and a halo beside the GPU's own chunks.
 
     Args:
       module: the program.
@@ -91,7 +91,7 @@ def received_share(operation: str, num_ranks: int) -> float:
 def received_bytes(computation: Computation, num_ranks: int) -> float:
     """What a device receives in one run of a computation by itself, in collectives among this many ranks.
 
-    Kernels aren't counted: what they read, documents decide.
+    Kernels aren't counted: their rows hold the device's own part, too, and documents decide what else is read.
     """
     return sum(
         received_share(operation, num_ranks) * _payload(computation, instruction)

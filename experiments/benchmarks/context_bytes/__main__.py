@@ -94,7 +94,8 @@ class BytesArguments:
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "gather")
-    """gather, peer (which counts as if all keys were needed), halo, ring, heads; chosen: by the cost model."""
+    """gather, peer and a halo that GPUs read (which count as if all of their rows came from other devices), halo, ring,
+    heads; chosen: by the cost model."""
     deal: Deal | None = None
     """in_order, zigzag or by_cost; None: by the cost model."""
     limit_s: float = 1800.0

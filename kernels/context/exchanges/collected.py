@@ -1,4 +1,4 @@
-"""What gather and halo share: a rank collects what its kernel needs, and gives back what comes out.
+"""What gather and a halo that XLA sends share: a rank collects what its kernel needs, and gives back what comes out.
 
 Dimensions: B batch, t tokens of a rank, N query heads, K key/value heads, X features of a head.
 """

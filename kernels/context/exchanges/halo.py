@@ -23,6 +23,7 @@ from jaxtyping import Array, Int, Shaped
 from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.context.exchanges import halo_chunks
+from kernels.context.exchanges.brought import Brought
 from kernels.context.exchanges.collected import Collected
 from kernels.context.split import Split
 from kernels.masks import LocalMask, Mask
@@ -88,14 +89,6 @@ class Halo(Collected):
         super().__init__(inputs, call, split)
         self.num_runs = _num_runs(split)
         self.run_length = call.q_len // self.num_runs
-        self.are_brought = brings(call, split)
-
-    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
-        """What the rank holds, and keys and values with their halos; differentiable."""
-        chunks = chunks_of_halo(self.call, self.split)
-        assert chunks is not None, "brings"
-        key, value = halo_chunks.with_halos((inputs.key, inputs.value), chunks, self.split, self.call.target)
-        return inputs._replace(key=key, value=value)
 
     def queries(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B*n c ..."]:
         return self._runs(x).reshape(-1, self.run_length, *x.shape[2:])
@@ -104,12 +97,9 @@ class Halo(Collected):
         return x.reshape(-1, self.call.q_len, *x.shape[2:])
 
     def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B*n s ..."], ...]:
-        return arrays if self.are_brought else tuple(map(self._with_halo, arrays))
+        return tuple(map(self._with_halo, arrays))
 
     def keys_back(self, arrays: tuple[Shaped[Array, "B*n s ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
-        if self.are_brought:
-            return arrays
-
         def sum_to_owners(x: Shaped[Array, "B*n s ..."]) -> Shaped[Array, "B t ..."]:
             own = jax.ShapeDtypeStruct((x.shape[0] // self.num_runs, self.call.q_len, *x.shape[2:]), x.dtype)
             by_run = x.reshape(-1, self.num_runs, *x.shape[1:])
@@ -198,7 +188,22 @@ class Halo(Collected):
         return jnp.stack(found, axis=1)
 
 
-part = Halo
+class ReadHalo(Brought, Halo):
+    """One rank's part, where kernels read the halo from the neighbours' memory. See `Brought`."""
+
+    def bring(self, inputs: AttentionInputs, halves: Halves) -> AttentionInputs:
+        """The rank's queries, and its keys and values with their halos; differentiable."""
+        return self.collect(inputs)
+
+    def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B s ..."], ...]:
+        chunks = chunks_of_halo(self.call, self.split)
+        assert chunks is not None, "checked by brings"
+        return halo_chunks.with_halos(arrays, chunks, self.split, self.call.target)
+
+
+def part(inputs: AttentionInputs, call: AttentionCall, split: Split) -> Halo:
+    """One rank's part."""
+    return (ReadHalo if brings(call, split) else Halo)(inputs, call, split)
 
 
 def _num_runs(split: Split) -> int:

@@ -22,10 +22,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, Shaped
 
 from kernels.attention.core import Halves
-from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.call import AttentionCall, AttentionInputs
 from kernels.collectives import chunks as chunk_collectives
 from kernels.collectives import peer_memory
 from kernels.context.exchanges import gather
+from kernels.context.exchanges.brought import Brought
 from kernels.context.exchanges.collected import arange_like
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
 from kernels.context.split import Split, take
@@ -53,8 +54,8 @@ def brings(call: AttentionCall, split: Split) -> bool:
     return True
 
 
-class Peer:
-    """One rank's part.
+class Peer(Brought):
+    """One rank's part. See `Brought`.
 
     Args:
       inputs: what the rank holds, before or after `bring`.
@@ -84,16 +85,6 @@ class Peer:
             key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
             num_keys=rows.num_keys[:, None] if rows.is_compact else None,
         )
-
-    def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
-        """Output and lse of this rank's queries."""
-        return halves.forward(inputs._replace(places=None), local_call, halves.tuning)
-
-    def backward(
-        self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
-    ) -> Gradients:
-        """Gradients of what `bring` returned."""
-        return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
 
 
 class KeyRows(NamedTuple):
