@@ -46,8 +46,8 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
 
 
 def brings(call: AttentionCall, split: Split) -> bool:
-    """Nothing is brought before the custom gradient begins."""
-    return False
+    """Whole rows are brought before the custom gradient begins."""
+    return True
 
 
 class Heads:
