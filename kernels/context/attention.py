@@ -18,6 +18,7 @@ from kernels.attention.dispatch import choose_backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients, checked_positions, make_call
 from kernels.context.costs import Exchange
 from kernels.context.exchange import choose_exchange, exchange_module, kernel_call
+from kernels.context.exchanges.brought import Brought
 from kernels.context.layout import MeshLayout
 from kernels.context.split import Split
 from kernels.masks import Mask
@@ -48,7 +49,7 @@ class _OnMesh(NamedTuple):
     def part(self, inputs: AttentionInputs) -> Any:
         """This device's part of the exchange."""
         assert self.exchange is not None
-        return exchange_module(self.exchange).part(inputs, self.call, self.split)
+        return exchange_module(self.exchange).part_class(self.call, self.split)(inputs, self.call, self.split)
 
     @property
     def by_heads(self) -> bool:
@@ -58,7 +59,9 @@ class _OnMesh(NamedTuple):
     @property
     def brings(self) -> bool:
         """Whether the exchange brings the halves' inputs before the custom gradient begins."""
-        return self.exchange is not None and exchange_module(self.exchange).brings(self.call, self.split)
+        if self.exchange is None:
+            return False
+        return issubclass(exchange_module(self.exchange).part_class(self.call, self.split), Brought)
 
     @property
     def of_lse(self) -> P:

@@ -34,10 +34,7 @@ class ChosenExchange(NamedTuple):
 
 
 def exchange_module(name: Exchange) -> ModuleType:
-    """The module of an exchange: `unsupported_reason`, `local_call`, `brings`, and `part`, which makes a rank's part.
-
-    Where it `brings`, the part's `bring` is called before the custom gradient begins, and JAX differentiates it.
-    """
+    """The module of an exchange: `unsupported_reason`, `local_call`, and `part_class`, of one rank's part of a call."""
     return importlib.import_module(f"kernels.context.exchanges.{name}")
 
 

@@ -1,4 +1,4 @@
-"""What peer and a halo that is read share: keys are brought before the custom gradient begins, and then attended to.
+"""What heads, peer and a halo that is read share: the kernel's inputs are brought before the custom gradient begins.
 
 So what was brought is kept for the backward pass, and JAX differentiates the bringing.
 """

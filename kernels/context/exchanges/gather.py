@@ -27,11 +27,6 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     return call._replace(kv_len=split.length, has_query_positions=True, position_run=position_run)
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Nothing is brought before the custom gradient begins."""
-    return False
-
-
 class Gather(Collected):
     """One rank's part. See `Collected`."""
 
@@ -71,4 +66,6 @@ class Gather(Collected):
         )
 
 
-part = Gather
+def part_class(call: AttentionCall, split: Split) -> type[Gather]:
+    """The class of one rank's part."""
+    return Gather

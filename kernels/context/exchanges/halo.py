@@ -46,11 +46,6 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return None
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Whether halos are brought before the custom gradient begins."""
-    return chunks_of_halo(call, split) is not None
-
-
 def reach_of(mask: Mask) -> tuple[int, int] | None:
     """How many tokens before and after its own a query may look; None if there is no such bound."""
     left, right = reach_by_side(mask)
@@ -197,13 +192,13 @@ class ReadHalo(Brought, Halo):
 
     def keys(self, arrays: tuple[Shaped[Array, "B t ..."], ...]) -> tuple[Shaped[Array, "B s ..."], ...]:
         chunks = chunks_of_halo(self.call, self.split)
-        assert chunks is not None, "checked by brings"
+        assert chunks is not None, "checked by part_class"
         return halo_chunks.with_halos(arrays, chunks, self.split, self.call.target)
 
 
-def part(inputs: AttentionInputs, call: AttentionCall, split: Split) -> Halo:
-    """One rank's part."""
-    return (ReadHalo if brings(call, split) else Halo)(inputs, call, split)
+def part_class(call: AttentionCall, split: Split) -> type[Halo]:
+    """The class of one rank's part."""
+    return Halo if chunks_of_halo(call, split) is None else ReadHalo
 
 
 def _num_runs(split: Split) -> int:

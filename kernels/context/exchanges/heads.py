@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from kernels.attention.core import Halves
-from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.call import AttentionCall, AttentionInputs, Cotangent
+from kernels.context.exchanges.brought import Brought
 from kernels.context.split import Split
 
 
@@ -45,13 +46,8 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Whole rows are brought before the custom gradient begins."""
-    return True
-
-
-class Heads:
-    """One rank's part.
+class Heads(Brought):
+    """One rank's part. See `Brought`.
 
     Args:
       inputs: what the rank holds, before or after `bring`.
@@ -82,7 +78,7 @@ class Heads:
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
         """Output of this rank's tokens, and lse of its heads, which stays here."""
-        output, lse = halves.forward(inputs._replace(places=None), local_call, halves.tuning)
+        output, lse = super().forward(inputs, local_call, halves)
         return self._to_tokens(output), lse
 
     def cotangent(self, output: Array, lse: Array, d_output: Array, d_lse: Array) -> Cotangent:
@@ -90,12 +86,6 @@ class Heads:
         delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
         delta = self._to_heads(delta) - jnp.where(lse != -jnp.inf, d_lse, 0)
         return Cotangent(self._to_heads(d_output), lse, delta)
-
-    def backward(
-        self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
-    ) -> Gradients:
-        """Gradients of what `bring` returned."""
-        return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
 
     def _own_heads(self, sinks: Shaped[Array, " N"]) -> Shaped[Array, " n"]:
         num_heads = self.call.num_heads // self.split.num_ranks
@@ -115,4 +105,6 @@ class Heads:
         return jnp.repeat(x.astype(self.call.softmax_dtype), num_copies, axis=2).astype(x.dtype)
 
 
-part = Heads
+def part_class(call: AttentionCall, split: Split) -> type[Heads]:
+    """The class of one rank's part."""
+    return Heads

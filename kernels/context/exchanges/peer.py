@@ -49,11 +49,6 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     return chunk_collectives.unsupported_reason(split.run_chunk, features, call.dtype)
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Keys are brought before the custom gradient begins."""
-    return True
-
-
 class Peer(Brought):
     """One rank's part. See `Brought`.
 
@@ -176,4 +171,6 @@ def _may_be_compact(call: AttentionCall) -> bool:
     return call.has_segment_ids and not call.has_positions and call.mask.window == (None, 0)
 
 
-part = Peer
+def part_class(call: AttentionCall, split: Split) -> type[Peer]:
+    """The class of one rank's part."""
+    return Peer

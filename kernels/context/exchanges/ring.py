@@ -55,11 +55,6 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
-def brings(call: AttentionCall, split: Split) -> bool:
-    """Nothing is brought before the custom gradient begins."""
-    return False
-
-
 class Ring:
     """One rank's part.
 
@@ -162,7 +157,9 @@ class Ring:
         return jax.tree.map(lambda x: lax.ppermute(x, self.split.axis, moves), tree)
 
 
-part = Ring
+def part_class(call: AttentionCall, split: Split) -> type[Ring]:
+    """The class of one rank's part."""
+    return Ring
 
 
 def num_hops(call: AttentionCall, split: Split) -> int:
