@@ -263,7 +263,7 @@ def launch_matmul(
     def body(*refs):
         gmem, (smem, ring, *own) = refs[: len(operands) + len(outputs)], refs[len(operands) + len(outputs) :]
         if interpret is None:
-            begin_kernel("_".join((name, *map(str, outputs[0].shape))))
+            begin_kernel(name, outputs[0])
         phases = make_phases(gmem, *own)
         warpgroup, program = jax.lax.axis_index("warpgroup"), jax.lax.axis_index("program")
         if pair_axis is not None:

@@ -237,7 +237,7 @@ def _copy_chunks(
     def body(sources, num_chunks, *refs):
         arrays, results, refs = refs[:num_arrays], refs[num_arrays : 2 * num_arrays], refs[2 * num_arrays :]
         stages, loaded, *buffers = refs[:num_arrays], *refs[num_arrays:]
-        begin_kernel("_".join((name, *map(str, result.shape))))
+        begin_kernel(name, result)
         program, peers = lax.axis_index("program"), GpuPeers.of(axis, num_programs, num_ranks)
         everywhere = [arrays, *([peers.reference_there(ref, distance) for ref in arrays] for distance in peers.others)]
         tiles = _ChunkTiles.of(result.shape, num_lines, None if num_chunks is None else num_chunks[0])

@@ -43,18 +43,23 @@ def add_product(accumulator, a, b, memory, warpgroup) -> None:
     plgpu.wgmma(accumulator, a, b)
 
 
-def begin_kernel(name: str) -> None:
+def begin_kernel(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> None:
     """A kernel's first act, as it is lowered: refuses other threads that lower one, and names the files of its dumps.
 
     The name is a part of what is compiled. JAX counts the kernels that the process has lowered in it (seen in 0.11.2),
     so that no cache would know a kernel again: neither XLA's, when another program of the process has the same kernel,
     nor the persistent one, when another process has lowered other kernels before.
+
+    Args:
+      name: of the kernel.
+      array: one of its operands or results, whose shape and dtype tell its calls apart.
     """
+    basename = "_".join((name, *map(str, array.shape), array.dtype.name))
 
     @plgpu.inline_mgpu()
     def begin(context) -> None:
         refuse_other_threads()
-        context.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(name)
+        context.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(basename)
 
     begin()
 
@@ -154,7 +159,7 @@ class Interpreter(Hopper):
         return memory
 
     @staticmethod
-    def begin_kernel(name: str) -> None:
+    def begin_kernel(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> None:
         pass
 
     @staticmethod
@@ -204,7 +209,7 @@ def launch(
 
     def kernel(*refs):
         *gmem, smem, barriers = refs
-        machine.begin_kernel("_".join((name, *map(str, operands[0].shape))))
+        machine.begin_kernel(name, operands[0])
         context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
 
         @pl.when(context.warpgroup == num_consumers)

@@ -60,7 +60,7 @@ def preprocess(
 
     def kernel(*refs):
         given_refs, (columns_ref, *zeros_refs) = refs[:-num_outputs], refs[-num_outputs:]
-        machine.begin_kernel("_".join(("attention_preprocess", *map(str, delta.shape))))
+        machine.begin_kernel("attention_preprocess", delta)
         program = jax.lax.axis_index("program")
 
         # First those that wait for what they load.
