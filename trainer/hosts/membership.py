@@ -10,7 +10,7 @@ from typing import Self
 
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.peers import Peers
-from trainer.hosts.watch import SILENT_AFTER_S, Farewell, PeerWatch
+from trainer.hosts.watch import Farewell, PeerWatch
 from trainer.process.exit_status import FAILED, MISTAKE, PEER_LOST
 from trainer.process.last_words import leave
 
@@ -43,7 +43,7 @@ class Membership:
         A collective that breaks off tells nothing of why. The watch knows, some seconds later.
         """
         if self.peers.count > 1:
-            time.sleep(SILENT_AFTER_S + 3)
+            self.watch.wait_for_silent()
 
     def __enter__(self) -> Self:
         self.watch.start()

@@ -19,6 +19,8 @@ from trainer.process.exit_status import PEER_LOST
 SILENT_AFTER_S = 12.0
 """Seconds without a sign of life, after which a process counts as gone."""
 _LOOK_EVERY_S = 0.5
+# Looks of process 0 after which it has told the others of any that is gone, and they have heard it.
+_LOOKS_TO_FIND_SILENT = round((SILENT_AFTER_S + 3) / _LOOK_EVERY_S)
 _FAREWELL_S = 5.0
 # From the time at which all have heard it to the end of process 0, with which JAX aborts whoever is still printing.
 _TO_LEAVE_S = 0.5
@@ -94,6 +96,25 @@ class PeerWatch:
                     return Farewell(**json.loads(said))
             time.sleep(_LOOK_EVERY_S / 5)
         return None
+
+    def wait_for_silent(self, patience_s: float = 60.0) -> None:
+        """Waits until process 0 has looked so often that it would have found any process that is gone.
+
+        Process 0 may stand still meanwhile, as others do on a machine that has too much to do.
+
+        Args:
+          patience_s: the longest wait; process 0 itself is gone then, or hangs.
+        """
+        deadline = time.monotonic() + patience_s
+        first_looks = self._looks_of_first()
+        while self._looks_of_first() - first_looks < _LOOKS_TO_FIND_SILENT and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY_S)
+
+    def _looks_of_first(self) -> int:
+        """How often process 0 has looked; 0 if it is gone, and JAX is about to end this process."""
+        with contextlib.suppress(RuntimeError):
+            return int(self._peers.posted("alive").get(0, "0"))
+        return 0
 
     def _run(self) -> None:
         is_stopping, last_look, count = False, time.monotonic(), 0

@@ -247,3 +247,23 @@ def test_a_silent_process_is_found_by_process_0(three, monkeypatch):
     finally:
         for watch in watches:
             watch.stop()
+
+
+def test_who_breaks_off_waits_until_process_0_has_looked_often_enough(three, monkeypatch):
+    monkeypatch.setattr("trainer.hosts.watch._LOOKS_TO_FIND_SILENT", 4)
+    first, watch, waited = three[0], PeerWatch(three[1]), threading.Event()
+    first.post("alive/0", "17", overwrites=True)
+    thread = threading.Thread(target=lambda: (watch.wait_for_silent(patience_s=60.0), waited.set()))
+    thread.start()
+    for looks in (18, 20):
+        first.post("alive/0", str(looks), overwrites=True)
+        assert not waited.wait(1.2)  # longer than process 0 would take, were it not standing still
+    first.post("alive/0", "21", overwrites=True)
+    assert waited.wait(10)
+    thread.join()
+
+
+def test_who_breaks_off_waits_no_longer_than_its_patience_for_process_0(three):
+    begin = time.monotonic()
+    PeerWatch(three[1]).wait_for_silent(patience_s=1.0)
+    assert 1.0 <= time.monotonic() - begin < 30.0
