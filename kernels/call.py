@@ -22,6 +22,9 @@ from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
 from kernels.varying import vary, varying_axes
 
+FLOATING_DTYPES = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
+"""Of queries, keys and values."""
+
 
 class AttentionInputs(NamedTuple):
     """The traced arguments. Segment ids are given for both sides or neither, and so are positions.
@@ -143,9 +146,9 @@ def make_call(
             raise ValueError(f"{name} must be [batch, length, heads, head_dim], got shape {array.shape}")
         if 0 in array.shape:
             raise ValueError(f"{name} of shape {array.shape} has no elements")
-        if array.dtype != query.dtype or not jnp.issubdtype(array.dtype, jnp.floating):
+        if array.dtype != query.dtype or array.dtype not in FLOATING_DTYPES:
             raise ValueError(
-                "query, key and value must share one floating dtype, got "
+                f"query, key and value must share one dtype of {', '.join(map(str, FLOATING_DTYPES))}, got "
                 f"{query.dtype}, {key.dtype}, {value.dtype}; cast them"
             )
     batch, q_len, num_heads, head_dim = query.shape

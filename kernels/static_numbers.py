@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_LARGEST_CAP = 1e30
 
 
 def checked_scale(scale: Any) -> float | None:
@@ -23,6 +24,9 @@ def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:
     number = _static_number(name, cap, "None turns it off", "use one that is known ahead of time")
     if number is not None and number <= 0:
         raise ValueError(f"{name}={number} must be positive; None turns it off")
+    if number is not None and number > _LARGEST_CAP:
+        # Logits divided by it would be too small for float32, and all become 0.
+        raise ValueError(f"{name}={number} must be at most {_LARGEST_CAP:.0e}: so large a cap bounds nothing; use None")
     return number
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kernels.masks.intervals import FIRST_POSITION
+
 Sides = tuple[Any, ...]  # of queries and of keys
 
 
@@ -27,7 +29,7 @@ def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array
 
 
 def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
-    """Positions as int32; refuses values beyond it, and traced positions of a type that could hold such."""
+    """Positions as int32; refuses values beyond them, and traced positions of a type that could hold such."""
     positions = _uncut(positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers, got {positions.dtype}{positions.shape}")
@@ -40,6 +42,11 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
         raise ValueError(
             f"{name} reaches from {positions.min()} to {positions.max()}, beyond int32; subtract a number "
             "from all positions of the call, query's and key's alike"
+        )
+    if isinstance(positions, np.ndarray) and positions.size and positions.min() < FIRST_POSITION:
+        raise ValueError(
+            f"{name} reaches down to {positions.min()}, below {FIRST_POSITION}, where a mask's reach leaves int32; add "
+            "a number to all positions of the call, query's and key's alike"
         )
     return jnp.asarray(positions.astype(np.int32))
 

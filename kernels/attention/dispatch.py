@@ -107,15 +107,15 @@ def dot_product_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Scaled dot-product attention whose mask is never an array.
 
-    Differentiable in query, key, value and sinks. Query head n reads key/value head n // (N / K). A query
+    Differentiable in query, key, value and sinks, once and in reverse mode. Query head n reads key/value head n // (N / K). A query
     that may attend to nothing gets output 0, lse −inf and no gradient.
 
     NaN isn't hidden. A query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
-    NaN, forward and backward. A logit of −inf (or below −10³⁰) counts as a pair that may not attend. A NaN or an
-    infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite. It can also reach other
-    queries where the mask cuts a tile (on GPUs those that may attend to nothing, too), since kernels multiply whole
-    tiles by probabilities of 0; so can any NaN in the backward pass. What pads a batch should therefore be finite.
-    (`implementation="reference"` leaks no values.)
+    NaN, forward and backward. A logit of −inf counts as a pair that may not attend (on some backends one below −10³⁰,
+    too). A NaN or an infinity in `value` makes the outputs of the queries that may attend to it NaN or infinite. It can
+    also reach other queries where the mask cuts a tile (on GPUs those that may attend to nothing, too), since kernels
+    multiply whole tiles by probabilities of 0; so can any NaN in the backward pass. What pads a batch should therefore
+    be finite. (`implementation="reference"` leaks no values.)
 
     Args:
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
@@ -125,7 +125,7 @@ def dot_product_attention(
         unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
-        device from their lowest and highest positions. Within int32.
+        device from their lowest and highest positions. From −2³⁰ to 2³¹ − 1.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).

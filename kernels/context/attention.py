@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -101,8 +103,10 @@ def attend_over_mesh(
       query, key, value, mask, scale, logits_soft_cap, sinks, implementation: as for `kernels.dot_product_attention`.
       layout: of the arrays on the mesh.
       segment_ids: document of each token; only equal ids attend.
-      positions: what the mask is evaluated on, counting up by one within each document; None: places in the row.
-      places: where in its row each token stands, for `deal="by_cost"`; those of the other deals are known.
+      positions: what the mask is evaluated on, counting up by one within each document, whose tokens follow one another
+        in the row; None: places in the row.
+      places: where in its row each token stands, for `deal="by_cost"`, as `deal_tokens` has it with its own chunk size:
+        whole chunks, in any order. Those of the other deals are known.
       exchange: how ranks get at the keys that their queries attend to; None for the fastest by the cost model.
 
     Returns:
@@ -115,6 +119,8 @@ def attend_over_mesh(
     layout.check(query, key, mask)
     if layout.deal == "by_cost" and places is None and layout.mesh.shape[layout.sequence_axis] > 1:
         raise ValueError("deal='by_cost' needs the places of the tokens, since each row decides; pass places=")
+    if places is not None:
+        _check_chunks(places, layout.split(query.shape[1]).chunk_size)
     inputs, call = make_call(
         query,
         key,
@@ -138,6 +144,19 @@ def attend_over_mesh(
     if call.mask.num_heads is None or _takes_masks_of_heads(layout, call, exchange, implementation):
         return attend_one(inputs, call)[0]
     return attend_by_distinct_mask(attend_one, inputs, call)[0]
+
+
+def _check_chunks(places: Int[Array, "B T"], chunk_size: int | None) -> None:
+    """Raises ValueError if tokens aren't dealt out in whole chunks, as far as the host knows where they stand."""
+    is_known = not isinstance(places, jax.core.Tracer) and getattr(places, "is_fully_addressable", True)
+    if chunk_size is None or not is_known or np.shape(places)[-1:] == () or np.shape(places)[-1] % chunk_size:
+        return
+    chunks = np.asarray(places).reshape(-1, chunk_size)
+    if (chunks[:, :1] % chunk_size).any() or (np.diff(chunks, axis=1) != 1).any():
+        raise ValueError(
+            f"places aren't chunks of {chunk_size} tokens that follow one another and begin at a multiple of "
+            f"{chunk_size}; deal tokens out by kernels.context.deal_tokens, with its own chunk_size"
+        )
 
 
 def local_call(

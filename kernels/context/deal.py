@@ -16,6 +16,7 @@ Dimensions: T tokens of a row, C chunks, R ranks.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Literal, get_args
 
@@ -62,7 +63,7 @@ def deal_tokens(
       length: T, a multiple of `num_ranks`; of `2 · num_ranks` for zigzag, of `num_ranks · chunk_size` for by_cost.
       num_ranks: devices along the mesh axis.
       masks: by_cost: each mask of the model and its weight, such as the number of layers and query heads that use it.
-      chunk_size: by_cost: tokens of a chunk; None: `default_chunk_size`.
+      chunk_size: by_cost: tokens of a chunk; None: `default_chunk_size`, in which attention over a mesh takes them.
       segment_ids: by_cost: document of each token, each document in one run; None: one document.
       positions: by_cost: what the masks are evaluated on; counts up by one in each document. None: places in the row.
 
@@ -71,7 +72,8 @@ def deal_tokens(
       places rise.
 
     Raises:
-      ValueError: the deal isn't one, the length can't be cut like that, or by_cost has no masks.
+      ValueError: the deal isn't one, the length can't be cut like that, or by_cost has no masks, or weights, ids or
+        positions that don't fit.
 
     Source: MagiAttention's dispatch (arXiv:2505.13211) deals chunks by area likewise.
 
@@ -87,6 +89,12 @@ def deal_tokens(
         return _tokens_of(np.stack([ends, 2 * num_ranks - 1 - ends], 1), length // (2 * num_ranks))
     if not masks:
         raise ValueError("deal='by_cost' needs the masks whose costs it levels; pass masks={mask: number of layers}")
+    if not all(0 < weight < math.inf for weight in masks.values()):
+        raise ValueError(f"masks must have positive, finite weights, got {list(masks.values())}")
+    for name, tokens in (("segment_ids", segment_ids), ("positions", positions)):
+        if tokens is not None and np.shape(tokens) != (length,):
+            raise ValueError(f"{name} must be those of one row, [{length}], got shape {np.shape(tokens)}")
+    segment_ids = None if segment_ids is None else np.asarray(segment_ids)
     costs = chunk_costs(masks, length, chunk_size, segment_ids=segment_ids, positions=positions)
     starts = np.arange(0, length, chunk_size)
     num_before = None

@@ -102,7 +102,15 @@ class MeshLayout(NamedTuple):
         return mapped(*arguments)
 
     def check(self, query: Array, key: Array, mask: Mask | None) -> None:
-        """Raises ValueError if the mesh doesn't divide a call's arrays, or can't give each head its own mask."""
+        """Raises ValueError if the mesh doesn't divide a call's arrays, or can't give each head its own mask.
+
+        It does so, too, if keys and queries aren't the same tokens.
+        """
+        if key.shape[1] != query.shape[1]:
+            raise ValueError(
+                f"attention over a mesh is of tokens to each other, got {query.shape[1]} queries and {key.shape[1]} "
+                "keys; use kernels.dot_product_attention for these"
+            )
         sizes = self.sizes
         num_batch_shards = math.prod(sizes[axis] for axis in self.batch_axes)
         for what, size, axes, num_shards in (

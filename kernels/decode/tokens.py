@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
+from kernels.call import FLOATING_DTYPES
+
 # Positions are 32-bit integers.
 MOST_TOKENS = int(np.iinfo(np.int32).max)
 
@@ -120,6 +122,8 @@ def empty_cells(
     """Keys and values of cells without tokens; V is H by default."""
     value_dim = head_dim if value_dim is None else value_dim
     check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
+    if jnp.dtype(dtype) not in FLOATING_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATING_DTYPES))}, got {jnp.dtype(dtype)}")
     return jnp.zeros((*shape, num_kv_heads, head_dim), dtype), jnp.zeros((*shape, num_kv_heads, value_dim), dtype)
 
 

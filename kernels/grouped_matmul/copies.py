@@ -63,9 +63,9 @@ def _take_rows(rows: Float[Array, "N W"], numbers: Int[Array, " R"]) -> Float[Ar
     """
     if rows.dtype.itemsize != 2 or rows.shape[1] % 2:
         return rows.at[numbers].get(mode="fill", fill_value=0)
-    pairs = lax.bitcast_convert_type(rows.reshape(rows.shape[0], -1, 2), jnp.uint32)
+    pairs = lax.bitcast_convert_type(rows.reshape(rows.shape[0], rows.shape[1] // 2, 2), jnp.uint32)
     taken = pairs.at[numbers].get(mode="fill", fill_value=0)
-    return lax.bitcast_convert_type(taken, rows.dtype).reshape(numbers.size, -1)
+    return lax.bitcast_convert_type(taken, rows.dtype).reshape(numbers.size, rows.shape[1])
 
 
 copy_rows.defvjp(

@@ -415,6 +415,8 @@ class MultiHeadMask(Mask):
     masks: tuple[Mask, ...]
 
     def __init__(self, masks: Iterable[Mask]):
+        if isinstance(masks, Mask):
+            raise ValueError(f"MultiHeadMask takes a list with one mask per head, got {masks!r}; {masks!r} is for all")
         masks = tuple(masks)
         if not masks:
             raise ValueError("MultiHeadMask needs at least one mask, got none")

@@ -24,9 +24,10 @@ class NumpyMask(Mask):
 
     def __post_init__(self):
         array = np.array(self.array, copy=True)
-        if array.ndim != 2 or array.dtype != np.bool_:
+        if array.ndim != 2 or array.dtype != np.bool_ or 0 in array.shape:
             raise ValueError(
-                f"NumpyMask needs a 2-D boolean array [q_len, kv_len], got {array.dtype} of shape {array.shape}"
+                "NumpyMask needs a 2-D boolean array [q_len, kv_len] with an element at least, got "
+                f"{array.dtype} of shape {array.shape}"
             )
         array.setflags(write=False)
         object.__setattr__(self, "array", array)

@@ -36,6 +36,9 @@ def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *
     ··▒▒
     16 queries × 16 keys, 4×4 a tile: █ full  ▒ partial  · empty
     """
+    for name, size in (("q_len", q_len), ("kv_len", kv_len), ("num_tiles", num_tiles)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
     if mask.num_heads is not None:
         return "\n".join(
             f"head {', '.join(map(str, heads))}: {head!r}\n{block_map(head, q_len, kv_len, num_tiles=num_tiles)}"

@@ -24,6 +24,8 @@ Integers = Any  # an int, a NumPy or a JAX array of integers
 
 LAST_POSITION = (1 << 31) - 1
 """The highest position of a token: positions are int32 on devices."""
+FIRST_POSITION = -(1 << 30)
+"""The lowest: a mask's reach from there stays within int32."""
 # The first key of a row without a bound below: the lowest int32 but one. The lowest stands for keys that aren't there:
 # no interval holds it.
 _FIRST = -LAST_POSITION

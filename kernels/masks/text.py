@@ -43,15 +43,25 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() as value)):
             return -value
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return ~_evaluate(operand)
+            return ~_evaluate_mask(operand)
         case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
-            return _evaluate(left) & _evaluate(right)
+            return _evaluate_mask(left) & _evaluate_mask(right)
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _evaluate(left) | _evaluate(right)
+            return _evaluate_mask(left) | _evaluate_mask(right)
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_evaluate(element) for element in elements]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _PARSABLE:
-            named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
-            return _PARSABLE[name](*map(_evaluate, args), **named)
+            names = [keyword.arg for keyword in keywords if keyword.arg is not None]
+            if len(set(names)) == len(keywords):  # each has a name, none twice
+                return _PARSABLE[name](
+                    *map(_evaluate, args), **dict(zip(names, (_evaluate(each.value) for each in keywords), strict=True))
+                )
     known = ", ".join(sorted(_PARSABLE))
     raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
+
+
+def _evaluate_mask(node: ast.expr) -> Mask:
+    mask = _evaluate(node)
+    if not isinstance(mask, Mask):
+        raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask: &, | and ~ are for masks")
+    return mask

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from kernels.masks import Mask, TileKind
+from kernels.masks import Mask, TileKind, require_mask
 from kernels.masks.intervals import LAST_POSITION
 from kernels.plan.rows import Rows
 
@@ -127,6 +127,7 @@ def make_block_plan(
     >>> make_block_plan(LocalMask(1023, 0), 1 << 20, 1 << 20, 128, 128)
     BlockPlan(1048576×1048576 in 128×128 tiles: 73,692 of 67,108,864 visited, 57,316 full)
     """
+    require_mask(mask)
     if mask.num_heads is not None:
         raise ValueError("a block plan is for the mask of one head; call it for each of MultiHeadMask.masks")
     for name, size in (("q_len", q_len), ("kv_len", kv_len), ("block_q", block_q), ("block_kv", block_kv)):
@@ -203,6 +204,7 @@ def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
     >>> count_allowed_pairs(CausalMask(), 4, 4)
     10
     """
+    require_mask(mask)
     if mask.num_heads is not None:
         return sum(count_allowed_pairs(head, q_len, kv_len) for head in mask.for_each_head(mask.num_heads))
     length, block = (q_len, kv_len), (128, 128)

@@ -169,7 +169,8 @@ def test_passed_over_backends_are_logged_once(caplog, rng):
     [
         ((Q[0], KV, KV), {}, r"query must be \[batch, length, heads, head_dim\], got shape \(8, 4, 16\)"),
         ((Q, KV, KV[:, :5]), {}, "don't fit together"),
-        ((Q, KV, KV.astype(jnp.bfloat16)), {}, "share one floating dtype"),
+        ((Q, KV, KV.astype(jnp.bfloat16)), {}, "share one dtype of float16, bfloat16, float32, float64"),
+        ((Q.astype("float8_e5m2"),) + (KV.astype("float8_e5m2"),) * 2, {}, "got float8_e5m2, float8_e5m2, float8_e5m2"),
         ((Q[:, :, :3], KV, KV), {}, "num_heads=3 is not a multiple of num_kv_heads=2"),
         ((Q, KV, KV, np.ones((8, 8), bool)), {}, "wrap a dense boolean array in NumpyMask"),
         ((Q, KV, KV, NumpyMask(np.ones((4, 8), bool))), {}, r"shape \(4, 8\) doesn't cover q_len=8, kv_len=8"),

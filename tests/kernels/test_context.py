@@ -14,10 +14,19 @@ from jax.sharding import AxisType
 
 from kernels import CausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask, Target, select_backend
 from kernels.call import AttentionCall
-from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, kernel_call, plan_context
+from kernels.context import (
+    MeshLayout,
+    Split,
+    attend_over_mesh,
+    choose_exchange,
+    deal_tokens,
+    kernel_call,
+    plan_context,
+)
 from kernels.context.costs import exchange_cost, links_of
 from kernels.context.exchange import EXCHANGES
 from kernels.context.exchanges.halo import unused_id
+from kernels.context.exchanges.ring import add_sinks
 from tests.fresh_inputs import run_on_fresh_inputs
 from tests.host_cpus import environment_of_cpus
 
@@ -248,6 +257,33 @@ def test_dealt_tokens_without_places_are_refused():
     x = jnp.ones((1, 64, 4, 8))
     with pytest.raises(ValueError, match="deal='by_cost' needs the places of the tokens"):
         attend_over_mesh(x, x, x, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"))
+
+
+def test_keys_of_other_tokens_than_the_queries_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
+    query, key = jnp.ones((1, 64, 4, 8)), jnp.ones((1, 32, 4, 8))
+    with pytest.raises(ValueError, match="tokens to each other, got 64 queries and 32 keys; use kernels"):
+        attend_over_mesh(query, key, key, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor"))
+
+
+def test_places_that_are_not_whole_chunks_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
+    layout, x = MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"), jnp.ones((1, 64, 4, 8))
+    for places in (deal_tokens("zigzag", 64, 2), deal_tokens("by_cost", 64, 2, masks={CAUSAL: 1.0}, chunk_size=8)):
+        with pytest.raises(ValueError, match="places aren't chunks of 32 tokens that follow one another"):
+            attend_over_mesh(x, x, x, CAUSAL, layout, places=places[None])
+
+
+@pytest.mark.parametrize("sink", [np.inf, np.nan])
+def test_a_ring_hides_no_sink_that_is_not_a_number(sink, rng):
+    output, lse = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 5, 2, 4), (1, 5, 2)))
+    lse = lse.at[0, 3].set(-jnp.inf)  # a query that attends to nothing
+    found = add_sinks((jnp.where(lse[..., None] == -jnp.inf, 0, output), lse), jnp.asarray([sink, 0.5], jnp.float32))
+    attends = np.arange(5) != 3
+    for each in found:
+        assert np.isnan(each[0, attends, 0]).all()
+        assert not np.isnan(each[0, :, 1]).any()
+        assert not np.isnan(each[0, 3]).any()
 
 
 def test_layers_are_differentiated_in_a_scan_over_heads_and_tokens():

@@ -197,6 +197,27 @@ def test_the_simplest_level_deal_is_chosen():
     assert choose_deal({causal | PrefixMask(30_000): 1.0}, LENGTH, 8, has_documents=False) == "by_cost"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"segment_ids": np.zeros(6, int)}, r"segment_ids must be those of one row, \[8\], got shape \(6,\)"),
+        ({"segment_ids": np.zeros((1, 8), int)}, r"segment_ids must be those of one row, \[8\], got shape \(1, 8\)"),
+        ({"positions": np.zeros(9, int)}, r"positions must be those of one row, \[8\], got shape \(9,\)"),
+        ({"masks": {CausalMask(): np.nan}}, r"positive, finite weights, got \[nan\]"),
+        ({"masks": {CausalMask(): -1.0}}, r"positive, finite weights, got \[-1.0\]"),
+    ],
+)
+def test_what_belongs_to_no_row_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        deal_tokens("by_cost", 8, 2, **({"masks": {CausalMask(): 1.0}} | arguments))
+
+
+def test_ids_may_be_a_list():
+    ids = [3, 3, 3, 1, 1, 2, 2, 2]
+    dealt = [deal_tokens("by_cost", 8, 2, masks={CausalMask(): 1.0}, segment_ids=each) for each in (ids, np.array(ids))]
+    np.testing.assert_array_equal(*dealt)
+
+
 def test_a_length_that_cannot_be_cut_is_refused_with_the_next_that_can():
     with pytest.raises(ValueError, match=r"1000 tokens is not a multiple of 3 ranks.*use 1002 tokens"):
         check_deal("in_order", 1000, 3)

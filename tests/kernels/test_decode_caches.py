@@ -352,6 +352,10 @@ def test_slab_capacity(mask, capacity):
         ),
         (lambda: decode_attention(ONES[0], filled(), sequences=[True, False]), "sequences must be integers, got bool"),
         (lambda: UnifiedCache.empty(2.0, 128, 1, 1), "num_sequences must be integers, got float64[]"),
+        (
+            lambda: SlabCache.empty(1, 8, 1, 8, dtype="int32"),
+            "dtype must be one of float16, bfloat16, float32, float64, got int32",
+        ),
         (lambda: slab_capacity("causal", 5), "mask must be a kernels.Mask such as CausalMask(), got str"),
     ],
 )

@@ -17,8 +17,11 @@ from kernels import (
     NumpyMask,
     PrefixMask,
     TileKind,
+    count_allowed_pairs,
+    make_block_plan,
     parse_mask,
 )
+from kernels.masks.drawing import block_map
 from tests.kernels.mask_strategies import any_masks, interval_masks
 
 DEFINITIONS = [
@@ -155,6 +158,16 @@ def test_a_mask_has_no_truth_value():
         (lambda: parse_mask("LocalMask(1"), "cannot read the mask"),
         (lambda: parse_mask("LocalMask(1)"), "missing 1 required positional argument: 'right'"),
         (lambda: parse_mask("3"), "it is 3, not a mask"),
+        (lambda: parse_mask("LocalMask(1, 0, **x)"), "cannot read 'LocalMask\\(1, 0, \\*\\*x\\)' in a mask"),
+        (lambda: parse_mask("CausalMask(offset=1, offset=2)"), "cannot read"),
+        (lambda: parse_mask("LocalMask(~5, 1)"), "cannot read '5' in a mask: &, \\| and ~ are for masks"),
+        (lambda: parse_mask("LocalMask(3 & 1, 1)"), "cannot read '3' in a mask"),
+        (lambda: NumpyMask(np.zeros((0, 3), bool)), "with an element at least, got bool of shape \\(0, 3\\)"),
+        (lambda: MultiHeadMask(CausalMask()), "takes a list with one mask per head, got CausalMask"),
+        (lambda: make_block_plan(None, 8, 8, 4, 4), "mask must be a kernels.Mask"),
+        (lambda: count_allowed_pairs(None, 8, 8), "mask must be a kernels.Mask"),
+        (lambda: block_map(CausalMask(), 8, num_tiles=0), "num_tiles=0 must be at least 1"),
+        (lambda: block_map(CausalMask(), 0, 8), "q_len=0 must be at least 1"),
     ],
 )
 def test_refusals(make, message):

@@ -65,7 +65,17 @@ def test_a_scale_may_be_negative_or_zero_and_a_cap_may_not(rng):
     for cap in (-0.5, 0):
         with pytest.raises(ValueError, match="must be positive; None turns it off"):
             checked_soft_cap(cap)
+    for cap in (1.1e30, 1e37, 3e38):
+        with pytest.raises(ValueError, match=r"must be at most 1e\+30: so large a cap bounds nothing; use None"):
+            checked_soft_cap(cap)
     value = jnp.asarray(rng.standard_normal((1, 4, 2, 8)), jnp.float32)
     for implementation in ("reference", "blockwise"):
         output = dot_product_attention(100 * value, value, value, scale=0, implementation=implementation)
         np.testing.assert_allclose(output, np.broadcast_to(value.mean(1, keepdims=True), value.shape), atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "blockwise"])
+def test_the_largest_cap_changes_nothing(implementation, rng):
+    x = jnp.asarray(rng.standard_normal((3, 1, 5, 2, 8)), jnp.float32)
+    capped = dot_product_attention(*x, logits_soft_cap=1e30, implementation=implementation)
+    np.testing.assert_allclose(capped, dot_product_attention(*x, implementation=implementation), rtol=0, atol=1e-6)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import CausalMask, dot_product_attention
+from kernels import CausalMask, LocalMask, dot_product_attention
 from kernels.token_integers import int32_segment_ids
 
 LENGTH = 12
@@ -103,3 +103,15 @@ def test_positions_beyond_int32_are_refused():
         jax.jit(lambda: attend(known))()
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"query_positions is traced int64.*astype\(jnp.int32\)"):
         jax.eval_shape(attend, jnp.asarray(positions))
+
+
+def test_positions_from_which_a_reach_leaves_int32_are_refused():
+    x = jnp.ones((1, 4, 1, 8))
+    for first in (-(2**30) - 1, -(2**31)):
+        for dtype in (np.int32, np.int64):
+            positions = np.arange(4, dtype=dtype) + dtype(first)
+            with pytest.raises(ValueError, match=rf"query_positions reaches down to {first}, below -1073741824, where"):
+                dot_product_attention(x, x, x, CausalMask(), query_positions=positions, key_value_positions=positions)
+    lowest = np.arange(4) - 2**30
+    output = dot_product_attention(x, x, x, LocalMask(2**30, 0), query_positions=lowest, key_value_positions=lowest)
+    np.testing.assert_array_equal(output, x)

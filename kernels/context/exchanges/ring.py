@@ -214,6 +214,7 @@ def add_sinks(
     """Output and lse with the sinks taken into the softmax, where a row attends to anything."""
     output, lse = whole
     total = jnp.where(lse == -jnp.inf, lse, jnp.logaddexp(lse, sinks.astype(lse.dtype)))
+    total = jnp.where(total == jnp.inf, jnp.nan, total)  # a share of exp(−inf) would hide it
     return output * _share(lse, total), total
 
 
