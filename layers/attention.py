@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
-from kernels.static_numbers import checked_soft_cap
+from kernels.masks import require_mask
+from kernels.static_numbers import checked_scale, checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
 from layers.config import QKNorm
@@ -103,6 +104,8 @@ class Attention(nnx.Module):
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if head_dim is None:
+            if num_heads < 1 or width < 1:
+                raise ValueError(f"width={width} and num_heads={num_heads} must be at least 1")
             if width % num_heads:
                 raise ValueError(
                     f"width={width} is not a multiple of num_heads={num_heads}; change one of them, or give head_dim"
@@ -113,12 +116,13 @@ class Attention(nnx.Module):
         if rope_base is not None:
             rope_scaling.check_rotary_dim(rotary_dim(head_dim, rope_fraction))
         mask = FullMask() if mask is None else mask
+        require_mask(mask)
         mask.for_each_head(num_heads)  # refuses a mask of another number of heads
 
         self.mask = mask
         self.head_dim = head_dim
         self.rotary = None if rope_base is None else Rotary(head_dim, rope_base, rope_scaling, rope_fraction)
-        self.query_scale = query_scale
+        self.query_scale = checked_scale(query_scale)
         self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")
@@ -170,7 +174,8 @@ class Attention(nnx.Module):
           segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
           positions: each token's place in its document, counting up by one there. None: its place in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
-          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
+          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order, as
+            `kernels.context.deal_tokens` does with its own chunk size.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.

@@ -32,6 +32,9 @@ def check_heads(
     num_heads: int, num_kv_heads: int, head_dim: int, rope_base: float | None, rope_fraction: float = 1.0
 ) -> None:
     """Raises ValueError if these head counts and sizes cannot make an attention layer."""
+    for name, size in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1")
     if num_heads % num_kv_heads:
         small = [n for n in range(1, math.isqrt(num_heads) + 1) if num_heads % n == 0]
         divisors = sorted({*small, *(num_heads // n for n in small)})

@@ -49,6 +49,9 @@ class RopeScaling:
 
     def __post_init__(self):
         check_choice("rope_scaling.kind", self.kind, RopeScalingKind)
+        for name in ("short_factors", "long_factors"):
+            if isinstance(factors := getattr(self, name), list):  # which can't be hashed
+                object.__setattr__(self, name, tuple(factors))
         if not 1.0 <= self.factor < math.inf:
             raise ValueError(f"rope_scaling.factor={self.factor} must be finite and at least 1 (1 changes nothing)")
         if self.kind == "none" and self.factor != 1.0:

@@ -92,6 +92,8 @@ class Family:
         """
         if self.section is not None:
             raise ValueError(f"{self.model_type} holds more than a language model")
+        if config.moe is None and any(name.startswith("moe.") for key in self.keys for name in key.fields):
+            raise ValueError(f"{self.model_type} has a mixture of experts")
         kinds = kinds_of(config)
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         written |= {name: allowed[0] for name, allowed in self.required.items()}
@@ -101,8 +103,8 @@ class Family:
                 written[key.name] = value
             else:
                 written[key.name] = key.back(value)
-        written |= self.rule.write(kinds)
         try:
+            written |= self.rule.write(kinds)
             again = self.read_config(written, "the written config.json")
         except ValueError as error:
             raise ValueError(f"{self.model_type} can't express it: {error}") from None

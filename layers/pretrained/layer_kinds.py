@@ -14,8 +14,8 @@ from kernels import CausalMask, LocalMask, Mask
 from layers.config import GPTConfig
 from layers.layer_config import LayerOverride
 from layers.pretrained.config_keys import Keys
-from layers.pretrained.rope_keys import Rope, effective, read_rope, write_scaling
-from layers.rope_scaling import RopeScaling
+from layers.pretrained.rope_keys import UNSCALED, Rope, effective, read_rope, write_scaling
+from layers.rope_scaling import RopeScaling, RopeScalingKind
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -43,6 +43,8 @@ class LayerRule:
       without_rope: the key that lists layers without a rotary embedding, by 0 and 1.
       partial_rope: whether a part of the features may be turned.
       bare_longrope: longrope's `rope_scaling` can't hold more than its tables, before transformers 5.
+      default_scaling: what transformers takes where neither `rope_scaling` nor `rope_parameters` is there.
+      scalings: the kinds of scaling that the family has; None: all of transformers'.
     """
 
     windows: Literal["none", "all", "by_type"] = "none"
@@ -56,6 +58,8 @@ class LayerRule:
     without_rope: str | None = None
     partial_rope: bool = False
     bare_longrope: bool = False
+    default_scaling: RopeScaling = UNSCALED
+    scalings: tuple[RopeScalingKind, ...] | None = None
 
     def read(self, keys: Keys) -> list[LayerKind]:
         """Every layer of the model."""
@@ -71,7 +75,7 @@ class LayerRule:
                 scaled=False,
             )
         else:
-            full = sliding = read_rope(keys, default_base=self.default_base)
+            full = sliding = read_rope(keys, default_base=self.default_base, default_scaling=self.default_scaling)
         if (full.fraction, sliding.fraction) != (1.0, 1.0) and not self.partial_rope:
             raise keys.wrong("partial_rotary_factor", "1, as transformers turns all features in this family")
         ropes = [full if window is None else sliding for window in windows]
@@ -104,7 +108,11 @@ class LayerRule:
             return {}
         written: dict[str, Any] = {"rope_theta": full.base}
         scaling = write_scaling(full.scaling) or {"rope_type": "default"}
-        if full.scaling.kind != "none":
+        if self.scalings is not None and full.scaling.kind not in self.scalings:
+            raise ValueError(
+                f"its rotary embedding's scaling is one of {', '.join(self.scalings)}, not {full.scaling.kind}"
+            )
+        if full.scaling.kind != "none" or self.default_scaling.kind != "none":
             written["rope_scaling"] = scaling
         if full.scaling.kind == "longrope":
             written |= self._write_longrope(full.scaling, scaling)

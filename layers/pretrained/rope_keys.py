@@ -47,6 +47,7 @@ _KINDS: dict[str, tuple[RopeScalingKind, dict[str, str]]] = {
     ),
 }
 _OLD_NAMES = {"su": "longrope"}
+UNSCALED = RopeScaling()
 
 
 class Rope(NamedTuple):
@@ -58,7 +59,13 @@ class Rope(NamedTuple):
 
 
 def read_rope(
-    keys: Keys, *, layer_type: str | None = None, base_key: str = "rope_theta", default_base: float, scaled: bool = True
+    keys: Keys,
+    *,
+    layer_type: str | None = None,
+    base_key: str = "rope_theta",
+    default_base: float,
+    scaled: bool = True,
+    default_scaling: RopeScaling = UNSCALED,
 ) -> Rope:
     """Reads the rotary embedding of all layers, or of those of one type.
 
@@ -68,6 +75,7 @@ def read_rope(
       base_key: where the base is, in files from before `rope_parameters`.
       default_base: what transformers takes where it is nowhere.
       scaled: whether the `rope_scaling` of such files is for these layers.
+      default_scaling: what transformers takes where the file has neither `rope_scaling` nor `rope_parameters`.
 
     Raises:
       ValueError: it is of a kind that isn't known here, or its numbers make no sense.
@@ -84,7 +92,9 @@ def read_rope(
     if inner is None:
         inner = Keys({}, keys.place)
     fraction = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    return Rope(inner.number("rope_theta", base), _read_scaling(inner, keys), fraction)
+    has_scaling = not keys.values.keys().isdisjoint(("rope_parameters", "rope_scaling"))  # null: none
+    scaling = _read_scaling(inner, keys) if has_scaling else default_scaling
+    return Rope(inner.number("rope_theta", base), scaling, fraction)
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:

@@ -37,6 +37,7 @@ TOKENIZER_NAMES = (
 GENERATION_NAME = "generation_config.json"
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_WRITTEN_DTYPES = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 _SCALED = ("llama3", "yarn")  # to a length that config.json tells
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -127,6 +128,10 @@ def write_huggingface(
     if tokenizer_dir is not None and generation_config is None and (Path(tokenizer_dir) / GENERATION_NAME).exists():
         generation_config = read_json(inside(tokenizer_dir, GENERATION_NAME))
     dtypes = {path: jnp.dtype(leaf.dtype if dtype is None else dtype) for path, leaf in arrays.items()}
+    if unwritten := sorted({str(each) for each in dtypes.values() if each not in _WRITTEN_DTYPES}):
+        raise ValueError(
+            f"tensors are written in {', '.join(map(str, _WRITTEN_DTYPES))}, not {', '.join(unwritten)}; give a dtype"
+        )
     written = _more_keys(config, dtypes, generation_config, context_length) | written
     pieces = _pieces(find_sources(family, config, shapes), arrays, dtypes)
     parts = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)

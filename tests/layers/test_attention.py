@@ -17,7 +17,8 @@ def make_layer(**changes):
     # The reference compiles fastest; that backends agree with it is tests/kernels' business.
     arguments = {"num_kv_heads": NUM_KV_HEADS, "compute_dtype": "float32", "implementation": "reference"}
     arguments["rngs"] = nnx.Rngs(0)
-    return Attention(WIDTH, NUM_HEADS, HEAD_DIM, **(arguments | changes))
+    arguments |= {"num_heads": NUM_HEADS, "head_dim": HEAD_DIM}
+    return Attention(WIDTH, **(arguments | changes))
 
 
 def randomize(layer, rng):
@@ -154,6 +155,12 @@ def test_works_inside_another_model(rng):
         ({"implementation": "fastest"}, "implementation='fastest' is no backend of attention"),
         ({"decode_implementation": "reference"}, "decode_implementation='reference' is no backend of decoding"),
         ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be finite"),
+        ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be at least 1"),
+        ({"num_kv_heads": -2}, "num_kv_heads=-2 must be at least 1"),
+        ({"head_dim": -16}, "head_dim=-16 must be at least 1"),
+        ({"mask": "causal"}, "mask must be a kernels.Mask such as CausalMask"),
+        ({"query_scale": float("nan")}, "scale=nan must be finite"),
     ],
 )
 def test_refuses(changes, message):

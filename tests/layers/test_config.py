@@ -182,6 +182,11 @@ def test_rope_scaling_refuses(arguments, message):
         RopeScaling(**arguments)
 
 
+def test_factors_of_longrope_may_be_lists():
+    listed = RopeScaling("longrope", 2.0, short_factors=[1.0, 2.0], long_factors=[2.0, 3.0])
+    assert hash(listed) == hash(RopeScaling("longrope", 2.0, short_factors=(1.0, 2.0), long_factors=(2.0, 3.0)))
+
+
 def test_config_is_hashable_and_needs_neither_flax_nor_a_device():
     program = (
         "import sys; from layers import GPTConfig; hash(GPTConfig()); assert 'flax' not in sys.modules; "

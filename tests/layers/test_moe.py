@@ -254,3 +254,15 @@ def test_a_gradient_within_a_shard_map_that_checks_what_varies(rng, monkeypatch)
     for actual, alone in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         # The experts' gradients are sums of bfloat16, in another order.
         np.testing.assert_allclose(actual, alone, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float32"])
+def test_a_batch_without_tokens_comes_back_empty(compute_dtype, rng):
+    moe = MoE(
+        WIDTH,
+        MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=6),
+        compute_dtype=compute_dtype,
+        rngs=nnx.Rngs(0),
+    )
+    output, _ = moe(jnp.ones((0, 3, WIDTH)))
+    assert output.shape == (0, 3, WIDTH)

@@ -7,6 +7,7 @@ from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
 from layers.pretrained.mxfp4 import with_unpacked_blocks
 from layers.pretrained.steps import TensorRow
+from layers.rope_scaling import RopeScaling
 
 _LAYER = "model.layers.{layer}."
 _MLP = _LAYER + "mlp."
@@ -36,7 +37,13 @@ FAMILY = Family(
         "moe": {"normalize_top_k": True, "router_bias": True, "expert_bias": True, "router_z_loss_weight": 0.0},
     },
     required={"hidden_act": ("silu", "swish"), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-    rule=LayerRule(windows="by_type", default_window=128, default_types=every_other_slides, default_base=150_000.0),
+    rule=LayerRule(
+        windows="by_type",
+        default_window=128,
+        default_types=every_other_slides,
+        default_base=150_000.0,
+        default_scaling=RopeScaling("yarn", 32.0, original_context_length=4096, truncate=False),
+    ),
     rows=(
         *decoder.vocabulary(),
         *decoder.attention(),

@@ -14,7 +14,7 @@ FAMILY = Family(
     keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied()),
     fixed={"mlp": "swiglu"},
     required={"hidden_act": ("silu", "swish")},
-    rule=LayerRule(windows="all", partial_rope=True, bare_longrope=True),
+    rule=LayerRule(windows="all", partial_rope=True, bare_longrope=True, scalings=("none", "longrope")),
     rows=(
         *decoder.vocabulary(),
         TensorRow(_LAYER + "self_attn.qkv_proj.weight", _QUERY_KEY_VALUE, "(N H) W -> W N H"),

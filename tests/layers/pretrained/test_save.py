@@ -67,6 +67,44 @@ def test_what_no_family_computes_is_refused(name, tmp_path, rng):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "float8_e4m3fn", "int32"])
+def test_a_type_that_is_none_of_the_floating_ones_is_refused(dtype, tmp_path, rng):
+    with pytest.raises(ValueError, match=f"tensors are written in float16, bfloat16, float32, float64, not {dtype}"):
+        write_huggingface(tmp_path / "export", LLAMA, random_params(LLAMA, rng), dtype=dtype)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpt_oss_without_scaling_says_so_since_transformers_4_takes_yarn_where_nothing_is_said(tmp_path):
+    unpack("gpt_oss", tmp_path)
+    config = dataclasses.replace(config_from_huggingface(tmp_path), rope_scaling=RopeScaling())
+    written = family_of(config, "gpt_oss")[1]
+    assert written["rope_scaling"] == {"rope_type": "default"}
+    by_default = RopeScaling("yarn", 32.0, original_context_length=4096, truncate=False)
+    for keys, expected in (
+        (("rope_scaling", "rope_parameters"), by_default),
+        (("rope_scaling",), RopeScaling()),
+        (("rope_parameters",), RopeScaling()),
+    ):
+        left = {name: value for name, value in written.items() if name not in keys}
+        (tmp_path / "config.json").write_text(json.dumps(left | {"max_position_embeddings": 512}))
+        assert config_from_huggingface(tmp_path).rope_scaling == expected
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_a_phi3_has_no_scaling_but_longrope(kind, tmp_path):
+    unpack("phi3", tmp_path)
+    config = dataclasses.replace(config_from_huggingface(tmp_path), rope_scaling=RopeScaling(kind, 4.0))
+    message = f"phi3 can't express it: its rotary embedding's scaling is one of none, longrope, not {kind}"
+    with pytest.raises(ValueError, match=message):
+        family_of(config, "phi3")
+
+
+def test_a_dense_model_is_no_mixture():
+    for model_type in ("mixtral", "gpt_oss", "qwen3_moe"):
+        with pytest.raises(ValueError, match=f"{model_type} has a mixture of experts"):
+            family_of(LLAMA, model_type)
+
+
 def test_a_family_of_its_own_choice_has_to_express_the_model():
     with pytest.raises(ValueError, match=r"gemma2 has .*mlp='geglu', not 'swiglu'"):
         family_of(LLAMA, "gemma2")
