@@ -12,8 +12,10 @@ import jax
 from flax import nnx
 
 from layers import GPT, GPTConfig
+from trainer.checkpoints.folder import cannot_restore
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
+from trainer.config.changes import ConfigHistory
 from trainer.config.file import load_saved_config
 from trainer.errors import UserMistake
 from trainer.workdir import Workdir
@@ -24,6 +26,7 @@ class SavedRun:
     """Nothing is on a device yet. The run may be under way."""
 
     config: TrainConfig
+    """Of the steps up to the checkpoint."""
     checkpoint: FoundCheckpoint
 
 
@@ -51,6 +54,11 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
+    if checkpoint.config_history is not None:  # config.json may be of steps that are yet to be made
+        try:
+            config = ConfigHistory.from_json(checkpoint.config_history).config
+        except UserMistake as mistake:
+            raise cannot_restore(checkpoint.path, f"its config: {mistake}") from mistake
     return SavedRun(config, checkpoint)
 
 

@@ -197,6 +197,8 @@ class TrainingLoop:
         logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)
         evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
         self.evaluator.evaluations |= {entry["step"]: entry for entry in evaluations}
+        if resumed.measures_otherwise:
+            self.evaluator.evaluations.pop(self.progress.step, None)
         self.observers.started(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
     def train(self) -> int:

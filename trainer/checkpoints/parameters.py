@@ -40,6 +40,8 @@ class FoundCheckpoint:
     step: int
     tokenizer: str | None
     """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
+    config_history: Any
+    """The run's config up to its step, as JSON values; None: it was saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
     digest: str
@@ -89,12 +91,13 @@ def _find_newest(folder: Path) -> FoundCheckpoint | None:
         if not hold.is_there():
             raise _VanishedError
         if reason is None:
-            data = read_metadata(path).data
+            metadata = read_metadata(path)
+            data = metadata.data
             tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
             if not isinstance(tokenizer, str | None):
                 raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
-            return FoundCheckpoint(path, step, tokenizer, tuple(damaged), digest, hold)
+            return FoundCheckpoint(path, step, tokenizer, metadata.config_history, tuple(damaged), digest, hold)
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")

@@ -36,7 +36,7 @@ class StoredArray:
 
     def __init__(self, state: Path, name: str):
         self._name = name
-        base = {"driver": "file", "path": f"{state}/"}
+        base = {"driver": "file", "path": f"{state.resolve()}/"}  # the driver takes no ..
         spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
         try:
             self._store = tensorstore.open(spec, open=True, read=True).result()

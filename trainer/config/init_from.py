@@ -145,6 +145,8 @@ def read_initial_model(init_from: str) -> InitialModel:
     except ValueError as refused:
         raise UserMistake(str(refused)) from None
     folder = Path(init_from).expanduser().absolute()
+    if ".." in folder.parts:  # a resumed run tells by its name whether it is the same
+        folder = folder.resolve()
     if not os.path.isdir(folder):
         raise UserMistake(
             f"init_from={init_from!r} is no folder; expected a Hugging Face model's on this machine "

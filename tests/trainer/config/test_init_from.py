@@ -198,6 +198,8 @@ def test_a_relative_path_and_a_home_folder_are_found(folder, config_file, monkey
     for name in ("llama", "./llama", "~/llama"):
         assert parse(page, "--init-from", name).init_from == os.path.join(folder.parent, "llama")
     assert read_initial_model("llama").folder == folder
+    # One folder has one name, by which a resumed run knows it again.
+    assert read_initial_model(f"../{folder.parent.name}/llama").folder == folder.resolve()
 
 
 def test_a_contradiction_is_told_with_status_2_before_any_device_starts(trainer_command, pretrained, tmp_path):

@@ -159,6 +159,16 @@ def test_a_damaged_record_is_refused(text, with_record, export, tmp_path):
     assert "which says what the run began with, can't be read: " in refusal(export(path, tmp_path / "out"))
 
 
+def test_a_workdir_may_be_named_by_way_of_its_parent(pretrained, trained, export, tmp_path, monkeypatch):
+    beside = tmp_path / "beside"
+    beside.mkdir()
+    monkeypatch.chdir(beside)
+    (tmp_path / "run").symlink_to(trained.path)
+    status, _, errors = export(Path("../run"), tmp_path / "model")
+    assert (status, errors) == (0, "")
+    assert_same_bits(read_params(tmp_path / "model", pretrained.model), trained.params)
+
+
 def test_another_dtype_rounds_once(pretrained, trained, export, tmp_path):
     assert export(trained.path, tmp_path / "out", "--dtype", "bfloat16")[0] == 0
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), trained.params)

@@ -22,8 +22,10 @@ from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.observers.observer import VALIDATION_LOSS
 from trainer.run.resume import go_on_from
 from trainer.run.window import RunningWindow
+from trainer.saved_run import open_saved_run
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir
 
@@ -90,7 +92,8 @@ def place(finished, tmp_path):
         checkpoint = path / "checkpoints" / "4"
         metadata = read_metadata(checkpoint)
         restored = Restored(checkpoint, 4, None, metadata.data, metadata.config_history, ())
-        return *go_on_from(restored, SimpleNamespace(config=config, batches=batches), Workdir(path)), batches
+        history, _, told = go_on_from(restored, SimpleNamespace(config=config, batches=batches), Workdir(path))
+        return history, told, batches
 
     yield go_on
     for batches in opened:
@@ -172,6 +175,22 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert by_field(shorter.record["config_changes"]) == by_field([*expected, cut])
     metadata = read_metadata(shorter.path / "checkpoints" / "7")
     assert by_field(metadata.config_history["changes"]) == by_field(expected)
+
+
+def test_a_finished_run_is_evaluated_anew_where_the_evaluation_changed(config, finished, resume):
+    evaluations = resume(config).evaluations
+    again = resume(dataclasses.replace(config, evaluation=EvaluationConfig(every_num_steps=2, num_sequences=1)))
+    assert again.evaluations[:-1] == evaluations
+    assert again.evaluations[-1]["step"] == evaluations[-1]["step"] == 4
+    assert again.evaluations[-1][VALIDATION_LOSS] != evaluations[-1][VALIDATION_LOSS]
+    assert again.record["evaluation"][VALIDATION_LOSS] == again.evaluations[-1][VALIDATION_LOSS]
+
+
+def test_a_finished_run_is_read_with_the_config_of_its_steps(config, resume):
+    """A model that was trained on 64 tokens isn't told to have seen more."""
+    resumed = resume(dataclasses.replace(config, sequence_length=128))
+    assert resumed.config["sequence_length"] == 128
+    assert open_saved_run(resumed.path, setting="--workdir").config == config
 
 
 def test_a_change_that_no_step_followed_is_forgotten(config, place):
