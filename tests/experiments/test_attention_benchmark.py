@@ -267,7 +267,7 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     arguments = AttentionArguments(
         cases=("small",), backends=backends, num_rounds=1, sample_ms=0, program_ms=0, output=output, **how
     )
-    main(arguments)
+    assert main(arguments) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {row["backend"] for row in rows} == {"blockwise", "cudnn"}
     ours = [row for row in rows if row["backend"] == "blockwise"]
@@ -275,6 +275,16 @@ def test_the_command_keeps_its_rows_and_prints_them(how, tmp_path, capsys, monke
     printed = capsys.readouterr().out
     assert "small" in printed
     assert re.search(r"^cudnn.*: .*runs on gpu, not on cpu$", printed, re.MULTILINE)
+
+
+def test_a_command_that_measures_nothing_fails(capsys, monkeypatch):
+    monkeypatch.setitem(CASES, "small", SMALL)
+    assert main(AttentionArguments(cases=("small",), backends=("cudnn",), num_rounds=1)) == 1
+    assert "runs on gpu, not on cpu" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"unknown backends \['blockwize'\]; expected some of"):
+        AttentionArguments(backends=("blockwise", "blockwize"))
+    with pytest.raises(ValueError, match=r"unknown cases \['nosuch'\]; expected some of"):
+        AttentionArguments(cases=("nosuch",))
 
 
 @pytest.mark.parametrize("suite", speed_table.RESULTS)

@@ -63,3 +63,10 @@ def test_every_form_attends_to_its_cache(form, dense):
 def test_unknown_forms_are_refused():
     with pytest.raises(ValueError, match=re.escape("unknown forms ['paged']; expected some of unified,")):
         DecodeArguments(forms=("paged",))
+
+
+def test_what_cannot_be_timed_is_refused_before_anything_is():
+    with pytest.raises(ValueError, match=re.escape("sequences=(1, 0) must be at least 1")):
+        DecodeArguments(sequences=(1, 0))
+    with pytest.raises(ValueError, match="implementation='paged' is no backend of decoding"):
+        DecodeArguments(implementation="paged")

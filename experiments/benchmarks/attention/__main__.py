@@ -24,6 +24,7 @@ PyTorch and JAX share a GPU's memory: set `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +36,11 @@ from rich.table import Table
 
 from experiments.benchmarks.attention.accuracy import measure_errors, quantities
 from experiments.benchmarks.attention.cases import FA3, HOPPER, TRITON, WINDOWS, Case, known_cases
+from experiments.benchmarks.attention.contenders import FORMS
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
+from kernels.backends import BACKENDS
 from trainer.process.broken_pipe import reader_may_leave
 
 
@@ -97,6 +100,10 @@ class AttentionArguments:
     def __post_init__(self):
         if self.check and self.compile_lengths:
             raise ValueError("--check and --compile-lengths are measurements of their own; give one at a time")
+        known_cases(self.chosen.cases)
+        known = (*(backend.name for backend in BACKENDS), *FORMS, *PEERS, *TORCH_PEERS, "xla")
+        if unknown := set(self.chosen.backends) - set(known):
+            raise ValueError(f"unknown backends {sorted(unknown)}; expected some of {', '.join(known)}")
         if self.chosen.baseline not in self.chosen.backends:
             raise ValueError(f"baseline={self.baseline!r} is none of the backends {', '.join(self.chosen.backends)}")
 
@@ -160,8 +167,13 @@ def cells(row: dict[str, Any], baseline: str) -> Iterator[str]:
         yield f"{row['compile_s']:.1f} s"
 
 
-def main(arguments: AttentionArguments) -> None:
-    """Measures case after case: appends the rows and prints a table of them, and under it what was refused."""
+def main(arguments: AttentionArguments) -> int:
+    """Measures case after case: appends the rows and prints a table of them, and under it what was refused.
+
+    Returns:
+      The exit status: 1 if nothing was measured.
+    """
+    num_measured = 0
     console = Console() if Console().is_terminal else Console(width=160)
     for name, case in known_cases(arguments.chosen.cases).items():
         rows = measure(name, case, arguments)
@@ -173,13 +185,15 @@ def main(arguments: AttentionArguments) -> None:
         for row in rows:
             if row.keys() & {"seconds", "lower_s", "errors"}:
                 table.add_row(*cells(row, arguments.chosen.baseline))
+        num_measured += table.row_count
         console.print(table)
         for row in rows:
             if "refused" in row:
                 refused = " ".join([row["backend"], *([row["direction"]] if "direction" in row else ())])
                 console.print(f"{refused}: {row['refused']}", markup=False, soft_wrap=True)
+    return 0 if num_measured else 1
 
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(AttentionArguments))
+        sys.exit(main(tyro.cli(AttentionArguments)))

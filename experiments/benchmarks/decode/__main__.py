@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -32,6 +33,7 @@ from rich.table import Table
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.forms import FORMS, compile_form
 from experiments.benchmarks.decode.workloads import DecodeWorkload
+from kernels.backends import find_backend
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
 
@@ -68,6 +70,11 @@ class DecodeArguments:
     def __post_init__(self):
         if unknown := set(self.forms) - set(FORMS):
             raise ValueError(f"unknown forms {sorted(unknown)}; expected some of {', '.join(FORMS)}")
+        for name in ("sequences", "generated", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_rounds"):
+            if np.min(getattr(self, name)) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.implementation is not None:
+            find_backend(self.implementation, "decoding", "implementation")
 
     @property
     def workloads(self) -> list[DecodeWorkload]:
