@@ -107,8 +107,8 @@ def dot_product_attention(
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Scaled dot-product attention whose mask is never an array.
 
-    Differentiable in query, key, value and sinks, once and in reverse mode. Query head n reads key/value head n // (N / K). A query
-    that may attend to nothing gets output 0, lse −inf and no gradient.
+    Differentiable in query, key, value and sinks, once and in reverse mode. Query head n reads key/value head
+    n // (N / K). A query that may attend to nothing gets output 0, lse −inf and no gradient.
 
     NaN isn't hidden. A query that may attend to a logit of NaN or +inf, or whose sink is one, gets output NaN and lse
     NaN, forward and backward. A logit of −inf counts as a pair that may not attend (on some backends one below −10³⁰,
