@@ -80,7 +80,9 @@ class TrainerCommand:
         line = [sys.executable, "-u", "-m", *module.split(), *map(str, arguments)]
         if "--config" not in arguments:
             line += ["--config", str(self.config)]
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"} | environment
+        # No bytecode: a test may limit how long this process's files may be, and Python keeps a module's that was cut.
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= environment
         return subprocess.Popen(
             line,
             cwd=REPOSITORY,
@@ -199,11 +201,12 @@ def watched_console() -> WatchedConsole:
 
 
 @pytest.fixture
-def limit_file_size():
+def limit_file_size(monkeypatch):
     """Within it, no file can be written beyond so many bytes; it ends as a full disk does, amid a write."""
 
     @contextlib.contextmanager
     def limit(num_bytes: int):
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Python would keep a module's that was cut
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
         try:
