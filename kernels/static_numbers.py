@@ -14,9 +14,12 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 _LARGEST_CAP = 1e30
 
 
-def checked_scale(scale: Any) -> float | None:
-    """The factor on the logits as a Python number that float32 holds, or None. It may be negative or 0."""
-    return _static_number("scale", scale, "None stands for 1/√head_dim", "multiply query by it and pass scale=1.0")
+def checked_scale(scale: Any, name: str = "scale") -> float | None:
+    """The factor on the logits as a Python number that float32 holds, or None; errors call it by its `name`.
+
+    It may be negative or 0.
+    """
+    return _static_number(name, scale, "None stands for 1/√head_dim", "multiply query by it and pass scale=1.0")
 
 
 def checked_soft_cap(cap: Any, name: str = "logits_soft_cap") -> float | None:

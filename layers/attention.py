@@ -103,9 +103,9 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if width < 1 or num_heads < 1:
+            raise ValueError(f"width={width} and num_heads={num_heads} must be at least 1")
         if head_dim is None:
-            if num_heads < 1 or width < 1:
-                raise ValueError(f"width={width} and num_heads={num_heads} must be at least 1")
             if width % num_heads:
                 raise ValueError(
                     f"width={width} is not a multiple of num_heads={num_heads}; change one of them, or give head_dim"
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
         self.mask = mask
         self.head_dim = head_dim
         self.rotary = None if rope_base is None else Rotary(head_dim, rope_base, rope_scaling, rope_fraction)
-        self.query_scale = checked_scale(query_scale)
+        self.query_scale = checked_scale(query_scale, "query_scale")
         self.logits_soft_cap = checked_soft_cap(logits_soft_cap)
         check_implementation(implementation, "attention", "implementation")
         check_implementation(decode_implementation, "decoding", "decode_implementation")

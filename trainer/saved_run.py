@@ -54,12 +54,27 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
-    if checkpoint.config_history is not None:  # config.json may be of steps that are yet to be made
-        try:
-            config = ConfigHistory.from_json(checkpoint.config_history).config
-        except UserMistake as mistake:
-            raise cannot_restore(checkpoint.path, f"its config: {mistake}") from mistake
-    return SavedRun(config, checkpoint)
+    # config.json may be of steps that are yet to be made.
+    return SavedRun(held_history(checkpoint.path, checkpoint.config_history, workdir).config, checkpoint)
+
+
+def held_history(checkpoint: Path, config_history: Any, workdir: Workdir) -> ConfigHistory:
+    """The config of a checkpoint's steps, and its changes up to there.
+
+    Args:
+      checkpoint: its folder.
+      config_history: as it holds it; None: it was saved before checkpoints held it, and config.json serves.
+      workdir: of its run.
+
+    Raises:
+      TrainingFailed: it is of an unknown form.
+    """
+    if config_history is None:
+        return ConfigHistory(load_saved_config(workdir.config))
+    try:
+        return ConfigHistory.from_json(config_history)
+    except UserMistake as mistake:
+        raise cannot_restore(checkpoint, f"its config: {mistake}") from mistake
 
 
 def read_init_from(path: Path) -> Mapping[str, Any]:

@@ -149,7 +149,7 @@ def attend_over_mesh(
 def _check_chunks(places: Int[Array, "B T"], chunk_size: int | None) -> None:
     """Raises ValueError if tokens aren't dealt out in whole chunks, as far as the host knows where they stand."""
     is_known = not isinstance(places, jax.core.Tracer) and getattr(places, "is_fully_addressable", True)
-    if chunk_size is None or not is_known or np.shape(places)[-1:] == () or np.shape(places)[-1] % chunk_size:
+    if chunk_size is None or not is_known or np.size(places) % chunk_size:  # the latter is refused by its shape
         return
     chunks = np.asarray(places).reshape(-1, chunk_size)
     if (chunks[:, :1] % chunk_size).any() or (np.diff(chunks, axis=1) != 1).any():

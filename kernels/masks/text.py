@@ -51,11 +51,9 @@ def _evaluate(node: ast.expr) -> Any:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_evaluate(element) for element in elements]
         case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _PARSABLE:
-            names = [keyword.arg for keyword in keywords if keyword.arg is not None]
-            if len(set(names)) == len(keywords):  # each has a name, none twice
-                return _PARSABLE[name](
-                    *map(_evaluate, args), **dict(zip(names, (_evaluate(each.value) for each in keywords), strict=True))
-                )
+            named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
+            if len(named) == len(keywords):  # each has a name, none twice
+                return _PARSABLE[name](*map(_evaluate, args), **named)
     known = ", ".join(sorted(_PARSABLE))
     raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
 

@@ -156,11 +156,12 @@ def test_works_inside_another_model(rng):
         ({"decode_implementation": "reference"}, "decode_implementation='reference' is no backend of decoding"),
         ({"logits_soft_cap": float("inf")}, "logits_soft_cap=inf must be finite"),
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"num_heads": -4, "head_dim": None}, "num_heads=-4 must be at least 1"),
         ({"num_kv_heads": 0}, "num_kv_heads=0 must be at least 1"),
         ({"num_kv_heads": -2}, "num_kv_heads=-2 must be at least 1"),
         ({"head_dim": -16}, "head_dim=-16 must be at least 1"),
         ({"mask": "causal"}, "mask must be a kernels.Mask such as CausalMask"),
-        ({"query_scale": float("nan")}, "scale=nan must be finite"),
+        ({"query_scale": float("nan")}, "query_scale=nan must be finite"),
     ],
 )
 def test_refuses(changes, message):

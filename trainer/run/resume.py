@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from trainer.checkpoints.folder import cannot_restore
 from trainer.checkpoints.training_state import Checkpoints, Restored
 from trainer.config.changes import ConfigChange, ConfigHistory, refuse_other_run
-from trainer.config.file import load_saved_config
-from trainer.errors import UserMistake
 from trainer.run.setup import Setup
+from trainer.saved_run import held_history
 from trainer.step.optimizer import make_schedule
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
@@ -68,7 +66,7 @@ def go_on_from(
       UserMistake: the run can't go on with this config or this data.
       TrainingFailed: the checkpoint holds its config in an unknown form.
     """
-    before = _held_history(restored, workdir)
+    before = held_history(restored.path, restored.config_history, workdir)
     refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.config)
@@ -79,15 +77,6 @@ def go_on_from(
     except OSError as error:
         told.append(f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it")
     return history, new, told
-
-
-def _held_history(restored: Restored, workdir: Workdir) -> ConfigHistory:
-    if restored.config_history is None:
-        return ConfigHistory(load_saved_config(workdir.config))
-    try:
-        return ConfigHistory.from_json(restored.config_history)
-    except UserMistake as mistake:
-        raise cannot_restore(restored.path, f"its config: {mistake}") from mistake
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
