@@ -7,10 +7,15 @@ VENV ?= .venv
 EXTRAS ?=
 CONFIG ?= experiments/gpt_32k.py
 ARGS ?=
-# test, pytest: the tests to run, in how many processes, and arguments handed on to pytest.
+# test, pytest: the tests to run, which of them by their markers, in how many processes, and arguments for pytest.
 TESTS ?= tests
+MARKS ?= not full
 JOBS ?= 2
 PYTEST_ARGS ?=
+# What pytest's reports in the virtual environment's folder are called.
+REPORT ?= tests
+# test: the time that it may take, installation included, on two idle cores.
+MINUTES ?= 14
 # Non-empty: install the lowest versions that pyproject.toml allows.
 LOWEST ?=
 
@@ -19,8 +24,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 RUN_STAMP := $(VENV)/.installed-for-run$(addprefix -,$(EXTRAS))
 DEV_STAMP := $(VENV)/.installed-for-dev
+BEGUN := $(shell date +%s)
 
-.PHONY: help train test pytest test-lowest lint typecheck format clean distclean
+.PHONY: help train test test-full pytest test-lowest lint typecheck format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -30,18 +36,25 @@ train: $(RUN_STAMP) ## train a GPT at 32k context (EXTRAS=cuda13, CONFIG=FILE, A
 	$(BIN)/python -m trainer --config $(CONFIG) $(ARGS)
 
 # Both groups always run, so that one report holds every failure; the larger one is last, and so is its summary.
-# pytest's status 5 means that TESTS left a group empty.
+# pytest's status 5 means that TESTS and MARKS left a group empty.
 define run_tests
 @status=0; \
-$(BIN)/python -m pytest -m serial $(TESTS) $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
-$(BIN)/python -m pytest -m "not serial" -n $(JOBS) $(TESTS) $(PYTEST_ARGS) || status=$$?; \
+$(BIN)/python -m pytest -m "serial and ($(MARKS))" --junitxml=$(VENV)/$(REPORT)-serial.xml $(TESTS) $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
+$(BIN)/python -m pytest -m "not serial and ($(MARKS))" -n $(JOBS) --junitxml=$(VENV)/$(REPORT)-parallel.xml $(TESTS) $(PYTEST_ARGS) || { code=$$?; [ $$code -eq 5 ] || status=$$code; }; \
 exit $$status
 endef
 
-test: lint typecheck ## what CI runs: lint, types and every test
+test: lint typecheck ## what every change must pass: lint, types and the tests, in 14 minutes (MINUTES=60)
 	$(run_tests)
+	@$(BIN)/python .ci/within.py $(MINUTES) $(BEGUN) "make test MINUTES=60 allows more" $(VENV)/$(REPORT)-serial.xml $(VENV)/$(REPORT)-parallel.xml
 
-pytest: $(DEV_STAMP) ## the tests alone (TESTS=tests/kernels)
+test-full: MARKS := not gpu
+test-full: lint typecheck ## all tests that this machine can run, on its newest Python, too
+	$(run_tests)
+	@newer=$$(.ci/newer_python) && if [ -n "$$newer" ]; then \
+	  $(MAKE) --no-print-directory pytest VENV=.venv-newest PYTHON="$$newer" MARKS="not gpu"; fi
+
+pytest: $(DEV_STAMP) ## the tests alone (TESTS=tests/kernels, MARKS=full)
 	$(run_tests)
 
 test-lowest: ## the tests on the lowest versions that pyproject.toml allows

@@ -1,8 +1,8 @@
-"""What every test shares: fresh random inputs whose seed a failure shows, and the skip of GPU tests."""
+"""What every test shares: the run's seed, the skip of tests that can't run here, and bounded memory."""
 
 import gc
 import os
-import secrets
+import time
 
 from tests.host_cpus import FAST_COMPILATION
 from trainer.hardware import expected_platform
@@ -29,10 +29,15 @@ import jax
 import numpy as np
 import pytest
 
+from tests.seeds import run_seed, seeded_rng
+from trainer.process.resident_memory import resident_bytes
+
 # The first example of a test compiles, so a deadline per example would measure XLA.
 hypothesis.settings.register_profile("flax-longcontext", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("flax-longcontext")
 
+
+_STARTED = time.monotonic()
 
 # Tracing allocates many small objects: at Python's default thresholds the collector would take a tenth of the time.
 gc.set_threshold(200_000, 20, 100)
@@ -46,7 +51,25 @@ def pytest_collection_finish():
 
 def pytest_addoption(parser):
     parser.addoption("--num-kills", type=int, default=4, help="SIGKILLs of a run that has to end as if without them")
-    parser.addoption("--rng-seed", type=int, help="seed of the `rng` fixture (default: a fresh one for each test)")
+    parser.addoption("--rng-seed", type=int, help="seed of all random draws (default: a fresh one, shown at the top)")
+    parser.addoption("--minutes", type=float, help="after this time the remaining tests are skipped")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """Before any test module is imported, as some draw then; and before hypothesis looks for its seed."""
+    seed = run_seed(config.getoption("rng_seed"))
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(seed)
+
+
+def pytest_report_header():
+    return f"all random draws of this run: --rng-seed {run_seed()}"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("minutes") is not None:  # a part of the tests, another one each time
+        seeded_rng("order").shuffle(items)
 
 
 def pytest_runtest_setup(item):
@@ -54,13 +77,21 @@ def pytest_runtest_setup(item):
         device_kind = jax.devices()[0].device_kind
         if not device_kind.startswith("NVIDIA"):
             pytest.skip(f"needs an NVIDIA GPU that JAX can use; JAX's default device here is {device_kind!r}")
+    if item.get_closest_marker("jax_0_11") and jax.__version_info__ < (0, 11):
+        pytest.skip(f"needs JAX 0.11, as Mosaic GPU's kernels do; this is {jax.__version__}")
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() - _STARTED > 60 * minutes:
+        pytest.skip(f"--minutes {minutes} are over")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forgets a module's compiled programs once they fill memory: a worker of all tests would grow to 5 GB."""
+    if (nextitem is None or nextitem.path != item.path) and (resident_bytes() or 0) > 2e9:
+        jax.clear_caches()
 
 
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator of fresh inputs. A failure's report shows the command-line option that brings them back."""
-    seed = request.config.getoption("--rng-seed")
-    if seed is None:
-        seed = secrets.randbits(32)
-    print(f"Inputs of this test: --rng-seed {seed}")
-    return np.random.default_rng(seed)
+    print(f"Inputs of this test: --rng-seed {run_seed()}")
+    return seeded_rng(request.node.nodeid)

@@ -1,6 +1,5 @@
 """What bounds an attention call on a device, against sums made by hand."""
 
-import numpy as np
 import pytest
 
 from experiments.benchmarks.attention.cases import Case, make_problem
@@ -12,8 +11,7 @@ H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
 @pytest.mark.parametrize(("device", "bytes_per_s"), [(H200, 4.8e12), (H100, 3.35e12)])
 @pytest.mark.parametrize("measured", ["forward", "backward", "forward_backward"])
-def test_a_call_moves_its_arguments_and_results_once(device, bytes_per_s, measured):
-    rng = np.random.default_rng()
+def test_a_call_moves_its_arguments_and_results_once(device, bytes_per_s, measured, rng):
     batch, queries, keys, kv_heads, group, head_dim, value_dim = rng.integers(1, 9, 7).tolist()
     case = Case(batch, queries, group * kv_heads, kv_heads, head_dim, FullMask(), kv_length=keys, value_dim=value_dim)
     found = roofline(make_problem(case), measured, device)

@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,7 +35,6 @@ ROW = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "chosen":
 
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
-NEEDS_HOPPER_KERNELS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 
 
 def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
@@ -49,7 +47,7 @@ def call_of(*, head_dim=64, length=4096, mask=None, packed=False):
     return make_call(array, array, array, mask, **given, return_lse=False)[1]._replace(target=H200)
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_variations_are_all_combinations_that_can_be_made():
     settings = {"num_warpgroups": (2, 3, 4), "num_stages": (2, 3)}
     found = variations("forward", MosaicForwardTuning(), settings, None, call_of())
@@ -58,7 +56,7 @@ def test_variations_are_all_combinations_that_can_be_made():
     assert len(found) == 4
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_variations_leave_out_what_only_the_other_backward_takes():
     settings = {"num_warpgroups": (2, 3), "block_q": (64, 128)}
     shapes = {
@@ -70,7 +68,7 @@ def test_variations_leave_out_what_only_the_other_backward_takes():
     assert shapes == {"fused": {(2, 64), (2, 128)}, "split": {(2, 64), (2, 128), (3, 64), (3, 128)}}
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_variations_leave_out_what_does_not_fit_into_shared_memory():
     call, settings = call_of(head_dim=128), {"block_kv": (64, 128), "num_stages": (2, 3, 4)}
     found = variations("forward", MosaicForwardTuning(), settings, None, call)
@@ -80,7 +78,7 @@ def test_variations_leave_out_what_does_not_fit_into_shared_memory():
         assert max(shared_memory_bytes(call, resolve(tuning, call)).values()) <= MAX_BYTES
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("search", SEARCH_SPACES)
 def test_known_tiles_are_todays_and_those_of_all_calls_of_the_head_dim(search):
     call, tiles = call_of(head_dim=128, length=4096), SEARCH_SPACES[search].start
@@ -102,7 +100,7 @@ def test_the_stages_of_a_search_are_the_known_tiles_and_the_settings_that_are_na
     assert list(command.stages_of(space, ["block_kv"])) == [("known", None), (1, space.stages[1])]
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_blocks_are_few_where_heads_are():
     tiles = MosaicForwardTuning()
     assert command.has_few_blocks(tiles, call_of(head_dim=128, length=32768))
@@ -111,7 +109,7 @@ def test_blocks_are_few_where_heads_are():
     )
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 192, 256])
 @pytest.mark.parametrize("search", SEARCH_SPACES)
 def test_every_setting_that_is_searched_exists(search, head_dim):
@@ -182,7 +180,7 @@ def test_a_difference_is_the_worst_arrays_and_nan_stays():
     assert np.isnan(largest_relative_difference((x, x * jnp.nan), (x, x)))
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_a_search_begins_with_the_tiles_that_the_call_takes():
     call = call_of(head_dim=128, length=8192)
     today = resolve(MosaicGpuTuning("split"), call)
@@ -190,7 +188,7 @@ def test_a_search_begins_with_the_tiles_that_the_call_takes():
     assert command.tiles_to_begin_with("split", call) == today.backward_tiles != SEARCH_SPACES["split"].start
 
 
-@NEEDS_HOPPER_KERNELS
+@pytest.mark.jax_0_11
 def test_a_search_begins_with_others_where_no_tiles_serve_the_call():
     # The fused backward isn't for heads so wide.
     assert command.tiles_to_begin_with("fused", call_of(head_dim=256)) == SEARCH_SPACES["fused"].start

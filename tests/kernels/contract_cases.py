@@ -18,6 +18,7 @@ from kernels import (
     NumpyMask,
     PrefixMask,
 )
+from tests.seeds import seeded_rng
 
 
 def _strided(q_pos, kv_pos):
@@ -108,7 +109,7 @@ CASES = [
     Case("complement", ~WINDOW),
     Case("causal_offset", CausalMask(-7)),
     Case("mask_fn", MaskFn(_strided)),
-    Case("numpy_mask", NumpyMask(np.random.default_rng().random((96, 96)) < 0.3)),
+    Case("numpy_mask", NumpyMask(seeded_rng("numpy_mask").random((96, 96)) < 0.3)),
     Case("per_head", MultiHeadMask([CAUSAL, WINDOW, CAUSAL, FullMask()])),
     Case("per_head_within_groups", MultiHeadMask([CAUSAL, WINDOW, WINDOW, WINDOW]), num_kv_heads=2),
     Case("grouped_query", CAUSAL, num_heads=6, num_kv_heads=2),

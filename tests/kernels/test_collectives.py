@@ -20,7 +20,6 @@ from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 
 SCRIPT = Path(__file__).parent / "tokens_on_devices.py"
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 # Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel. In float32 a sum rounds,
 # too, with each of its terms.
 ROUNDINGS = {"bfloat16": 7, "float16": 7, "float32": 10}
@@ -39,7 +38,7 @@ def test_xla_computes_what_numpy_does():
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("preallocates", ["true", "false"])
 def test_kernels_compute_what_numpy_does(preallocates):
     if jax.device_count() < 2:
@@ -50,7 +49,7 @@ def test_kernels_compute_what_numpy_does(preallocates):
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "part", "features"),
     [
@@ -90,7 +89,7 @@ def test_kernels_compile(num_ranks, dtype, part, features):
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_no_kernel_is_called_on_a_slice_of_a_larger_array():
     """XLA would tell it of other memory on the other GPU."""
     part, features, num_layers = (1, 256, 128), (64, 192), 3
@@ -162,7 +161,7 @@ def two(**changes):
     return [gpu(0, **changes), gpu(1, **changes)]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("devices", "changes", "reason"),
     [
@@ -189,7 +188,7 @@ def test_kernels_say_whom_they_cannot_serve(devices, changes, reason):
     assert choose_collectives(mesh, "tensor", **call, named="xla") == ("xla", None, None)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
 def test_kernels_are_taken_on_up_to_four_gpus(num_ranks):
     devices = np.array([gpu(i) for i in range(num_ranks)]).reshape(1, num_ranks)
@@ -201,7 +200,7 @@ def test_kernels_are_taken_on_up_to_four_gpus(num_ranks):
         assert chosen.passed_over.startswith("is for meshes of 2 to 4 devices, all of them along tensor, not for")
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_kernels_are_not_for_calls_within_another_map():
     """Mosaic would be given a mesh without device ids."""
     mesh, seen = mesh_of(jax.devices()[:1]), []
@@ -216,7 +215,7 @@ def test_kernels_are_not_for_calls_within_another_map():
     assert seen == ["is for calls within a jax.shard_map of all axes, or of none, not of data"]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(("value", "is_served"), [("", False), ("=true", False), ("=1", False), ("=false", True)])
 def test_kernels_are_not_for_collectives_that_start_beside_them(value, is_served, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--a=1 --xla_gpu_enable_latency_hiding_scheduler{value} --b")

@@ -294,7 +294,7 @@ def test_layers_are_differentiated_in_a_scan_over_heads_and_tokens():
     assert np.max(list(differences.values())) < 1e-12  # NaN isn't
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic_gpu needs JAX 0.11")
+@pytest.mark.jax_0_11
 def test_mosaic_gpu_is_differentiated_in_a_scan_over_a_mesh(monkeypatch):
     # Traced for a GPU that isn't there. The kernels' references must not be taken out of the scan.
     monkeypatch.setattr(Target, "of", staticmethod(lambda device: Target("gpu", "NVIDIA H200", 9.0, 132)))

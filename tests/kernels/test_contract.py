@@ -403,7 +403,7 @@ def test_mosaic_gpu_with_three_heads_at_once(case, num_warpgroups, block_q, back
 INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwardTuning(1), interpret=True)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "case",
     named("everything", "mask_fn", "packed", "per_head_within_groups", "ragged_no_mask", "uneven_logits", "value_dim")
@@ -414,14 +414,14 @@ def test_mosaic_gpu_interpreted(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 def test_mosaic_gpu_interpreted_hides_no_nan(rng):
     run_spoiled_case(
         SPOILED[1], rng, through_implementation(SPOILED[1], INTERPRETED), dtype=jnp.bfloat16, empty_rows_leak=True
     )
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("case", named("everything", "packed", "value_dim"), ids=lambda case: case.name)
 def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     otherwise = dataclasses.replace(
@@ -432,7 +432,7 @@ def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("case", [case for case in WIDE if case.name.startswith("latent")], ids=lambda case: case.name)
 def test_mosaic_gpu_interpreted_at_two_head_dims(case, rng):
     tuning = dataclasses.replace(INTERPRETED, backward_tiles=MosaicBackwardTuning())
@@ -447,7 +447,7 @@ def persistent_and_interpreted(num_warpgroups: int) -> MosaicGpuTuning:
     )
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("name", "num_warpgroups"),
     [("everything", 2), ("packed", 1), ("per_head_within_groups", 2), ("value_dim", 1), ("few_empty_blocks", 2)],
@@ -457,7 +457,7 @@ def test_mosaic_gpu_interpreted_in_persistent_programs(name, num_warpgroups, rng
     run_case(case, rng, through_implementation(case, persistent_and_interpreted(num_warpgroups)), dtype=jnp.bfloat16)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's interpreter came with JAX 0.11")
+@pytest.mark.jax_0_11
 def test_a_persistent_programs_producer_may_be_late(rng, monkeypatch):
     tuning, late = persistent_and_interpreted(1), lateness(monkeypatch, warpgroup=1)
     run_case(FEW_EMPTY_BLOCKS, rng, through_implementation(FEW_EMPTY_BLOCKS, tuning), dtype=jnp.bfloat16)

@@ -18,11 +18,6 @@ from kernels.context import check_deal, choose_deal, chunk_costs, deal_tokens, d
 LENGTH = 131_072
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng()
-
-
 def packed_row(length: int, draw_length) -> tuple[np.ndarray, np.ndarray]:
     """Segment ids and positions of documents of drawn lengths, the last one cut off."""
     ids, positions = np.zeros((2, length), np.int32)

@@ -8,7 +8,6 @@ import pytest
 from kernels import Target
 from kernels.exp_logits import ExpLogits, unsupported_reason
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 HOPPER = Target("gpu", "NVIDIA H200", 9.0, 132)
 
 
@@ -33,7 +32,7 @@ def assert_are_exponentials(kernel, hidden, head, shifts, soft_cap):
 SHAPES = [(256, 64, 256), (100, 128, 192), (300, 64, 128), (257, 64, 320)]  # with tiles of each number of columns
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(("num_tokens", "width", "vocab_size"), SHAPES)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 def test_in_the_interpreter(rng, num_tokens, width, vocab_size, soft_cap):
@@ -42,7 +41,7 @@ def test_in_the_interpreter(rng, num_tokens, width, vocab_size, soft_cap):
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_tokens", "width", "vocab_size"), [*SHAPES, (1, 64, 64), (8191, 768, 50304), (500, 2048, 4096)]
 )
@@ -62,18 +61,18 @@ def assert_sums_near_a_cap_are_exact(rng, kernel):
     np.testing.assert_allclose(sums, expected, rtol=3e-5)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_sums_near_a_cap_in_the_interpreter(rng):
     assert_sums_near_a_cap_are_exact(rng, ExpLogits(Target.of(), interpret=True))
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_sums_near_a_cap_on_a_gpu(rng):
     assert_sums_near_a_cap_are_exact(rng, ExpLogits(Target.of()))
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("dtype", "width", "vocab_size"), [("float32", 64, 64), ("bfloat16", 100, 64), ("bfloat16", 64, 100)]
 )
@@ -83,7 +82,7 @@ def test_what_it_does_not_take_is_refused(dtype, width, vocab_size):
         ExpLogits(Target.of(), interpret=True)(*arrays)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_what_float32_does_not_hold_is_infinite(rng):
     hidden, head, shifts = draw(rng, 64, 64, 64)
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)

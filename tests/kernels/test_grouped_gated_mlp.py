@@ -15,8 +15,6 @@ from kernels.grouped_matmul import (
     sum_copies,
 )
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
-
 
 def gated_tanh(gate, features):
     """No layer's activation: (1 − g²/8) · (f + f³/8), and its slopes."""
@@ -84,7 +82,7 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, width, hidden_width, num
         assert_close(found, each, rtol)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "width", "hidden_width", "num_groups", "biased"),
     # Half a tile of features, and one and a half. Blocks of rows: one, which has no pair; two of two groups; two of one
@@ -105,7 +103,7 @@ def test_in_the_interpreter(rng, num_rows, width, hidden_width, num_groups, bias
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("num_rows", "width", "hidden_width", "num_groups", "biased"),
@@ -136,7 +134,7 @@ def assert_copies_are_the_rows(rng, choice, num_rows, width, num_copies, num_gro
         assert not copies[end : start + -(-(end - start) // 64) * 64].any()
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "width", "num_copies", "num_groups"), [(24, 128, 3, 5), (7, 256, 1, 2), (16, 320, 2, 9)]
 )
@@ -146,7 +144,7 @@ def test_copies_in_the_interpreter(rng, num_rows, width, num_copies, num_groups)
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "width", "num_copies", "num_groups"),
     [(1, 64, 1, 1), (4096, 2048, 8, 128), (1001, 2880, 4, 32), (333, 7168, 2, 300)],

@@ -11,7 +11,6 @@ from kernels import Target
 from kernels.grouped_matmul import choose_grouped_matmul, group_rows, grouped_matmul, multiply
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 
 
 def draw_groups(rng, num_rows, num_groups):
@@ -92,7 +91,7 @@ def test_of_xla(rng, num_products):
         )
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "features", "num_groups", "num_products"),
     # Tiles of 64, 192 and 256 columns; rows for the first consumer alone; more columns than a panel's.
@@ -105,7 +104,7 @@ def test_of_the_kernel_in_the_interpreter(rng, num_rows, features, num_groups, n
     )
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_half_a_tile_that_only_pads_is_skipped(rng):
     """Of 10, 130 and 65 rows in tiles of 128 the second halves of the first and the second group's last one pad."""
     choice = choose_grouped_matmul("bfloat16", (64, 64), Target.of(), "mosaic_gpu", interpret=True)
@@ -124,7 +123,7 @@ def test_half_a_tile_that_only_pads_is_skipped(rng):
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("num_rows", "features", "num_groups", "num_products"),

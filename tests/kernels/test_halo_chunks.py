@@ -23,7 +23,6 @@ from trainer.compile.collectives import count_collectives
 from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 LENGTH = 131_072
 WINDOW = CausalMask() & LocalMask(4095, 0)
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
@@ -88,7 +87,7 @@ def test_the_kernels_serve_neighbours_of_one_run_each(changes, of_split, length)
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_a_halo_is_read_once_a_layer_and_keys_are_not_sent(has_documents):
     devices = np.array(parse_topology("h200:4").devices()).reshape(1, 1, 4)

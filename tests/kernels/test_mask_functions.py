@@ -78,7 +78,7 @@ def test_captured_arrays(implementation, document, rng):
     np.testing.assert_allclose(d_value[0, :, 0], np.repeat(weights.sum(0)[:, None], 16, 1), atol=1e-4)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="Mosaic GPU's kernels need JAX 0.11")
+@pytest.mark.jax_0_11
 def test_mosaic_gpu_passes_captured_arrays_over(document):
     call = call_of(MaskFn(same_document(document)), HOPPER)
     with pytest.raises(ValueError, match=r"can't look up the arrays that MaskFn\(.*\) holds"):
@@ -204,11 +204,11 @@ IGNORING = {
 
 
 @pytest.mark.parametrize(
-    "implementation", ["reference", SMALL, SPLASH, MOSAIC], ids=["reference", "blockwise", "splash", "mosaic_gpu"]
+    "implementation",
+    ["reference", SMALL, SPLASH, pytest.param(MOSAIC, marks=pytest.mark.jax_0_11)],
+    ids=["reference", "blockwise", "splash", "mosaic_gpu"],
 )
 def test_functions_that_ignore_positions(implementation, rng):
-    if implementation is MOSAIC and jax.__version_info__ < (0, 11):
-        pytest.skip("Mosaic GPU's interpreter came with JAX 0.11")
     names = list(IGNORING) if implementation == "reference" else [list(IGNORING)[rng.integers(4)]]
     dtype = jnp.float16 if implementation is MOSAIC else jnp.float32
     x = operands(rng, num_heads=len(names) + 1, dtype=dtype)

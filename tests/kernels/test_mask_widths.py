@@ -201,12 +201,13 @@ BACKENDS = {
 
 
 @pytest.mark.parametrize("given_positions", [False, True], ids=["counted", "far_apart"])
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    "name",
+    [*(name for name in BACKENDS if name != "mosaic_gpu"), pytest.param("mosaic_gpu", marks=pytest.mark.jax_0_11)],
+)
 def test_backends(name, given_positions, rng):
     if name == "triton" and not HAS_TRITON:
         pytest.skip("Triton isn't installed: it is for Linux alone")
-    if name == "mosaic_gpu" and jax.__version_info__ < (0, 11):
-        pytest.skip("Mosaic GPU's interpreter came with JAX 0.11")
     table = WITHIN_REACH if given_positions else UNREACHABLE
     if name == "triton":
         table = [spec for spec in table if spec.mask().has_row_intervals]

@@ -30,7 +30,6 @@ from kernels.call import Cotangent, make_call
 from tests.kernels.contract_cases import has_fused_backward
 from tests.kernels.gpu_calls import H200, call_of
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 ONE_GRADIENT = MosaicBackwardTuning(one_gradient_per_warpgroup=True)
 
 
@@ -43,7 +42,7 @@ REFUSED = {
 }
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(("given", "reason"), REFUSED.values(), ids=REFUSED)
 def test_refuses_with_the_reason_and_is_passed_over(given, reason):
     _, call = call_of(**given)
@@ -54,7 +53,7 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
     assert reason in dict(selection.passed_over)["mosaic_gpu"]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("tuning", "head_dims", "reason"),
     [
@@ -97,7 +96,7 @@ def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, rea
         select_backend(call_of(head_dim=head_dim, value_dim=value_dim)[1], tuning)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "tuning",
     [
@@ -114,7 +113,7 @@ def test_tiles_for_narrow_heads_are_taken(tuning):
     assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_is_chosen_on_hopper():
     assert select_backend(call_of(MaskFn(lambda q, kv: kv <= q))[1]).name == "mosaic_gpu"
 
@@ -206,7 +205,7 @@ def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
     return MosaicGpuTuning("fused" if fused else "split", forward, backward)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("backward", "length", "num_kernels", "has_zeros"),
     # Forward and preprocess, and one for all gradients, or one for dK and dV and one for dQ.
@@ -231,7 +230,7 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
     assert lower() == text
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(("length", "is_padded"), [(200, False), (204, True)])
 @pytest.mark.parametrize("backward", ["fused", "split"])
 def test_matrices_of_whole_eights_of_rows_are_not_copied(length, is_padded, backward):
@@ -247,7 +246,7 @@ def test_matrices_of_whole_eights_of_rows_are_not_copied(length, is_padded, back
     assert bool(of_matrices) == is_padded
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_layers_that_are_alike_are_lowered_once():
     inputs, call = call_of(CausalMask())
     tuning = resolve(None, call)
@@ -262,7 +261,7 @@ def test_layers_that_are_alike_are_lowered_once():
     assert text.count("mosaic_gpu_v2") == 1
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
     inputs, call = call_of(CausalMask())
     ids = jnp.sort(jnp.asarray(rng.integers(0, 5, inputs.query.shape[:2]), jnp.int32))
@@ -290,7 +289,7 @@ def test_no_tile_of_keys_is_longer_than_the_backend_says():
         MosaicForwardTuning(block_kv=2 * longest)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "tiles",
     [
@@ -329,7 +328,7 @@ def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
         assert np.isnan(one[:, other.shape[1] :]).all()
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_mask_whose_function_reads_other_numbers_is_traced_anew(rng):
     distance = [40]
     inputs, call = call_of(MaskFn(lambda q, kv: (kv <= q) & (q - kv < distance[0])))
@@ -369,7 +368,7 @@ def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list
     return requested, None
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "head_dims", [(32, 32), (64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (64, 192)], ids=repr
 )
@@ -386,7 +385,7 @@ def test_shared_memory_is_counted_as_mosaic_gpu_requests_it(head_dims, rng):
             assert f"need {requested[-1]:,} bytes of shared memory, of which a Hopper GPU has 232,448" in excess
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy():
     _, call = call_of(head_dim=256)
     tuning = MosaicGpuTuning(forward_tiles=MosaicForwardTuning(2, 256, 4))
@@ -402,7 +401,7 @@ def test_a_named_tuning_that_does_not_fit_is_refused_with_the_remedy():
     assert select_backend(call, dataclasses.replace(tuning, interpret=True)).name == "mosaic_gpu"
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("head_dim", "value_dim"),
     [*((dim, dim) for dim in (16, 32, 64, 80, 128, 192, 256)), (192, 128), (16, 192), (256, 128)],
@@ -434,7 +433,7 @@ def test_resolving_leaves_nothing_open(tuning, packed, head_dim, rng):
     assert resolved.backward == "split" or not (tuning and (tuning.interpret or tuning.backward == "split"))
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
     # The deal of a row over ranks: runs of 128 tokens in any order, which a kernel knows by their first positions.

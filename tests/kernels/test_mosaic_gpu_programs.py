@@ -14,11 +14,9 @@ from layers.moe import MoE
 from tests.gpu_compiler import needs_gpu_compiler
 from trainer.compile.topology import parse_topology
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
-
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_scan_over_layers_computes_each_forward_pass_once():
     """XLA would compute it again where its output goes into the array of all layers' outputs."""
     device = parse_topology("h100:1").devices()[0]
@@ -42,7 +40,7 @@ def test_a_scan_over_layers_computes_each_forward_pass_once():
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_layer_that_is_made_anew_leaves_nothing_behind():
     """Not the outputs of kernels either that share out their work by a counter, as those of documents do."""
     device = parse_topology("h100:1").devices()[0]
@@ -72,7 +70,7 @@ def test_a_layer_that_is_made_anew_leaves_nothing_behind():
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch):
     device = parse_topology("h100:1").devices()[0]
     monkeypatch.setattr(MoE, "_target", Target.of(device))
@@ -97,7 +95,7 @@ def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch)
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "tuning"), [(192, 128, None), (80, 192, MosaicGpuTuning("fused"))], ids=["192", "80"]

@@ -42,7 +42,7 @@ def test_a_thread_within_jaxs_lowering_is_refused_until_it_leaves():
 
 
 @needs_gpu_compiler
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+@pytest.mark.jax_0_11
 def test_another_thread_that_lowers_a_kernel_is_refused():
     device = parse_topology("h100:1").devices()[0]
     array = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(device))

@@ -37,7 +37,6 @@ from trainer.config import ContextConfig, DataConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
 from trainer.step.attention_plan import attention_calls, describe_attention, plan_attention, plan_deal
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 LENGTH = 131_072
 TINY = TrainConfig(name="tiny", num_steps=1000, model=GPTConfig(num_layers=1, num_heads=4, num_kv_heads=4, width=256))
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
@@ -61,14 +60,14 @@ def run_script(name, num_draws, preallocates):
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("preallocates", [True, False])
 def test_gpus_read_and_add_up_chunks_as_numpy_does(preallocates):
     assert [draw for draw in run_script("chunks_on_gpus.py", 6, preallocates) if not draw["is_exact"]] == []
 
 
 @pytest.mark.gpu
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("preallocates", [True, False])
 def test_gpus_attend_as_numpy_does(preallocates):
     for case in run_script("context_on_devices.py", 6, preallocates):
@@ -174,7 +173,7 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("remat", "num_gathers", "num_ranks"), [("none", 1, 2), ("save_attention", 2, 2), ("none", 1, 4)]
 )
@@ -280,7 +279,7 @@ def test_more_ranks_than_four_are_refused_before_devices_are_known():
         plan_deal(four, None)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_the_trainer_plans_what_the_layers_choose():
     config = dataclasses.replace(
         TINY,

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from kernels.backends.mosaic_gpu.machine import machine_of
 from kernels.backends.mosaic_gpu.preprocess import preprocess
 from tests.kernels.gpu_calls import call_of
 
-pytestmark = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
+pytestmark = pytest.mark.jax_0_11
 OFFSET_WEIGHTS = np.array([2.0**15, 2.0**4, 2.0**-7, 2.0**-14])
 
 

@@ -108,7 +108,7 @@ def test_the_cost_model_knows_that_documents_end():
 
 
 @needs_gpu_compiler
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="mosaic_gpu needs JAX 0.11")
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("layers", ["scan", "loop"])
 def test_layers_are_made_anew_whose_hops_documents_decide(layers):
     """Within a `jax.shard_map` of all axes, as in a training step: the kernels are in a loop of unknown trips there."""

@@ -26,7 +26,6 @@ from tests.kernels.gpu_calls import call_of
 from tests.kernels.late_warpgroups import lateness
 from tests.kernels.test_contract import run_case, through_implementation, value_and_gradients, vmapped
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the backend needs JAX 0.11")
 INTERPRETED = MosaicGpuTuning("fused", MosaicForwardTuning(1, 64), WHOLE_HEADS, interpret=True)
 ON_A_GPU = MosaicGpuTuning(backward_tiles=WHOLE_HEADS)
 by_case = functools.partial(pytest.mark.parametrize, "case", ids=lambda case: case.name)
@@ -46,19 +45,19 @@ BLOCKS_WITHOUT_STEPS = [
 ]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @by_case([*(case for case in CASES if case.name in ("causal_offset", "packed", "soft_cap", "value_dim")), FEW_HEADS])
 def test_in_the_interpreter(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @by_case(BLOCKS_WITHOUT_STEPS)
 def test_blocks_that_no_query_sees_in_the_interpreter(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.float16)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_other_numbers_of_stages_in_the_interpreter(num_stages, rng):
     tuning = dataclasses.replace(INTERPRETED, backward_tiles=dataclasses.replace(WHOLE_HEADS, num_stages=num_stages))
@@ -66,7 +65,7 @@ def test_other_numbers_of_stages_in_the_interpreter(num_stages, rng):
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("warpgroup", [0, 1, 2], ids=["consumer", "other consumer", "producer"])
 def test_a_warpgroup_may_be_late(warpgroup, rng, monkeypatch):
     late = lateness(monkeypatch, warpgroup)
@@ -74,7 +73,7 @@ def test_a_warpgroup_may_be_late(warpgroup, rng, monkeypatch):
     assert next(late) > 10
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_under_vmap_in_the_interpreter(rng):
     case = dataclasses.replace(FEW_HEADS, segments=None, num_heads=1, num_kv_heads=1)
     run_case(case, rng, vmapped(through_implementation(case, INTERPRETED)), dtype=jnp.bfloat16)
@@ -117,7 +116,7 @@ def test_under_vmap_on_a_gpu(rng):
     run_case(case, rng, vmapped(through_implementation(case, ON_A_GPU)), dtype=jnp.bfloat16)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_whole_heads_that_do_not_fit_are_refused():
     tuning, (_, call) = MosaicGpuTuning(backward_tiles=WHOLE_HEADS), call_of()
     assert mosaic_gpu.unsupported_reason(call, tuning) is None
@@ -165,7 +164,7 @@ def test_the_tables_have_tiles_for_longer_calls_alone():
     assert not any(tiles.whole_heads for table in (FUSED, SPLIT) for tiles in table.values())
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_the_search_begins_with_the_tables_tiles():
     call = call_of(CausalMask())[1]
     assert resolve(None, call).backward_tiles == WHOLE_HEADS

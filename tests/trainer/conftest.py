@@ -7,7 +7,6 @@ import json
 import math
 import os
 import resource
-import secrets
 import struct
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from layers import GPTConfig, RopeScaling
+from tests.seeds import seeded_rng
 from trainer.config.file import load_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ class TrainerCommand:
 def trainer_command(tmp_path_factory) -> TrainerCommand:
     """The tiny config over documents made for it. All tests, of all workers, share one compilation cache."""
     folder = tmp_path_factory.mktemp("tiny")
-    rng = np.random.default_rng()
+    rng = seeded_rng("documents")
     words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, rng.integers(1, 9))) for _ in range(500)]
     (folder / "documents").mkdir()
     for number in range(120):
@@ -272,8 +272,6 @@ class Pretrained:
     """NumPy arrays, as in `TrainState`."""
     page: Path
     """A config file that says nothing about the model but how it runs."""
-    seed: int
-    """Of the parameters, for the report of a failure."""
 
 
 PAGE = """
@@ -320,8 +318,7 @@ def pretrained(trainer_command, make_tokenizer, tmp_path_factory) -> Pretrained:
         rope_scaling=RopeScaling("llama3", 4.0, original_context_length=32),
         norm_epsilon=1e-5,
     )
-    seed = secrets.randbits(32)
-    rng = np.random.default_rng(seed)
+    rng = seeded_rng("pretrained")
     shapes = abstract_params(model, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     params = jax.tree.map(lambda leaf: rng.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     (folder / "tokenizer").mkdir()
@@ -334,4 +331,4 @@ def pretrained(trainer_command, make_tokenizer, tmp_path_factory) -> Pretrained:
             documents=config.data.files[0], tokens=config.data.token_cache_dir, cache=config.compilation.cache_dir
         )
     )
-    return Pretrained(folder / "llama", model, params, page, seed)
+    return Pretrained(folder / "llama", model, params, page)

@@ -11,7 +11,6 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from tests.gpu_compiler import needs_gpu_compiler
@@ -221,7 +220,7 @@ def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
 
 
 @needs_gpu_compiler
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
+@pytest.mark.jax_0_11
 def test_two_gpus_reach_each_others_memory(config, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     two_gpus = ("--config", config, "--topology", "h200:2", "--mesh.tensor", 2, "--sequence-length", 256)

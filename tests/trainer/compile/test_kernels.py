@@ -14,8 +14,6 @@ from trainer.compile.kernels import PROGRAM_NAME, compile_kernels, find_kernels
 from trainer.compile.stages import compile_lowering, count_compilations, lower_in_stages, watch_compilations
 from trainer.compile.topology import parse_topology
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
-
 
 def lower_attention(num_layers: int):
     """A gradient through layers of one attention each, for an H200 that isn't there."""
@@ -34,13 +32,13 @@ def lower_attention(num_layers: int):
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_kernel_of_many_layers_is_found_once():
     assert len(find_kernels(lower_attention(num_layers=2).lowered)) == 2  # one forward, one backward
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_kernels_are_compiled_as_a_part_of_their_program(monkeypatch):
     compiled = []
     monkeypatch.setattr("trainer.compile.stages.PROGRAM_NAME", "")
@@ -55,7 +53,7 @@ def test_kernels_are_compiled_as_a_part_of_their_program(monkeypatch):
     assert counts == {"loss": 1}
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_each_distinct_kernel_is_compiled_once(monkeypatch):
     """Also where no compiler for GPUs is installed: lowering needs none."""
     target = Target("gpu", "NVIDIA H200", 9.0, 132)

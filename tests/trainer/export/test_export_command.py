@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from layers.pretrained import config_from_huggingface, read_params, save
+from tests.seeds import seeded_rng
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import parse_command_line
 from trainer.config.file import config_to_json
@@ -35,7 +36,7 @@ def trained(pretrained, tmp_path_factory):
     arguments = ["--config", str(pretrained.page), "--init-from", str(pretrained.folder), "--workdir", str(path)]
     config = parse_command_line(arguments).train
     workdir = claim_workdir(path, config)
-    rng = np.random.default_rng()
+    rng = seeded_rng("trained")
     abstract = make_step_functions(config, make_mesh(config.mesh)).abstract_state
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=2)

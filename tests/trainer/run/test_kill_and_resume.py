@@ -6,7 +6,6 @@ The issue's fifty kills: `pytest tests/trainer/run/test_kill_and_resume.py --num
 from __future__ import annotations
 
 import random
-import secrets
 import time
 from pathlib import Path
 
@@ -15,10 +14,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from tests.seeds import run_seed
+
 STEPS_PER_KILL = 8  # an attempt that is killed gets about five further
 # Saves every third step, so that kills fall into saves often; logs off that beat.
 ARGUMENTS = ("--checkpoint.every-num-steps", 3, "--log-every-num-steps", 4, "--evaluation.every-num-steps", 20)
-OPTIMISED = {"XLA_FLAGS": ""}  # as users run it: the last bit is theirs
+OPTIMISED = {"XLA_FLAGS": ""}  # as users run it: the last bit is theirsfrom tests.seeds import run_seed
 
 
 def final_state(workdir: Path, num_steps: int):
@@ -73,9 +74,7 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
     num_wanted = max(len(kinds), request.config.getoption("--num-kills"))
     num_steps = max(60, STEPS_PER_KILL * num_wanted)
     arguments = (*ARGUMENTS, "--num-steps", num_steps)
-    seed = secrets.randbits(32)
-    draw = random.Random(seed)
-    print(f"kills drawn from seed {seed}")
+    draw = random.Random(run_seed())
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     seldom = ("--checkpoint.every-num-steps", num_steps)  # changes no number, and saves take longer than steps

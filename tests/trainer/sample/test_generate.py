@@ -12,6 +12,7 @@ from flax import nnx
 
 from kernels import CausalMask, LocalMask
 from layers import GPT, GPTConfig
+from tests.seeds import seeded_rng
 from trainer.config import TokenChoice
 from trainer.sample.generate import Generator, SampleRequest
 
@@ -34,7 +35,7 @@ VOCAB_SIZE = 33
 def model():
     """A model that is sure of nothing, but not so unsure that rounding could tip a choice."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng()
+    rng = seeded_rng("model")
     return nnx.merge(graphdef, jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), x.dtype), state))
 
 

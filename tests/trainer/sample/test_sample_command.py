@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import rich.console
 
 from kernels import CausalMask, FullMask
+from tests.seeds import seeded_rng
 from trainer.checkpoints.parameters import find_newest
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.stages import use_compilation_cache
@@ -56,7 +56,7 @@ def trained(trainer_command, tmp_path_factory):
         samples=SamplesConfig(prompts=("first prompt", "x" * LENGTH), num_tokens=5, temperature=0),
     )
     workdir = claim_workdir(tmp_path_factory.mktemp("trained") / "run", config)
-    rng, states = np.random.default_rng(), []
+    rng, states = seeded_rng("trained"), []
     mesh = make_mesh(config.mesh)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=2)
     for step in (20, 40):

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import pytest
 
 from layers import GPTConfig
@@ -13,12 +12,11 @@ from trainer.config import LossConfig, MeshConfig, TrainConfig
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 VOCABULARY, WIDTH = 640, 256
 
 
 @needs_gpu_compiler
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize("axis", ["fsdp", "context"])
 def test_rows_of_the_embedding_stay_in_one_piece(axis):
     """Else each number that is looked up, or added to, lies apart, as the loss's kernel would have its head."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from kernels import Target
@@ -23,7 +22,7 @@ def test_without_a_mixture_there_is_nothing_to_say():
     assert plan_experts(config_of(None), H200) is None
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
+@pytest.mark.jax_0_11
 def test_a_hopper_gpu_multiplies_by_the_kernel_and_others_say_why_not():
     moe = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
     config, by_xla = config_of(moe), "xla for 8 experts of a layer, 2 to a token"

@@ -16,7 +16,6 @@ from tests.host_cpus import environment_of_cpus
 from trainer.step.loss import chunked_cross_entropy
 
 SHARED_LOSS = Path(__file__).parent / "shared_loss.py"
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 
 
 def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
@@ -161,7 +160,7 @@ def tells_apart(one, other) -> bool:
     return float(np.mean(np.asarray(one[1][0]) != np.asarray(other[1][0]))) > 0.05
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("chunk_size", "cap", "z_loss"), [(64, None, 1e-2), (1000, 3.0, 1e-2), (100, None, 0.0)], ids=repr
 )
@@ -175,7 +174,7 @@ def test_exponentials_match_dense_float64(rng, chunk_size, cap, z_loss):
     assert not np.any(np.asarray(of_exponentials[1][0], np.float32)[~inputs[3]])
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_sums_that_float32_does_not_hold_are_computed_from_logits(rng):
     hidden, head, targets, mask = make_inputs(rng, 1, 70, 64, 64)
     hidden[0, 5] *= 100
@@ -190,7 +189,7 @@ def test_sums_that_float32_does_not_hold_are_computed_from_logits(rng):
         assert (of_exponentials[0].num_recomputed, of_logits[0].num_recomputed) == (1, 0)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_z_loss_that_turns_gradients_over_is_computed_from_logits(rng):
     inputs = make_inputs(rng, 1, 70, 64, 64)
     inputs = np.abs(inputs[0]), -np.abs(inputs[1]) / 4, *inputs[2:]  # log-partitions of about -6
@@ -199,7 +198,7 @@ def test_a_z_loss_that_turns_gradients_over_is_computed_from_logits(rng):
     assert not tells_apart(of_exponentials, of_logits)
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_nan_stays_one(rng):
     hidden, *others = make_inputs(rng, 1, 70, 64, 64)
     hidden[0, 3] = np.nan

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import pytest
 
 from kernels import Target
@@ -17,7 +16,6 @@ from trainer.step.loss_plan import plan_loss
 from trainer.step.sharding import make_mesh
 
 H200, TPU = Target("gpu", "NVIDIA H200", 9.0, 132), Target("tpu", "TPU v5p")
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs JAX 0.11")
 
 
 def config_of(vocab_size=50304, implementation=None):
@@ -25,7 +23,7 @@ def config_of(vocab_size=50304, implementation=None):
     return TrainConfig(name="x", num_steps=1000, model=model, loss=LossConfig(implementation=implementation))
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_a_hopper_gpu_computes_exponentials_and_others_say_why_not():
     plan = plan_loss(config_of(), H200)
     assert plan == plan_loss(config_of(implementation="mosaic_gpu"), H200)
@@ -52,7 +50,7 @@ def test_a_step_refuses_the_kernel_where_there_is_none():
         make_step_functions(config, make_mesh(config.mesh))
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_the_compile_report_has_the_loss():
     config = config_of()
     plan = plan_loss(config, H200)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,7 +17,6 @@ from trainer.step.functions import make_step_functions
 from trainer.step.sharding import AXES, make_mesh
 from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
-NEEDS_JAX_0_11 = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernels need JAX 0.11")
 MOE = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
 
 
@@ -74,7 +72,7 @@ def test_without_the_axis_there_is_nothing_to_carry():
     assert plan(mesh_of(FakeGpu), collectives="mosaic_gpu") is None
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_two_hopper_gpus_use_the_kernels_unless_told_not_to():
     two = mesh_of(FakeGpu, tensor=2)
     assert plan(two) == plan(two, collectives="mosaic_gpu") == TensorPlan("mosaic_gpu", (), {})
@@ -83,14 +81,14 @@ def test_two_hopper_gpus_use_the_kernels_unless_told_not_to():
     assert plan(two, collectives="xla").describe() == ["xla"]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_four_hopper_gpus_use_the_kernels():
     four, model = mesh_of(FakeGpu, tensor=4), {"head_dim": 64, "width": 256}
     fields = {"model": model, "sequence_length": 512}
     assert plan(four, **fields) == plan(four, collectives="mosaic_gpu", **fields) == TensorPlan("mosaic_gpu", (), {})
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_experts_tokens_go_by_xla():
     two = mesh_of(FakeGpu, tensor=2)
     assert plan(two, moe=MOE) == plan(two, moe=MOE, collectives="mosaic_gpu")
@@ -99,7 +97,7 @@ def test_experts_tokens_go_by_xla():
     assert plan(two, moe=MOE, collectives="xla").describe() == ["xla"]
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 def test_some_matmuls_may_be_served_and_others_not():
     two = mesh_of(FakeGpu, tensor=2)
     reason = "takes a GPU's features in multiples of 64, not 96"
@@ -116,7 +114,7 @@ def test_some_matmuls_may_be_served_and_others_not():
     assert told[0] == "mosaic_gpu, xla for attention, attention's output"
 
 
-@NEEDS_JAX_0_11
+@pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("sizes", "fields", "reason"),
     [
