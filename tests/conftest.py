@@ -1,10 +1,10 @@
-"""What every test shares: the run's seed, the skip of tests that can't run here, and bounded memory."""
+"""What every test shares: eight CPU devices, the run's seed, the skip of what can't run here, and bounded memory."""
 
 import gc
 import os
 import time
 
-from tests.host_cpus import FAST_COMPILATION
+from tests.host_cpus import NUM_DEVICES, xla_flags
 from trainer.hardware import expected_platform
 
 # Several test processes share one accelerator; each would otherwise claim most of its memory at its first array.
@@ -14,7 +14,7 @@ os.environ.setdefault("PJRT_NPROC", "16")
 # Where no accelerator is to be seen, JAX need not look for one: libtpu, which is here to compile, would complain.
 if expected_platform() == "cpu":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("XLA_FLAGS", FAST_COMPILATION)
+    os.environ.setdefault("XLA_FLAGS", xla_flags())
     # Triton reads this when it is imported: its kernels then run on the host.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 elif expected_platform() == "gpu":
@@ -88,6 +88,20 @@ def pytest_runtest_teardown(item, nextitem):
     """Forgets a module's compiled programs once they fill memory: a worker of all tests would grow to 5 GB."""
     if (nextitem is None or nextitem.path != item.path) and (resident_bytes() or 0) > 2e9:
         jax.clear_caches()
+
+
+@pytest.fixture
+def eight_devices():
+    """For tests of meshes: skips them where JAX doesn't have eight CPU devices."""
+    if jax.default_backend() != "cpu" or jax.device_count() < NUM_DEVICES:
+        pytest.skip(f"needs {NUM_DEVICES} CPU devices, which there are with JAX_PLATFORMS=cpu and no XLA_FLAGS")
+
+
+@pytest.fixture
+def float64():
+    """JAX takes 64-bit types within the test."""
+    with jax.enable_x64(True):
+        yield
 
 
 @pytest.fixture

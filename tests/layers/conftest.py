@@ -1,17 +1,9 @@
-"""Random inputs for layer tests, and their precision."""
+"""Random inputs for layer tests."""
 
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
-
-
-@pytest.fixture
-def float64():
-    """JAX takes 64-bit types within the test."""
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
-"""The trainer's command, run as a user runs it: in a process of its own, on a model small enough for a test."""
+"""The trainer's command, in this process or in one of its own, on a model small enough for a test."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from tensorboardX.proto import event_pb2
 
 from layers import GPTConfig, RopeScaling
 from tests.seeds import seeded_rng
+from trainer.__main__ import main
 from trainer.config.file import load_config
 
+CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 REPOSITORY = Path(__file__).parents[2]
 
 TINY_CONFIG = """
@@ -75,11 +83,23 @@ class TrainerCommand:
 
     config: Path
 
+    def line(self, *arguments: object) -> list[str]:
+        """A command line, with the tiny config unless it names another."""
+        return [*map(str, arguments), *([] if "--config" in arguments else ["--config", str(self.config)])]
+
+    def run(self, *arguments: object) -> Finished:
+        """The command, run to its end in this process: a process of its own would take seconds to import JAX."""
+        output, errors, begun = io.StringIO(), io.StringIO(), time.perf_counter()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), compilation_cache_as_before():
+            status = main(self.line(*arguments))
+        return Finished(status, output.getvalue(), errors.getvalue(), time.perf_counter() - begun)
+
     def start(self, *arguments: object, module: str = "trainer", **environment: str) -> subprocess.Popen[str]:
-        """The command, running; its output is unbuffered. `module` and its own arguments take the trainer's place."""
-        line = [sys.executable, "-u", "-m", *module.split(), *map(str, arguments)]
-        if "--config" not in arguments:
-            line += ["--config", str(self.config)]
+        """The command in a process of its own, for signals, kills, imports and an environment; its output is unbuffered.
+
+        `module` and its own arguments take the trainer's place.
+        """
+        line = [sys.executable, "-u", "-m", *module.split(), *self.line(*arguments)]
         # No bytecode: a test may limit how long this process's files may be, and Python keeps a module's that was cut.
         env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         env |= environment
@@ -93,8 +113,8 @@ class TrainerCommand:
             stdin=subprocess.DEVNULL,
         )
 
-    def run(self, *arguments: object, module: str = "trainer", **environment: str) -> Finished:
-        """The command, run to its end."""
+    def run_alone(self, *arguments: object, module: str = "trainer", **environment: str) -> Finished:
+        """The command, run to its end in a process of its own."""
         begun = time.perf_counter()
         return self.finish(self.start(*arguments, module=module, **environment), begun)
 
@@ -106,6 +126,18 @@ class TrainerCommand:
         finally:
             process.kill()  # one that takes too long must not outlive its test
         return Finished(process.returncode, output, errors, time.perf_counter() - begun)
+
+
+@contextlib.contextmanager
+def compilation_cache_as_before() -> Iterator[None]:
+    """Undoes what is set inside for JAX's persistent cache."""
+    before = {name: getattr(jax.config, name) for name in CACHE_SETTINGS}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

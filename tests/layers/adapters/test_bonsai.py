@@ -144,7 +144,7 @@ def test_vit_takes_attention_fn(rng):
     assert_same(logits(True), logits(False))
 
 
-@pytest.mark.usefixtures("needs_eight_devices")
+@pytest.mark.usefixtures("eight_devices")
 def test_on_a_mesh(modeling, config, make_model, rng):
     """With bonsai's own sharding, batch over fsdp and heads over tp, on axes of type Explicit."""
     tokens = jnp.asarray(rng.integers(1, 64, (8, LENGTH)), jnp.int32)

@@ -256,7 +256,7 @@ def test_arguments_are_levanters(levanter):
     assert {field.name for field in dataclasses.fields(levanter.Mask)} == _MASK_FIELDS
 
 
-@pytest.mark.usefixtures("needs_eight_devices")
+@pytest.mark.usefixtures("eight_devices")
 def test_on_a_mesh(levanter, rng):
     """Batch and key/value heads split by haliax's axis mapping, queries' positions not."""
     import haliax

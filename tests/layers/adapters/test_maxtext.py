@@ -258,7 +258,7 @@ def test_arguments_are_maxtexts(op_module):
     assert [(p.name, p.default) for p in own if p.name != "implementation"] == [(p.name, p.default) for p in their]
 
 
-@pytest.mark.usefixtures("needs_eight_devices")
+@pytest.mark.usefixtures("eight_devices")
 def test_on_a_mesh(make_op, make_config, rng, ours):
     """Batch over fsdp and heads over tensor by MaxText's own logical rules, tokens not."""
     from flax.linen import partitioning

@@ -97,6 +97,12 @@ def test_real_errors_of_this_machine_are_known():
     assert caught.value.on_host
 
 
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """More devices would be a remedy."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
 @pytest.fixture
 def config(trainer_command):
     """Of one layer whose activations are made twice already."""

@@ -3,24 +3,16 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
+from tests.trainer.conftest import compilation_cache_as_before
 from trainer.compile.stages import compile_in_stages, count_compilations, use_compilation_cache
 
 
 @pytest.fixture
 def cache_dir(tmp_path):
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = {name: getattr(jax.config, name) for name in names}
-    use_compilation_cache(str(tmp_path / "new" / "cache"))
-    yield tmp_path / "new" / "cache"
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
+    with compilation_cache_as_before():
+        use_compilation_cache(str(tmp_path / "new" / "cache"))
+        yield tmp_path / "new" / "cache"
 
 
 def make_step(factor):

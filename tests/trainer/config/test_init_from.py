@@ -204,7 +204,7 @@ def test_a_relative_path_and_a_home_folder_are_found(folder, config_file, monkey
 
 def test_a_contradiction_is_told_with_status_2_before_any_device_starts(trainer_command, pretrained, tmp_path):
     arguments = ("--config", pretrained.page, "--init-from", pretrained.folder, "--workdir", tmp_path / "run")
-    finished = trainer_command.run(*arguments, "--model.num-heads", 8, JAX_PLATFORMS="no_such_platform")
+    finished = trainer_command.run_alone(*arguments, "--model.num-heads", 8, JAX_PLATFORMS="no_such_platform")
     assert (finished.status, finished.output) == (2, "")
     assert finished.errors == (
         f"error: --init-from='{pretrained.folder}' holds another model than the config asks for: "

@@ -97,7 +97,7 @@ def without_gloo(text: str) -> str:
 def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, read_run, tmp_path):
     workdir, whole = tmp_path / "run", tmp_path / "whole"
     eight = environment_of_cpus(8)
-    finished = trainer_command.run("--workdir", whole, "--mesh.data", 8, *ARGUMENTS, **eight)
+    finished = trainer_command.run_alone("--workdir", whole, "--mesh.data", 8, *ARGUMENTS, **eight)
     assert finished.status == 0, finished.errors
     _, expected_steps, expected_evaluations = read_run(whole)
 
@@ -164,7 +164,7 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
 
     # One process of 8 devices goes on, on another mesh, over the same tokens.
     others = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--mesh.context", 2)
-    finished = trainer_command.run("--workdir", workdir, *others, *ARGUMENTS, **eight)
+    finished = trainer_command.run_alone("--workdir", workdir, *others, *ARGUMENTS, **eight)
     assert finished.status == 0, finished.errors
     record, steps, evaluations = read_run(workdir)
     assert record["status"] == "completed"

@@ -47,7 +47,7 @@ def test_a_signal_during_the_imports_leaves_with_75(trainer_command, tmp_path, n
 
 
 def test_devices_that_cannot_start_are_told_in_one_message(trainer_command, tmp_path):
-    finished = trainer_command.run("--workdir", tmp_path, JAX_PLATFORMS="no_such_platform")
+    finished = trainer_command.run_alone("--workdir", tmp_path, JAX_PLATFORMS="no_such_platform")
     assert finished.status == 1
     assert finished.errors.startswith("error: JAX can't start its devices: ")
     assert "no_such_platform" in finished.errors

@@ -78,7 +78,7 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     seldom = ("--checkpoint.every-num-steps", num_steps)  # changes no number, and saves take longer than steps
-    finished = trainer_command.run("--workdir", whole, *arguments, *seldom, **OPTIMISED)
+    finished = trainer_command.run_alone("--workdir", whole, *arguments, *seldom, **OPTIMISED)
     assert finished.status == 0, finished.errors
     expected_record, expected_steps, expected_evaluations = read_run(whole)
     training_s = sum(expected_record["time"][f"{name}_s"] for name in ("data_wait", "step", "evaluation", "checkpoint"))
@@ -107,7 +107,7 @@ def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorbo
     assert num_amid_a_save >= 1
     assert num_amid_a_restore >= (1 if num_wanted >= 20 else 0)
 
-    resumed = trainer_command.run("--workdir", killed, *arguments, **OPTIMISED)
+    resumed = trainer_command.run_alone("--workdir", killed, *arguments, **OPTIMISED)
     running_s = time.perf_counter() - begun
     assert resumed.status == 0, resumed.errors
     record, steps, evaluations = read_run(killed)

@@ -33,7 +33,7 @@ def first(trainer_command, tmp_path_factory):
     """A run from start to end, its compilations logged, with a compilation cache of its own."""
     workdir = tmp_path_factory.mktemp("first") / "run"
     cache = workdir.parent / "cache"
-    finished = trainer_command.run("--workdir", workdir, "--compilation.cache-dir", cache, JAX_LOG_COMPILES="1")
+    finished = trainer_command.run_alone("--workdir", workdir, "--compilation.cache-dir", cache, JAX_LOG_COMPILES="1")
     assert finished.status == 0, finished.errors
     return finished, workdir, cache
 

@@ -68,7 +68,7 @@ def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go
 ):
     """Steps 12 and 13 are skipped. Of 41 to 48, the eighth ends the run, which was saved at 40."""
     bad = ",".join(map(str, (12, 13, *range(41, 49))))
-    stopped = trainer_command.run("--workdir", tmp_path, module=f"tests.trainer.run.faulty_run nan:{bad}")
+    stopped = trainer_command.run_alone("--workdir", tmp_path, module=f"tests.trainer.run.faulty_run nan:{bad}")
     assert stopped.status == 1
     assert stopped.errors.startswith(
         "error: step 48: loss nan, gradient norm nan: not finite, like the 7 updates before, so the run stops; "

@@ -109,7 +109,7 @@ def test_a_watchdog_that_is_turned_off_starts_no_thread():
 )
 def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, tmp_path, read_run, fault, name, place):
     limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
-    stalled = trainer_command.run("--workdir", tmp_path, *limits, module=f"tests.trainer.run.faulty_run {fault}")
+    stalled = trainer_command.run_alone("--workdir", tmp_path, *limits, module=f"tests.trainer.run.faulty_run {fault}")
     assert stalled.status == 70, stalled.errors
     record, steps, _ = read_run(tmp_path)
     assert record["status"] == "failed"
