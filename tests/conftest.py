@@ -1,5 +1,6 @@
 """What every test shares: eight CPU devices, the run's seed, the skip of what can't run here, and bounded memory."""
 
+import collections
 import gc
 import os
 import time
@@ -67,7 +68,16 @@ def pytest_report_header():
     return f"all random draws of this run: --rng-seed {run_seed()}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    """Marks what a `sample` leaves out as `full`, before pytest selects by markers."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if (sample := item.get_closest_marker("sample")) is not None:
+            cases[item.path, item.originalname, sample.args[0]].append(item)
+    for (path, name, count), some in cases.items():
+        for left_out in seeded_rng(f"{path.name}::{name}").permutation(len(some))[count:]:
+            some[left_out].add_marker("full")
     if config.getoption("minutes") is not None:  # a part of the tests, another one each time
         seeded_rng("order").shuffle(items)
 

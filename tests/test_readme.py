@@ -186,6 +186,7 @@ def needs_libtpu(section: Section) -> bool:
     return "--topology" in commands or "--target" in commands
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("section", [s for s in ALL_SECTIONS if s.snippets], ids=lambda s: s.title.replace(" ", "-"))
 def test_section_runs(section, tmp_path):
     if needs_libtpu(section) and importlib.util.find_spec("libtpu") is None:

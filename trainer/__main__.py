@@ -49,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
                 from trainer.together import train_together
 
                 return train_together(command, launch, line=line, started=started, ending=ending)
-            workdir = claim_workdir(command.workdir, command.train)
-            from trainer.train import train  # starts JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            with claim_workdir(command.workdir, command.train) as workdir:
+                from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-            return train(command.train, workdir, command=line, started=started, ending=ending)
+                return train(command.train, workdir, command=line, started=started, ending=ending)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return MISTAKE

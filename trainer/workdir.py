@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -10,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
@@ -22,11 +23,20 @@ from trainer.files.atomic import set_aside, write_atomically
 
 @dataclass(frozen=True)
 class Workdir:
-    """The paths of a run's files."""
+    """The paths of a run's files. As a context manager, it gives the folder back at the end."""
 
     path: Path
     notes: tuple[str, ...] = ()
     """Lines about what was repaired when the folder was claimed."""
+    lock: int | None = None
+    """Descriptor of the file whose lock keeps other runs away; None: nothing is locked."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
 
     @property
     def config(self) -> Path:
@@ -73,8 +83,9 @@ class FollowedWorkdir(Workdir):
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
-    """Locks the folder for this process, and writes the config into it unless it holds checkpoints.
+    """Locks the folder, and writes the config into it unless it holds checkpoints.
 
+    The lock lasts until the workdir is left as a context manager, or this process ends.
     Something of another type (a folder, a named pipe) where a file of the run should lie is set aside.
 
     Args:
@@ -92,20 +103,23 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
             "choose another with --workdir"
         )
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        _lock(path)
-        if os.path.lexists(workdir.checkpoints) and not workdir.checkpoints.is_dir():
-            raise UserMistake(
-                f"{workdir.checkpoints} is not a folder, or a link to one that isn't there; "
-                "put the checkpoints back, move it elsewhere to start afresh, or choose another --workdir"
-            )
-        workdir.checkpoints.mkdir(exist_ok=True)
-        holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
-        if holds_checkpoints:
-            refuse_other_run(_held_config(workdir), config, f"workdir {path}")
-        workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)))
-        if not holds_checkpoints:
-            workdir.write_config(config)
+        with contextlib.ExitStack() as undone:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = _lock(path)
+            undone.callback(os.close, lock)
+            if os.path.lexists(workdir.checkpoints) and not workdir.checkpoints.is_dir():
+                raise UserMistake(
+                    f"{workdir.checkpoints} is not a folder, or a link to one that isn't there; "
+                    "put the checkpoints back, move it elsewhere to start afresh, or choose another --workdir"
+                )
+            workdir.checkpoints.mkdir(exist_ok=True)
+            holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
+            if holds_checkpoints:
+                refuse_other_run(_held_config(workdir), config, f"workdir {path}")
+            workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)), lock)
+            if not holds_checkpoints:
+                workdir.write_config(config)
+            undone.pop_all()
     except OSError as error:
         raise UserMistake(
             f"workdir {path} can't be written: {error.strerror}; choose another with --workdir"
@@ -113,8 +127,8 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     return workdir
 
 
-def _lock(path: Path) -> None:
-    """Locks the folder until this process ends. The kernel then drops the lock, however the process ends."""
+def _lock(path: Path) -> int:
+    """Locks the folder until the descriptor that this returns is closed, or this process ends in whatever way."""
     lock = path / ".lock"
     try:
         # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
@@ -137,6 +151,7 @@ def _lock(path: Path) -> None:
         # Some network file systems have no locks. There the user has to keep two runs apart.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             raise
+    return descriptor
 
 
 def _held_config(workdir: Workdir) -> TrainConfig:

@@ -48,6 +48,7 @@ def test_kernels_compute_what_numpy_does(preallocates):
     check_draws(os.environ | memory, 8, "mosaic_gpu")
 
 
+@pytest.mark.sample(1)
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def test_blockwise_in_its_own_tiles(case, rng):
     run_case(case, rng, through_implementation(case, "blockwise"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", named("grouped_query", "everything"), ids=lambda case: case.name)
 def test_blockwise_in_sixteen_bits(case, dtype, rng):
@@ -250,6 +251,7 @@ IN_ONE_TILE = [case for case in CASES if case.name not in {long.name for long in
 FUSED = [case for case in LONG if case.name in ("window", "per_head", "cross", "packed", "everything")]
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", IN_ONE_TILE, ids=lambda case: case.name)
 def test_splash_in_one_tile(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH))
@@ -260,6 +262,7 @@ def test_splash_in_many_tiles(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
 def test_splash_with_the_fused_backward(case, rng):
     run_case(case, rng, through_implementation(case, dataclasses.replace(SPLASH, backward="fused")))
@@ -280,6 +283,7 @@ def test_splash_hides_no_nan(case, backward, dtype, rng):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", named("grouped_query", "sinks", "packed"), ids=lambda case: case.name)
 def test_splash_in_bfloat16(case, rng):
     run_case(case, rng, through_implementation(case, SPLASH), dtype=jnp.bfloat16)
@@ -403,6 +407,7 @@ def test_mosaic_gpu_with_three_heads_at_once(case, num_warpgroups, block_q, back
 INTERPRETED = MosaicGpuTuning("split", MosaicForwardTuning(1, 64), MosaicBackwardTuning(1), interpret=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "case",
@@ -421,6 +426,7 @@ def test_mosaic_gpu_interpreted_hides_no_nan(rng):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("case", named("everything", "packed", "value_dim"), ids=lambda case: case.name)
 def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
@@ -432,6 +438,7 @@ def test_mosaic_gpu_interpreted_otherwise_tuned(case, rng):
     run_case(case, rng, through_implementation(case, otherwise), dtype=jnp.bfloat16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("case", [case for case in WIDE if case.name.startswith("latent")], ids=lambda case: case.name)
 def test_mosaic_gpu_interpreted_at_two_head_dims(case, rng):
@@ -447,6 +454,7 @@ def persistent_and_interpreted(num_warpgroups: int) -> MosaicGpuTuning:
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("name", "num_warpgroups"),

@@ -32,6 +32,7 @@ from tests.kernels.decode_session import (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("form", ["slab", "unified"])
 @pytest.mark.parametrize("name", [*MASKS, "array"])
 def test_decoding_equals_attention_over_the_whole_sequence(name, form, rng):

@@ -32,6 +32,7 @@ def assert_are_exponentials(kernel, hidden, head, shifts, soft_cap):
 SHAPES = [(256, 64, 256), (100, 128, 192), (300, 64, 128), (257, 64, 320)]  # with tiles of each number of columns
 
 
+@pytest.mark.sample(3)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(("num_tokens", "width", "vocab_size"), SHAPES)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])

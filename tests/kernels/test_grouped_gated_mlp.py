@@ -82,6 +82,7 @@ def assert_is_a_loop_over_groups(rng, choice, num_rows, width, hidden_width, num
         assert_close(found, each, rtol)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "width", "hidden_width", "num_groups", "biased"),

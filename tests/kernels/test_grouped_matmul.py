@@ -91,6 +91,7 @@ def test_of_xla(rng, num_products):
         )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     ("num_rows", "features", "num_groups", "num_products"),

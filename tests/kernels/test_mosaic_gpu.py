@@ -261,6 +261,7 @@ def test_layers_that_are_alike_are_lowered_once():
     assert text.count("mosaic_gpu_v2") == 1
 
 
+@pytest.mark.full
 @pytest.mark.jax_0_11
 def test_vmapped_kernels_compute_what_they_do_one_by_one(rng):
     inputs, call = call_of(CausalMask())
@@ -289,6 +290,7 @@ def test_no_tile_of_keys_is_longer_than_the_backend_says():
         MosaicForwardTuning(block_kv=2 * longest)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "tiles",
@@ -368,6 +370,7 @@ def requested_shared_memory(inputs, call, tuning: MosaicGpuTuning) -> tuple[list
     return requested, None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
     "head_dims", [(32, 32), (64, 64), (128, 128), (192, 192), (256, 256), (192, 128), (64, 192)], ids=repr
@@ -433,6 +436,7 @@ def test_resolving_leaves_nothing_open(tuning, packed, head_dim, rng):
     assert resolved.backward == "split" or not (tuning and (tuning.interpret or tuning.backward == "split"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_positions_in_runs_are_those_of_each_token(has_documents, rng):

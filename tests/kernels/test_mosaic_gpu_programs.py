@@ -69,6 +69,7 @@ def test_a_layer_that_is_made_anew_leaves_nothing_behind():
     assert temporaries("attention_output", "attention_lse") - temporaries() > 0.9 * of_outputs
 
 
+@pytest.mark.full
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch):
@@ -94,6 +95,7 @@ def test_a_mixtures_features_that_are_kept_are_not_multiplied_again(monkeypatch)
     assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 3 + 7
 
 
+@pytest.mark.sample(1)
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])

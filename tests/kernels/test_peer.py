@@ -172,6 +172,7 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
     np.testing.assert_array_equal(compact[:2], whole[:2])
 
 
+@pytest.mark.sample(1)
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def hull(kinds: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(some, axis=1) & np.maximum.accumulate(some[:, ::-1], axis=1)[:, ::-1]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("positions", POSITIONS)
 def test_no_pair_is_lost_and_full_is_true(positions, documents, rng):
@@ -111,6 +112,7 @@ def test_no_pair_is_lost_and_full_is_true(positions, documents, rng):
             assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all(), name
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("documents", ["none", "ascending", "descending", "hashed", "padded"])
 @pytest.mark.parametrize("positions", ["none", "counted", "later", "zigzag", "zigzag the other way", "restarting"])
 @pytest.mark.parametrize("keys_are_counted", [True, False], ids=["all keys", "own keys"])
@@ -141,6 +143,7 @@ def test_intervals_are_tight(positions, documents, keys_are_counted, rng):
         np.testing.assert_array_equal(kinds != TileKind.EMPTY, hull(exact), err_msg=name)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("given", ["positions", "documents", "both", "key positions, too"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("mask", [CausalMask(), LocalMask(100, 0), CausalMask() | PrefixMask(100)], ids=repr)

@@ -32,6 +32,7 @@ def test_values_in_float32(case, rng):
     assert_values(case, rng, np.float32, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_values_in_float64(case, rng):
     with jax.enable_x64(True):

@@ -107,6 +107,7 @@ def test_the_cost_model_knows_that_documents_end():
     assert packed[1] < rows[1] / 8
 
 
+@pytest.mark.sample(1)
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("layers", ["scan", "loop"])

@@ -178,6 +178,7 @@ def visited_tiles(info, transposed):
     return sorted((m, tiles[m, i, j], j) if transposed else (m, i, tiles[m, i, j]) for m, i, j in steps)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(

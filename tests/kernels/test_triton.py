@@ -217,6 +217,7 @@ print(json.dumps(allocated))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is None, reason="needs jax_triton to compile")
 def test_shared_memory_is_bounded_from_below(rng):
     """By what Triton allocates, compiled ahead of time: in a process of its own, since this one interprets kernels."""

@@ -45,18 +45,21 @@ BLOCKS_WITHOUT_STEPS = [
 ]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.jax_0_11
 @by_case([*(case for case in CASES if case.name in ("causal_offset", "packed", "soft_cap", "value_dim")), FEW_HEADS])
 def test_in_the_interpreter(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.bfloat16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @by_case(BLOCKS_WITHOUT_STEPS)
 def test_blocks_that_no_query_sees_in_the_interpreter(case, rng):
     run_case(case, rng, through_implementation(case, INTERPRETED), dtype=jnp.float16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_other_numbers_of_stages_in_the_interpreter(num_stages, rng):
@@ -65,6 +68,7 @@ def test_other_numbers_of_stages_in_the_interpreter(num_stages, rng):
     run_case(case, rng, through_implementation(case, tuning), dtype=jnp.bfloat16)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("warpgroup", [0, 1, 2], ids=["consumer", "other consumer", "producer"])
 def test_a_warpgroup_may_be_late(warpgroup, rng, monkeypatch):

@@ -208,6 +208,7 @@ def test_a_tokens_gradient_is_summed_over_its_copies_in_float32(rng):
     assert vjp(gradients)[0].item() == 1 + 2.0**-6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("kind", ["clamped_swiglu", "gelu"])
 def test_on_the_kernels_of_a_gpu_in_the_interpreter(kind, rng, monkeypatch):

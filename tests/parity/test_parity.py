@@ -47,6 +47,7 @@ def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
     assert not [cell for cell in cells if ATTENTION[cell.problem.attention].has_reach and cell.expected_refusal]
 
 
+@pytest.mark.full
 def test_loss_and_gradients_on_meshes_are_those_of_one_device(rng):
     status, lines = run_parity("--sample", str(NUM_PROBLEMS), "--seed", str(rng.integers(2**31)), "--jobs", "2")
     assert status == 0, "\n".join(line for line in lines if line.startswith("FAILED"))
@@ -54,6 +55,7 @@ def test_loss_and_gradients_on_meshes_are_those_of_one_device(rng):
     assert sum(line.startswith("passed") for line in lines) >= 4 * NUM_PROBLEMS
 
 
+@pytest.mark.full
 def test_each_fault_is_found_and_nothing_without_one():
     status, lines = run_parity("--faults")
     assert status == 0, lines

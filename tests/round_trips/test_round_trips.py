@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from layers.pretrained.families import MODULES
 from tests.layers.pretrained import golden
 from tests.round_trips.cases import DTYPES, MESHES, MODELS, PLACEMENTS, Case, whole_matrix
@@ -39,6 +41,7 @@ def test_the_matrix_has_every_family_and_its_cells_are_known_by_their_texts(rng,
     assert written == set(MODULES) - {"gemma3"}, "that one's language model is a gemma3_text"
 
 
+@pytest.mark.full
 def test_no_bit_changes_on_the_way_into_shards_and_back(rng):
     arguments = ["--sample", str(NUM_MODELS), "--faults", "--seed", str(rng.integers(2**31))]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -95,7 +95,7 @@ class TrainerCommand:
         return Finished(status, output.getvalue(), errors.getvalue(), time.perf_counter() - begun)
 
     def start(self, *arguments: object, module: str = "trainer", **environment: str) -> subprocess.Popen[str]:
-        """The command in a process of its own, for signals, kills, imports and an environment; its output is unbuffered.
+        """The command in a process of its own, for signals, kills and an environment; its output is unbuffered.
 
         `module` and its own arguments take the trainer's place.
         """

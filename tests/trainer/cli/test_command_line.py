@@ -56,7 +56,6 @@ def run_python(script: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -78,11 +77,9 @@ def test_the_command_stops_with_one_message_and_status_2(trainer_command, tmp_pa
     assert finished.errors.startswith(f"error: {message}")
     assert finished.errors.count("\n") == 1
     assert finished.output == ""
-    assert finished.seconds < 5
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.serial
 def test_the_command_refuses_a_config_without_get_config(trainer_command, config_file):
     path = config_file("def config():\n    pass\n")
     finished = trainer_command.run("--config", path)
@@ -91,13 +88,12 @@ def test_the_command_refuses_a_config_without_get_config(trainer_command, config
         f"error: config {path} defines no get_config(); "
         "add `def get_config() -> TrainConfig` that returns the experiment\n"
     )
-    assert finished.seconds < 5
 
 
 @pytest.mark.serial
 def test_the_command_refuses_a_workdir_that_it_cannot_write(trainer_command, tmp_path):
     (tmp_path / "file").write_text("")
-    finished = trainer_command.run("--workdir", tmp_path / "file" / "run")
+    finished = trainer_command.run_alone("--workdir", tmp_path / "file" / "run")
     assert finished.status == 2
     assert finished.errors == (
         f"error: workdir {tmp_path}/file/run can't be written: Not a directory; choose another with --workdir\n"
@@ -458,7 +454,6 @@ def test_any_value_makes_a_config_or_one_message(trainer_command, data):
         assert config_from_json(json.loads(json.dumps(config_to_json(train)))) == train
 
 
-@pytest.mark.serial
 def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_command, tmp_path):
     config = load_config(trainer_command.config)
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
@@ -474,7 +469,6 @@ def test_a_config_of_another_kind_in_the_workdir_is_refused_and_named(trainer_co
         "the parameters are of another model; the parameters and the order of the data are made from it already; "
         "samples.seed may change; choose another with --workdir\n"
     )
-    assert finished.seconds < 5
     assert json.loads((tmp_path / "config.json").read_text()) == config_to_json(config)
 
 

@@ -138,6 +138,7 @@ def test_a_step_that_does_not_fit_has_a_status_of_its_own(config, tmp_path, caps
     assert "verdict: does not fit: " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_any_field_can_be_compared(config, tmp_path, capsys):
     arguments = ("--config", config, "--compare", "model.num-layers=1,3", "--compilation.cache-dir", tmp_path / "cache")
     status, report = compile_step(*arguments, output=tmp_path / "report.json")
@@ -157,6 +158,7 @@ def test_any_field_can_be_compared(config, tmp_path, capsys):
     assert second.count("1.00×") == 5
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_what_is_offloaded_is_counted_on_the_host_and_is_not_on_the_device(config, tmp_path, capsys):
     # Mostly parameters, few activations.
@@ -199,6 +201,7 @@ def test_a_slice_of_tpus_that_are_not_there(config, tmp_path, capfd):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.full
 @needs_gpu_compiler
 def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
@@ -219,6 +222,7 @@ def test_hosts_of_gpus_that_are_not_there(config, tmp_path, capfd, monkeypatch):
     assert "4 × NVIDIA H200 (gpu) of h200:2x2" in capfd.readouterr().out
 
 
+@pytest.mark.full
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 def test_two_gpus_reach_each_others_memory(config, tmp_path, capsys, monkeypatch):
@@ -246,6 +250,7 @@ def test_two_gpus_reach_each_others_memory(config, tmp_path, capsys, monkeypatch
     assert capsys.readouterr().err.startswith(refusal)
 
 
+@pytest.mark.full
 @needs_libtpu
 @pytest.mark.timeout(600)
 def test_too_big_gets_the_verdict_and_a_change_that_fits(config, tmp_path, capsys):
@@ -275,6 +280,7 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(config, tmp_path, capsy
     assert "smallest single change that makes it fit:\n  --optimizer.offload-moments True\n" in printed
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_masks_are_compared_side_by_side(config, tmp_path, capsys):
     compared = ("--topology", "v5e:1x1", "--compare", "mask=dense,upstream_lazy,ours")
@@ -377,6 +383,7 @@ def test_a_missing_gpu_plugin_says_what_to_install(config, capsys, monkeypatch):
     assert said.count("\n") == 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("code", "told"),
     [

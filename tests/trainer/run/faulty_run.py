@@ -6,7 +6,6 @@ FAULT is one of
     hang-step     the device never finishes the second log window
     hang-data:7   the data never hold the batch of the attempt's seventh step
     hang-save     the second save never ends
-    nan:3,4,9     the batches of these steps of the attempt make the loss and the gradient NaN
     raise:7       reading the batch of the attempt's seventh step raises an error of no kind that the trainer knows
 """
 
@@ -52,15 +51,15 @@ class FaultyBatches:
         return getattr(self._batches, name)
 
 
-def spoil_batches(steps: str, spoil: Callable[[Any], Any]) -> None:
-    """Has each run in this process meet spoilt batches at some steps, told as in the command line."""
+def spoiled_batches(steps: set[int], spoil: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A `make_batches` whose batches of some steps of the attempt have gone through a function."""
     make_batches = trainer.train.make_batches
 
     def make(*arguments: Any) -> Any:
         batches, validation_batches = make_batches(*arguments)
-        return FaultyBatches(batches, {int(step) for step in steps.split(",")}, spoil), validation_batches
+        return FaultyBatches(batches, steps, spoil), validation_batches
 
-    trainer.train.make_batches = make
+    return make
 
 
 def poison(batch: Any) -> Any:
@@ -74,20 +73,20 @@ def fail(_: Any) -> Any:
 
 if __name__ == "__main__":
     fault, *arguments = sys.argv[1:]
-    match fault.partition(":"):
-        case "hang-step", _, _:
+    name, _, told = fault.partition(":")
+    steps = {int(step) for step in told.split(",") if step}
+    match name:
+        case "hang-step":
             window = trainer.train.RunningWindow
             window.wait = hang_at_call(window.wait, 2)
-        case "hang-save", _, _:
+        case "hang-save":
             checkpoints = trainer.checkpoints.training_state
             checkpoints.digests = hang_at_call(checkpoints.digests, 2)
-        case "hang-data", _, steps:
-            spoil_batches(steps, lambda _: threading.Event().wait())
-        case "nan", _, steps:
-            spoil_batches(steps, poison)
-        case "raise", _, steps:
-            spoil_batches(steps, fail)
-        case "none", _, _:
+        case "hang-data":
+            trainer.train.make_batches = spoiled_batches(steps, lambda _: threading.Event().wait())
+        case "raise":
+            trainer.train.make_batches = spoiled_batches(steps, fail)
+        case "none":
             pass
         case _:
             raise SystemExit(f"no such fault: {fault}")

@@ -69,6 +69,7 @@ def wait_for_restore(process, seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.full
 def test_kills_leave_no_trace(trainer_command, tmp_path, read_run, read_tensorboard, request):
     kinds = ["save", "step", "restore", "save"]
     num_wanted = max(len(kinds), request.config.getoption("--num-kills"))

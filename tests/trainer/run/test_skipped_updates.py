@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+import trainer.train
+from tests.trainer.run.faulty_run import poison, spoiled_batches
 from tests.trainer.run.steps import end_well, skip_updates
 from trainer.errors import TrainingFailed
 
@@ -64,11 +66,12 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_the_last_good_checkp
 
 
 def test_a_nan_in_the_data_is_skipped_and_a_row_of_them_ends_the_run_that_can_go_on(
-    trainer_command, tmp_path, read_run, read_tensorboard
+    trainer_command, tmp_path, read_run, read_tensorboard, monkeypatch
 ):
     """Steps 12 and 13 are skipped. Of 41 to 48, the eighth ends the run, which was saved at 40."""
-    bad = ",".join(map(str, (12, 13, *range(41, 49))))
-    stopped = trainer_command.run_alone("--workdir", tmp_path, module=f"tests.trainer.run.faulty_run nan:{bad}")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.train, "make_batches", spoiled_batches({12, 13, *range(41, 49)}, poison))
+        stopped = trainer_command.run("--workdir", tmp_path)
     assert stopped.status == 1
     assert stopped.errors.startswith(
         "error: step 48: loss nan, gradient norm nan: not finite, like the 7 updates before, so the run stops; "

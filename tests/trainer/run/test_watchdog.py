@@ -104,6 +104,7 @@ def test_a_watchdog_that_is_turned_off_starts_no_thread():
         assert not run.watchdog.watch.is_running
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_finish_inside")]
 )
@@ -137,6 +138,7 @@ def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subp
     ]
 
 
+@pytest.mark.full
 def test_a_process_whose_data_hang_ends_both_and_each_leaves_its_stacks(trainer_command, tmp_path, read_run):
     limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
     processes = start_two(trainer_command, tmp_path, "none", "hang-data:12", arguments=limits)
@@ -150,6 +152,7 @@ def test_a_process_whose_data_hang_ends_both_and_each_leaves_its_stacks(trainer_
     assert ["faulty_run.py" in text and " in __next__" in text for text in stacks] == [False, True], "the cause"
 
 
+@pytest.mark.full
 def test_a_process_that_is_stopped_ends_the_other_within_half_a_minute(trainer_command, tmp_path, read_run):
     first, second = start_two(trainer_command, tmp_path, "none", "none", arguments=("--num-steps", 100_000))
     for line in first.stdout:

@@ -15,6 +15,7 @@ from trainer.step.sharding import make_mesh
 VOCABULARY, WIDTH = 640, 256
 
 
+@pytest.mark.sample(1)
 @needs_gpu_compiler
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("axis", ["fsdp", "context"])
