@@ -38,6 +38,10 @@ class Setup:
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
+    validation_bytes: int | None
+    """Bytes of the text that their targets stand for; None: the text isn't known."""
+    validation_digest: str
+    """Equal only if a validation loss is measured on the same targets in the same way."""
     samples: Samples | None
     """None: no prompts to continue."""
     flops: FlopCounter

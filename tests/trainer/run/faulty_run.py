@@ -57,8 +57,8 @@ def spoil_batches(steps: str, spoil: Callable[[Any], Any]) -> None:
     make_batches = trainer.train.make_batches
 
     def make(*arguments: Any) -> Any:
-        batches, validation_batches = make_batches(*arguments)
-        return FaultyBatches(batches, {int(step) for step in steps.split(",")}, spoil), validation_batches
+        batches, *validation = make_batches(*arguments)
+        return FaultyBatches(batches, {int(step) for step in steps.split(",")}, spoil), *validation
 
     trainer.train.make_batches = make
 

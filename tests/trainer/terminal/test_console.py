@@ -10,9 +10,8 @@ import pytest
 import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
-from trainer.evaluate import Evaluation
 from trainer.observers.console_lines import ConsoleLines
-from trainer.observers.observer import Evaluated, LogWindow, Start
+from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
 
