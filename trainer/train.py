@@ -52,7 +52,7 @@ from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.expert_plan import plan_experts
-from trainer.step.flops import FlopCounter, device_peak
+from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.loss_plan import plan_loss
@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     told = peers.of_first("validation", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer)))
     num_bytes, digest = json.loads(told)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
-    peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
+    peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
     plans = attention, experts, tensor, loss
     evaluation = validation_batches, num_bytes, digest
     return Setup(config, corpus, functions, *plans, batches, *evaluation, samples, flops, peak)

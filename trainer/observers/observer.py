@@ -63,7 +63,9 @@ class LogWindow:
     data_wait_s: float
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
-    mfu_causal: float
+    """Of documents: padding doesn't count."""
+    mfu_causal: float | None
+    """Model FLOPs utilisation; None: the devices' peak is unknown."""
     left_s: float
     """Expected seconds to the last step."""
     entries: Sequence[LogEntry] = ()
