@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -270,3 +271,7 @@ class TrainingLoop:
         self.setup.batches.close()
         self.saver.close()
         self.observers.close()
+
+
+if __name__ == "__main__":
+    sys.exit("error: trainer.train is no command; python -m trainer --config FILE trains")
