@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -40,7 +41,7 @@ from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
 from trainer.run.attempt import Attempt, attempt
 from trainer.run.ending import tell_ending
-from trainer.run.evaluator import Evaluator
+from trainer.run.evaluator import Evaluator, describe_validation
 from trainer.run.initial_params import load_initial_params
 from trainer.run.progress import Progress
 from trainer.run.resume import restore
@@ -52,7 +53,7 @@ from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.expert_plan import plan_experts
-from trainer.step.flops import FlopCounter, device_peak
+from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.loss_plan import plan_loss
@@ -136,12 +137,16 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     functions = make_step_functions(config, mesh)
     sharding = batch_sharding(mesh)
     rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
-    batches, validation_shares = make_batches(config, corpus, functions.deal, on_progress, rows_of)
+    batches, validation_shares, validation = make_batches(config, corpus, functions.deal, on_progress, rows_of)
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
+    # Process 0 measures it for all: the others read no rows but their own.
+    told = peers.of_first("validation", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer)))
+    num_bytes, digest = json.loads(told)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
-    peak = device_peak(mesh.devices.flat[0], config.model.compute_dtype)
+    peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
     plans = attention, experts, tensor, loss
-    return Setup(config, corpus, functions, *plans, batches, validation_batches, samples, flops, peak)
+    evaluation = validation_batches, num_bytes, digest
+    return Setup(config, corpus, functions, *plans, batches, *evaluation, samples, flops, peak)
 
 
 class TrainingLoop:
@@ -196,9 +201,8 @@ class TrainingLoop:
         self.record.put(resumed_from=resumed.origin, config_changes=changes_to_json(self.config_history.changes))
         logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)
         evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
-        self.evaluator.evaluations |= {entry["step"]: entry for entry in evaluations}
-        if resumed.measures_otherwise:
-            self.evaluator.evaluations.pop(self.progress.step, None)
+        if measures_otherwise := self.evaluator.take_up(evaluations):
+            self.console.note(measures_otherwise)
         self.observers.started(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
     def train(self) -> int:
@@ -267,3 +271,7 @@ class TrainingLoop:
         self.setup.batches.close()
         self.saver.close()
         self.observers.close()
+
+
+if __name__ == "__main__":
+    sys.exit("error: trainer.train is no command; python -m trainer --config FILE trains")

@@ -74,7 +74,7 @@ def test_a_workload_is_measured(rng):
     assert row["tokens_per_s"] == pytest.approx(128 / row["step_s"])
     assert row["fastest_step_s"] <= row["step_s"] <= row["slowest_step_s"]
     assert row["num_documents"] >= 2
-    assert 0 < row["mfu_causal"] < row["mfu_noncausal"]
+    assert row["mfu_causal"] is row["mfu_noncausal"] is None, "no vendor tells a CPU's peak"
     assert row["loss"] == pytest.approx(np.log(256), rel=0.1)
     assert row["breakdown"] is None
     assert row["loss_implementation"] == "xla"

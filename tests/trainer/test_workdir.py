@@ -52,7 +52,7 @@ def make_batches():
     table = np.zeros(1, DOCUMENT_DTYPE)
     table["length"] = length
     documents = Documents((np.arange(length) % 251,), table, 256)
-    corpus = Corpus("text", ByteTokenizer(), documents, documents, "f" * 64, UnigramEstimate(5.0, 1), 1.0)
+    corpus = Corpus("text", ByteTokenizer(), documents, documents, "f" * 64, UnigramEstimate(5.0, 1))
     return make_train_iterator(corpus, sequence_length=64, batch_size=1, seed=0, num_prefetch_batches=1)
 
 
@@ -91,7 +91,12 @@ def start() -> Iterator[Callable[[Path], Started]]:
         record = RunRecord(workdir.record, ["command"], time.time(), account, console)
         zeros = jnp.zeros(3)
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
-        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=SimpleNamespace(abstract_state=state))
+        setup = SimpleNamespace(
+            config=CONFIG,
+            batches=make_batches(),
+            functions=SimpleNamespace(abstract_state=state),
+            validation_digest="d",
+        )
         stop = SimpleNamespace(requested=False)
         this = SimpleNamespace(
             console=console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()
@@ -281,7 +286,10 @@ def test_a_record_of_few_words_is_an_attempt_all_the_same(tmp_path, content):
     json.loads(path.read_text())
 
 
-WHOLE = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 2, "validation_nats_per_token": 3}\n'
+WHOLE = b"""{"step": 1, "loss": 2.5}
+{"step": 2, "loss": null}
+{"step": 2, "validation_nats_per_token": 3, "validation_digest": "d"}
+"""
 
 
 @pytest.mark.parametrize(
@@ -300,6 +308,7 @@ WHOLE = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": null}\n{"step": 2, "vali
         b'{"step": [2]}',
         b'{"step": 2, "validation_nats_per_token": "low"}',
         b'{"step": 2, "loss": {}}',
+        b'{"step": 2, "validation_nats_per_token": 3, "validation_digest": 3}',
         b'{"step": -1, "loss": 1.0}',
         b'{"step": 2, "loss": 1' + b"0" * 400 + b"}",
         b'{"step": 2, "loss": NaN}',
@@ -325,7 +334,7 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
 
     entries = start(console)
     assert metrics.read_bytes() == WHOLE
-    assert [entry["step"] for entry in entries if VALIDATION_LOSS in entry] == [2]
+    assert [entry["validation_digest"] for entry in entries if VALIDATION_LOSS in entry] == ["d"]
     assert console.notes == [f"{metrics}: 2 unreadable lines are left out; metrics.jsonl.damaged has them all"]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == content
     again = Watched()

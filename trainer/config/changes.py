@@ -33,9 +33,9 @@ Aspect = Literal[
 #   free        changes no parameter and no loss, except by the order of floating-point sums
 #   training    how later steps train
 #   schedule    the learning rate of every later step
-#   evaluation  which tokens a validation loss is measured on, or how
+#   evaluation  how a validation loss is measured, and how later steps train; see `evaluation_settings`
 #   sequences   how documents are packed; the run then begins a new epoch
-#   corpus      where the documents are; the checkpoint's data state tells whether they are still the same
+#   corpus      where the documents are, and which are evaluated; digests tell whether they are still the same
 #   model, optimizer, tokenizer, seed, beginning
 #               refused, for the reasons below
 ASPECT_OF_FIELD: dict[str, Aspect] = {
@@ -91,7 +91,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "model.decode_implementation": "free",
     "model.remat": "free",
     "model.scan_layers": "free",
-    "model.compute_dtype": "training",
+    "model.compute_dtype": "evaluation",
     "data.source": "corpus",
     "data.files": "corpus",
     "data.validation_files": "corpus",
@@ -130,7 +130,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "context.deal": "free",
     "tensor.collectives": "free",
     "evaluation.every_num_steps": "free",
-    "evaluation.num_sequences": "evaluation",
+    "evaluation.num_sequences": "corpus",
     "samples.temperature": "free",
     "samples.top_k": "free",
     "samples.top_p": "free",
@@ -245,6 +245,14 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
 def field_values(config: TrainConfig) -> dict[str, Any]:
     """Each field of a config, as `section.field` → its JSON value."""
     return {name: config_to_json(functools.reduce(getattr, name.split("."), config)) for name in flag_types()}
+
+
+def evaluation_settings(config: TrainConfig) -> dict[str, Any]:
+    """The fields that decide how a validation loss is measured on given sequences, with their JSON values.
+
+    Among the fields that may change when a run resumes; those of the model may not.
+    """
+    return {name: value for name, value in field_values(config).items() if ASPECT_OF_FIELD[name] == "evaluation"}
 
 
 def _changes(step: int, before: TrainConfig, after: TrainConfig) -> list[ConfigChange]:

@@ -1,7 +1,7 @@
 """From files to batches: corpora, tokenizers, packing and resumable iterators. Nothing here touches a device."""
 
 from trainer.data.batch_reader import BatchShare
-from trainer.data.batches import make_batches, make_train_iterator, make_validation_batches
+from trainer.data.batches import make_batches, make_train_iterator
 from trainer.data.corpora import Corpus, load_corpus
 from trainer.data.dealing import Dealer
 from trainer.data.documents import Documents
@@ -9,6 +9,7 @@ from trainer.data.errors import DataError
 from trainer.data.packing import PackedSequences
 from trainer.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from trainer.data.train_iterator import TrainIterator
+from trainer.data.validation_set import ValidationSet
 
 __all__ = [
     "BatchShare",
@@ -21,9 +22,9 @@ __all__ = [
     "PackedSequences",
     "Tokenizer",
     "TrainIterator",
+    "ValidationSet",
     "load_corpus",
     "load_tokenizer",
     "make_batches",
     "make_train_iterator",
-    "make_validation_batches",
 ]

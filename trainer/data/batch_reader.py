@@ -53,6 +53,14 @@ class BatchReader:
     rows: tuple[int, ...]
     dealer: Dealer
 
+    @classmethod
+    def of(
+        cls, sequences: PackedSequences, batch_size: int, rows: Sequence[int] | None, dealer: Dealer | None
+    ) -> BatchReader:
+        """A reader of all rows unless some are named, whose tokens stay in order unless a dealer is given."""
+        dealer = dealer or Dealer("in_order", sequences.sequence_length, 1, {}, keep_documents_apart=True)
+        return cls(sequences, tuple(range(batch_size) if rows is None else rows), dealer)
+
     def __call__(self, numbers: Sequence[int | None]) -> BatchShare:
         """This process's share of a batch.
 

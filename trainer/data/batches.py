@@ -15,6 +15,7 @@ from trainer.data.dealing import Dealer
 from trainer.data.packing import PackedSequences
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import TrainIterator
+from trainer.data.validation_set import ValidationSet
 from trainer.errors import UserMistake
 
 _MAX_READ_THREADS = 8
@@ -26,8 +27,8 @@ def make_batches(
     deal: Deal,
     on_progress: OnProgress,
     rows_of: Callable[[int], Sequence[int]] = range,
-) -> tuple[TrainIterator, list[BatchShare]]:
-    """The training stream and the validation batches of a config.
+) -> tuple[TrainIterator, list[BatchShare], ValidationSet]:
+    """The training stream, the validation batches, and the sequences that these are made of.
 
     Args:
         config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
@@ -47,17 +48,14 @@ def make_batches(
         dealer=dealer,
         on_progress=on_progress,
     )
-    micro_batch_size = config.batch_size // config.gradient_accumulation
-    validation = make_validation_batches(
+    validation = ValidationSet.choose(
         corpus,
         sequence_length=config.sequence_length,
-        batch_size=micro_batch_size,
         num_sequences=config.evaluation.num_sequences,
-        rows=rows_of(micro_batch_size),
-        dealer=dealer,
         on_progress=on_progress,
     )
-    return train, validation
+    micro_batch_size = config.batch_size // config.gradient_accumulation
+    return train, validation.batches(micro_batch_size, rows=rows_of(micro_batch_size), dealer=dealer), validation
 
 
 def make_train_iterator(
@@ -101,7 +99,7 @@ def make_train_iterator(
         )
     # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    read = _make_reader(sequences, batch_size, rows, dealer)
+    read = BatchReader.of(sequences, batch_size, rows, dealer)
 
     def open_at(position: int) -> Any:
         dataset = (
@@ -121,47 +119,3 @@ def make_train_iterator(
 
     stream = {"corpus": corpus.fingerprint, "sequence_length": sequence_length, "seed": seed}
     return TrainIterator(sequences, open_at, batch_size=batch_size, stream=stream, tokenizer=corpus.tokenizer.identity)
-
-
-def make_validation_batches(
-    corpus: Corpus,
-    *,
-    sequence_length: int,
-    batch_size: int,
-    num_sequences: int,
-    rows: Sequence[int] | None = None,
-    dealer: Dealer | None = None,
-    on_progress: OnProgress = lambda line: None,
-) -> list[BatchShare]:
-    """The fixed validation set: the same sequences at every call, evenly spread over the packed validation split.
-
-    Args:
-        corpus: the corpus.
-        sequence_length: tokens in a sequence.
-        batch_size: sequences in every batch, over all processes; the last is filled up with sequences whose
-            `target_mask` is all False.
-        num_sequences: sequences in all; fewer where the validation documents don't fill as many.
-        rows: the rows of each batch that this process reads; None: all.
-        dealer: deals the tokens of each sequence out to devices; None: they stay in order.
-        on_progress: called with a line if they don't.
-    """
-    sequences = PackedSequences(corpus.validation, sequence_length)
-    if len(sequences) < num_sequences:
-        on_progress(
-            f"validation fills {len(sequences)} of the {num_sequences} sequences of {sequence_length:,} tokens that "
-            "evaluation.num_sequences asks for"
-        )
-        num_sequences = len(sequences)
-    # Packing puts the longest documents first, so the first sequences would not be typical.
-    chosen: list[int | None] = [i * len(sequences) // num_sequences for i in range(num_sequences)]
-    chosen += [None] * (-num_sequences % batch_size)
-    read = _make_reader(sequences, batch_size, rows, dealer)
-    return [read(chosen[start : start + batch_size]) for start in range(0, len(chosen), batch_size)]
-
-
-def _make_reader(
-    sequences: PackedSequences, batch_size: int, rows: Sequence[int] | None, dealer: Dealer | None
-) -> BatchReader:
-    rows = range(batch_size) if rows is None else rows
-    dealer = dealer or Dealer("in_order", sequences.sequence_length, 1, {}, keep_documents_apart=True)
-    return BatchReader(sequences, tuple(rows), dealer)

@@ -24,9 +24,6 @@ from trainer.data.tokenization import document_hash, encode_documents, tokenize_
 from trainer.data.tokenizers import PretokenizedIds, Tokenizer, load_tokenizer
 from trainer.data.unigram import UnigramEstimate, estimate_unigram_entropy
 
-# Validation tokens that are decoded to find out how many bytes of text a token of a .bin file stands for.
-_NUM_DECODED_TOKENS = 2**20
-
 # The tokenizer, the training files, and the validation files if the user has named them.
 _Loaded = tuple[Tokenizer, TokenizedFiles, TokenizedFiles | None]
 
@@ -43,8 +40,6 @@ class Corpus:
         fingerprint: hex digest of tokens, boundaries, tokenizer and split; equal on every machine that sees the
             same data, wherever it lies.
         unigram: the loss of the best model without context, on the training split.
-        bytes_per_token: bytes of validation text for each target (end-of-document is a target of no bytes), which
-            converts nats per token to bits per byte; None if the text is unknown.
     """
 
     source: str
@@ -53,7 +48,6 @@ class Corpus:
     validation: Documents
     fingerprint: str
     unigram: UnigramEstimate
-    bytes_per_token: float | None
 
     @property
     def unigram_nats_per_token(self) -> float:
@@ -75,7 +69,6 @@ class Corpus:
                 }
                 for split, documents in (("train", self.train), ("validation", self.validation))
             },
-            "bytes_per_token": self.bytes_per_token,
             "unigram_nats_per_token": self.unigram.nats_per_token,
             "unigram_num_tokens": self.unigram.num_tokens,
         }
@@ -120,7 +113,6 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
         validation=validation,
         fingerprint=hashlib.sha256(json.dumps(known).encode()).hexdigest(),
         unigram=estimate_unigram_entropy(train, vocab_size),
-        bytes_per_token=_bytes_per_token(validation, tokenizer),
     )
 
 
@@ -260,18 +252,3 @@ def _cut_in_two(documents: Documents, fraction: float, source: str) -> tuple[Doc
     table["num_bytes"] = -1  # the cut may lie within a character
     first, last = (Documents(documents.arrays, table[part : part + 1], documents.end_of_document_id) for part in (0, 1))
     return first, last
-
-
-def _bytes_per_token(documents: Documents, tokenizer: Tokenizer) -> float | None:
-    if documents.num_bytes is not None:
-        return documents.num_bytes / documents.num_tokens
-    if isinstance(tokenizer, PretokenizedIds):
-        return None
-    num_bytes = num_tokens = 0
-    for document in range(len(documents)):
-        tokens = documents.tokens(document, _NUM_DECODED_TOKENS)
-        num_bytes += len(tokenizer.decode(tokens.tolist()).encode())
-        num_tokens += len(tokens) + 1
-        if num_tokens >= _NUM_DECODED_TOKENS:
-            break
-    return num_bytes / num_tokens

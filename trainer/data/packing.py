@@ -133,12 +133,12 @@ class PackedSequences:
 
     def document_lengths(self, index: int) -> Int64[np.ndarray, " P"]:
         """The lengths of the pieces of one sequence, in order. No token is read for them."""
-        return self.pieces.length[self._pieces_of(index)]
+        return self.pieces.length[self.pieces_of(index)]
 
     def __getitem__(self, index: int) -> dict[str, Shaped[np.ndarray, " T"]]:
         sequence = empty_sequence(self.sequence_length)
         lengths, parts = [], []
-        for piece in self._pieces_of(index).tolist():
+        for piece in self.pieces_of(index).tolist():
             start, length = self.pieces.start.item(piece), self.pieces.length.item(piece)
             lengths.append(length)
             parts.append((self.pieces.document.item(piece), start, start + length + 1))
@@ -157,7 +157,8 @@ class PackedSequences:
             offset += length
         return sequence
 
-    def _pieces_of(self, index: int) -> Int64[np.ndarray, " P"]:
+    def pieces_of(self, index: int) -> Int64[np.ndarray, " P"]:
+        """The numbers of the pieces of one sequence, in order."""
         first = self._ends[index - 1] if index else 0
         return self._pieces_by_sequence[first : self._ends[index]]
 

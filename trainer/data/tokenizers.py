@@ -55,6 +55,9 @@ class Tokenizer(Protocol):
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         """How many U+FFFD at the end of `decode(token_ids)` stand for a character whose other bytes may still come."""
 
+    def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int | None:
+        """Bytes of text that tokens stand for, without the first ones, which only precede them; None if unknown."""
+
     def find_token(self, text: str) -> int | None:
         """Id of the one token, special ones among them, that a text names; None if there is no such."""
 
@@ -103,6 +106,9 @@ class ByteTokenizer:
 
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         return min(num_unfinished_bytes(self._bytes(token_ids)), 1)
+
+    def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
+        return len(self._bytes(token_ids[num_before:]))
 
     def find_token(self, text: str) -> int | None:
         ids = self.encode(text)
@@ -185,6 +191,11 @@ class HuggingFaceTokenizer:
             return min(num_unfinished_bytes(byte_level_bytes(self._spoken(token_ids))), 1)
         return 0
 
+    def num_bytes(self, token_ids: Sequence[int], num_before: int) -> int:
+        if "ByteLevel" in self._decoders:
+            return len(byte_level_bytes(self._spoken(token_ids[num_before:])))
+        return self._num_decoded_bytes(token_ids) - self._num_decoded_bytes(token_ids[:num_before])
+
     def find_token(self, text: str) -> int | None:
         # By its name in the vocabulary; but a byte-level one spells a newline, say, as another character.
         named = self._tokenizer.token_to_id(text)
@@ -206,6 +217,13 @@ class HuggingFaceTokenizer:
         """The tokens, by name, that `decode` doesn't leave out."""
         tokens = (self._tokenizer.id_to_token(int(i)) for i in token_ids if i not in self.skipped_ids)
         return [token for token in tokens if token is not None]
+
+    def _num_decoded_bytes(self, token_ids: Sequence[int]) -> int:
+        if "ByteFallback" not in self._decoders:
+            return len(self.decode(token_ids).encode())
+        tokens = self._spoken(token_ids)
+        others = [token for token in tokens if not bytes_at_end([token])]
+        return len(self._tokenizer.decoder.decode(others).encode()) + len(tokens) - len(others)
 
     def _cannot_encode(self, text: str) -> str:
         shown = text if len(text) <= _NUM_SHOWN_CHARACTERS else f"{text[:_NUM_SHOWN_CHARACTERS]}…"
@@ -270,6 +288,9 @@ class PretokenizedIds:
 
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         raise DataError(self._no_text("decode"))
+
+    def num_bytes(self, token_ids: Sequence[int], num_before: int) -> None:
+        return None
 
     def find_token(self, text: str) -> int | None:
         raise DataError(self._no_text("encode"))

@@ -38,13 +38,11 @@ class ConsoleLines(Observer):
         if window.skipped is not None:
             self._console.warning(window.skipped)
         place, left = f"step {window.step}/{window.num_steps}", f"{format_seconds(window.left_s)} left"
-        short = (
-            f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  MFU {window.mfu_causal:.1%}  {left}"
-        )
+        loss = f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s"
+        mfu = "" if window.mfu_causal is None else f"MFU {window.mfu_causal:.1%}  "
+        short = f"{loss}  {mfu}{left}"
         line = (
-            f"{place}  loss {window.loss:.4f}  {window.tokens_per_s:,.0f} tokens/s  "
-            f"{format_seconds(window.step_s)}/step  MFU {window.mfu_causal:.1%}  "
-            f"data wait {format_seconds(window.data_wait_s)}  {left}"
+            f"{loss}  {format_seconds(window.step_s)}/step  {mfu}data wait {format_seconds(window.data_wait_s)}  {left}"
         )
         self._console.step_line(line, short=short, done=window.step, status=left)
 

@@ -1,7 +1,8 @@
 """`metrics.jsonl`: the losses and speeds of a run, for programs.
 
 Each step has one line, `{"step": 7, "loss": 3.2, …}`. The last step of a log window also has the window's speed. Each
-evaluation has a line too, `{"step": 100, "validation_nats_per_token": 3.1, …}`. A value that isn't finite is null.
+evaluation has a line too, `{"step": 100, "validation_nats_per_token": 3.1, …}`; losses whose `validation_digest`
+differs were measured on other sequences, or in another way. A value that isn't finite is null.
 `recompile_s` stands only in the line of a step that waited for a program to be compiled again: the seconds that it
 waited. `time` is when the line was logged, in Unix seconds.
 
@@ -21,7 +22,15 @@ from typing import Any
 
 from trainer.files.atomic import set_aside
 from trainer.files.log_file import AppendedLog
-from trainer.observers.observer import VALIDATION_LOSS, Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import (
+    VALIDATION_DIGEST,
+    VALIDATION_LOSS,
+    Evaluated,
+    LogEntry,
+    LogWindow,
+    Observer,
+    Start,
+)
 from trainer.terminal.console import Console
 
 # A longer line is no entry, which has a few hundred bytes.
@@ -127,8 +136,10 @@ def _parse_entry(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 0:
         return None
-    return entry if all(value is None or _is_number(value) for value in entry.values()) else None
+    return entry if all(_is_value(name, value) for name, value in entry.items()) else None
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+def _is_value(name: str, value: Any) -> bool:
+    if name == VALIDATION_DIGEST:
+        return isinstance(value, str)
+    return value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)

@@ -11,12 +11,16 @@ from typing import Any, Literal
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport
-from trainer.evaluate import Evaluation
 
 VALIDATION_LOSS = "validation_nats_per_token"
+VALIDATION_DIGEST = "validation_digest"
+"""Tells on which sequences, and how, an evaluation measured: losses with different ones don't compare."""
+NOT_DRAWN = ("step", "time", VALIDATION_DIGEST)
+"""What isn't a curve in an entry."""
 
 LogEntry = Mapping[str, Any]
-"""A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite."""
+"""A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite. An
+evaluation's has `VALIDATION_DIGEST`, too, a text."""
 
 
 def make_entry(step: int, values: Mapping[str, float | None]) -> dict[str, Any]:
@@ -59,7 +63,9 @@ class LogWindow:
     data_wait_s: float
     """Seconds of the window in which the host waited for data."""
     tokens_per_s: float
-    mfu_causal: float
+    """Of documents: padding doesn't count."""
+    mfu_causal: float | None
+    """Model FLOPs utilisation; None: the devices' peak is unknown."""
     left_s: float
     """Expected seconds to the last step."""
     entries: Sequence[LogEntry] = ()
@@ -75,6 +81,18 @@ class LogWindow:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Loss over all validation targets."""
+
+    nats_per_token: float
+    """Mean negative log-likelihood of a target."""
+    bits_per_byte: float | None
+    """Bits per byte of text, which don't depend on the tokenizer; None if the text isn't known."""
+    num_targets: int
+    """Tokens predicted."""
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """The validation loss after a step."""
 
@@ -83,10 +101,10 @@ class Evaluated:
     entry: LogEntry
 
     @classmethod
-    def now(cls, step: int, evaluation: Evaluation) -> Evaluated:
-        """A loss that was just measured."""
+    def now(cls, step: int, evaluation: Evaluation, digest: str) -> Evaluated:
+        """A loss that was just measured, on what `digest` tells."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
-        return cls(step, evaluation, make_entry(step, losses))
+        return cls(step, evaluation, make_entry(step, losses) | {VALIDATION_DIGEST: digest})
 
 
 @dataclass(frozen=True)

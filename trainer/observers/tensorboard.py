@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import NOT_DRAWN, Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -30,7 +30,6 @@ _OF_TRAINING = (
     "num_skipped",
     "num_losses_recomputed",
 )
-_NO_VALUES = ("step", "time")
 _COMPILE = "compile/"
 
 
@@ -108,7 +107,7 @@ def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event
 
 
 def _to_event(entry: LogEntry) -> Event:
-    values = {_tag(name): value for name, value in entry.items() if name not in _NO_VALUES and value is not None}
+    values = {_tag(name): value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
     return scalars(values, int(entry["step"] or 0), entry.get("time") or time.time())
 
 

@@ -80,20 +80,20 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.first_s: float | None = None
-        self._windows: list[tuple[int, float, int, float, float]] = []
+        self._windows: list[tuple[int, float, int, tuple[float, float] | None]] = []
 
-    def add_window(self, num_steps: int, seconds: float, num_tokens: int, mfu: tuple[float, float]) -> None:
+    def add_window(self, num_steps: int, seconds: float, num_tokens: int, mfu: tuple[float, float] | None) -> None:
         """Counts a window.
 
         Args:
           num_steps: steps in it.
           seconds: from idle device to idle device.
-          num_tokens: positions processed, padding included.
-          mfu: causal and noncausal model FLOPs utilisation, as fractions.
+          num_tokens: targets trained on; padding is none.
+          mfu: causal and noncausal model FLOPs utilisation, as fractions; None: unknown.
         """
         if self.first_s is None:
             self.first_s = seconds / num_steps
-        self._windows.append((num_steps, seconds, num_tokens, *mfu))
+        self._windows.append((num_steps, seconds, num_tokens, mfu))
 
     def typical_step_s(self) -> float | None:
         """Median seconds of a step."""
@@ -110,11 +110,15 @@ class StepTimes:
             "median_s": self.typical_step_s(),
             "p90_s": step_s(min(num_steps - 1, int(0.9 * num_steps))) if num_steps else None,
             "tokens_per_s": sum(window[2] for window in steady) / seconds if steady else None,
-            "mfu_causal": sum(window[3] * window[1] for window in steady) / seconds if steady else None,
-            "mfu_noncausal": sum(window[4] * window[1] for window in steady) / seconds if steady else None,
+            "mfu_causal": self._mean_mfu(0),
+            "mfu_noncausal": self._mean_mfu(1),
         }
 
-    def _steady(self) -> list[tuple[int, float, int, float, float]]:
+    def _mean_mfu(self, which: int) -> float | None:
+        told = [(seconds, mfu[which]) for _, seconds, _, mfu in self._steady() if mfu is not None]
+        return sum(seconds * value for seconds, value in told) / sum(seconds for seconds, _ in told) if told else None
+
+    def _steady(self) -> list[tuple[int, float, int, tuple[float, float] | None]]:
         return self._windows[1:] or self._windows
 
     def _by_rank(self) -> tuple[int, Callable[[int], float]]:

@@ -15,7 +15,7 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import Ending, Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import NOT_DRAWN, Ending, Evaluated, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 # Seconds that a run waits in the end until what it has logged is with W&B.
@@ -100,7 +100,7 @@ class WeightsAndBiases(Observer):
         self._call(lambda run: run.summary.update(values))
 
     def _log(self, entry: LogEntry) -> None:
-        values = {name: value for name, value in entry.items() if name not in ("step", "time") and value is not None}
+        values = {name: value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
         values |= self._recompiles.pop(entry["step"], {})
         self._call(lambda run: run.log(values, step=entry["step"]))
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+
 from trainer.compile.out_of_memory import running
-from trainer.evaluate import evaluate
-from trainer.observers.observer import Evaluated, LogEntry, Observers
+from trainer.config import TrainConfig
+from trainer.config.changes import evaluation_settings
+from trainer.data import Tokenizer, ValidationSet
+from trainer.errors import UserMistake
+from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers
 from trainer.observers.times import TimeAccount
 from trainer.process.signals import StopRequest
 from trainer.run.setup import Setup
-from trainer.step.functions import TrainState
+from trainer.step.functions import Batch, TrainState
 
 
 class Evaluator:
@@ -27,7 +35,22 @@ class Evaluator:
     def __init__(self, setup: Setup, account: TimeAccount, observers: Observers, stop: StopRequest):
         self._setup, self._account, self._observers, self._stop = setup, account, observers, stop
         self.evaluations: dict[int, LogEntry] = {}
-        """Log entries by step, those of earlier attempts too."""
+        """Log entries by step, those of earlier attempts too that measured the same in the same way."""
+
+    def take_up(self, logged: Sequence[LogEntry]) -> str | None:
+        """Takes up what earlier attempts have measured as this one does.
+
+        Args:
+          logged: their evaluations, by rising step.
+
+        Returns:
+          A line for the user if the last of them was measured otherwise.
+        """
+        digest = self._setup.validation_digest
+        self.evaluations |= {entry["step"]: entry for entry in logged if entry.get(VALIDATION_DIGEST) == digest}
+        if not logged or logged[-1].get(VALIDATION_DIGEST) in (None, digest):  # None: an earlier version logged it
+            return None
+        return "validation losses are measured otherwise from now on, and don't compare with those up to here"
 
     @property
     def newest(self) -> LogEntry | None:
@@ -47,11 +70,57 @@ class Evaluator:
         if not is_due or step in self.evaluations or self._stop.requested:
             return
         with self._account.measure("evaluation"), running("eval_step"):
-            result = evaluate(eval_step, state.params, setup.validation_batches, setup.corpus.bytes_per_token)
-        evaluated = Evaluated.now(step, result)
+            result = evaluate(eval_step, state.params, setup.validation_batches, setup.validation_bytes)
+        evaluated = Evaluated.now(step, result, setup.validation_digest)
         self.evaluations[step] = evaluated.entry
         self._observers.evaluated(evaluated)
         if setup.samples is not None:
             with self._account.measure("evaluation"), running("sampling"):
                 for prompt, text in setup.samples.write(state.params, setup.functions.mesh):
                     self._observers.sampled(step, prompt, text)
+
+
+def describe_validation(config: TrainConfig, validation: ValidationSet, tokenizer: Tokenizer) -> tuple[int | None, str]:
+    """What a validation loss is measured on, and how: the one place that decides whether two losses compare.
+
+    Args:
+      config: of the run.
+      validation: its validation sequences.
+      tokenizer: of its corpus.
+
+    Returns:
+      The bytes of text that the targets stand for (None: unknown), and a digest of all that the losses of given
+      parameters follow from.
+    """
+    num_bytes = validation.count_bytes(tokenizer)
+    known = [validation.digest(), num_bytes, evaluation_settings(config)]
+    return num_bytes, hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+
+
+def evaluate(
+    eval_step: Callable[[Any, Batch], tuple[jax.Array, jax.Array]],
+    params: Any,
+    batches: Iterable[Batch],
+    num_bytes: int | None,
+) -> Evaluation:
+    """Evaluates parameters on batches. Every target has the same weight.
+
+    Args:
+      eval_step: `StepFunctions.eval_step`, compiled or not.
+      params: the parameters.
+      batches: on the devices, sharded as `eval_step` declares.
+      num_bytes: of the text that all their targets stand for; None: unknown.
+
+    Raises:
+      UserMistake: there is no target in `batches`.
+    """
+    # Dispatch all batches before waiting for the first result.
+    sums = jax.device_get([eval_step(params, batch) for batch in batches])
+    nats = math.fsum(float(nats) for nats, _ in sums)
+    num_targets = sum(int(count) for _, count in sums)
+    if num_targets == 0:
+        raise UserMistake(
+            f"evaluation got {len(sums)} batch(es) without a single target; "
+            "give it longer validation documents or a larger data.validation_fraction"
+        )
+    return Evaluation(nats / num_targets, nats / math.log(2) / num_bytes if num_bytes else None, num_targets)

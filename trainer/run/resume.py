@@ -24,8 +24,6 @@ class Resumed(NamedTuple):
     config_history: ConfigHistory
     origin: dict[str, Any] | None
     """What the record says about the checkpoint."""
-    measures_otherwise: bool = False
-    """Whether validation losses up to here were measured in another way."""
 
 
 def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:
@@ -39,19 +37,17 @@ def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: C
         return Resumed(0, None, ConfigHistory(setup.config), None)
     for damaged in restored.damaged:
         console.note(f"{damaged}; it is kept, and the run goes on from the one before")
-    history, new, changes = go_on_from(restored, setup, workdir)
+    history, changes = go_on_from(restored, setup, workdir)
     done = "; no step is left to make" if restored.step >= setup.config.num_steps else ""
     console.note(f"resumed at step {restored.step}/{setup.config.num_steps} from {workdir.checkpoints}{done}")
     for change in changes:
         console.note(change)
     passed_over = {str(item.path): item.reason for item in restored.damaged}
     origin = {"step": restored.step, "passed_over": passed_over}
-    return Resumed(restored.step, restored.state, history, origin, _measures_otherwise(new))
+    return Resumed(restored.step, restored.state, history, origin)
 
 
-def go_on_from(
-    restored: Restored, setup: Setup, workdir: Workdir
-) -> tuple[ConfigHistory, tuple[ConfigChange, ...], list[str]]:
+def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[ConfigHistory, list[str]]:
     """Moves the data to a checkpoint's place, and compares the checkpoint's config with the run's.
 
     Args:
@@ -60,7 +56,7 @@ def go_on_from(
       workdir: its config.json serves for checkpoints that hold no config, and is then overwritten with the new config.
 
     Returns:
-      The config with all its changes so far, those that are new, and lines that tell what differs from now on.
+      The config with all its changes so far, and lines that tell what differs from now on.
 
     Raises:
       UserMistake: the run can't go on with this config or this data.
@@ -76,7 +72,7 @@ def go_on_from(
         workdir.write_config(setup.config)
     except OSError as error:
         told.append(f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it")
-    return history, new, told
+    return history, told
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
@@ -91,10 +87,4 @@ def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: Con
             f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
             f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
-    if _measures_otherwise(new):
-        told.append("validation losses are measured otherwise from now on, and don't compare with those up to here")
     return told
-
-
-def _measures_otherwise(new: Sequence[ConfigChange]) -> bool:
-    return any(change.aspect in ("evaluation", "sequences") for change in new)

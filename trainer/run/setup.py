@@ -13,7 +13,7 @@ from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import AttentionPlan, describe_attention
 from trainer.step.expert_plan import ExpertPlan
-from trainer.step.flops import DevicePeak, FlopCounter
+from trainer.step.flops import FlopCounter
 from trainer.step.functions import Batch, StepFunctions
 from trainer.step.global_batch import make_global_batch
 from trainer.step.loss_plan import LossPlan
@@ -38,10 +38,15 @@ class Setup:
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
+    validation_bytes: int | None
+    """Bytes of the text that their targets stand for; None: the text isn't known."""
+    validation_digest: str
+    """Equal only if a validation loss is measured on the same targets in the same way."""
     samples: Samples | None
     """None: no prompts to continue."""
     flops: FlopCounter
-    peak: DevicePeak
+    peak_flops_per_s: float | None
+    """Of one device; None: unknown."""
 
     @property
     def devices(self) -> list[jax.Device]:
@@ -49,6 +54,7 @@ class Setup:
 
     @property
     def tokens_per_step(self) -> int:
+        """Positions of a batch, padding among them."""
         return self.config.batch_size * self.config.sequence_length
 
     def put(self, share: BatchShare) -> Batch:
@@ -60,8 +66,7 @@ class Setup:
         return {
             "name": self.config.name,
             "description": self.config.description,
-            "devices": describe_devices(self.devices)
-            | {"peak_flops_per_s": self.peak.flops_per_s, "peak_source": self.peak.source},
+            "devices": describe_devices(self.devices) | {"peak_flops_per_s": self.peak_flops_per_s},
             "mesh": dict(self.functions.mesh.shape),
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
@@ -80,8 +85,8 @@ class Setup:
         host_bytes = bytes_per_device(self.functions.abstract_state, on_host=True)
         data = self.corpus.summary()
         return {
-            "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform}), "
-            f"{self.peak.flops_per_s / 1e12:,.2f} TFLOP/s each ({self.peak.source})",
+            "devices": f"{len(devices)} × {devices[0].device_kind} ({devices[0].platform})"
+            + (f", {self.peak_flops_per_s / 1e12:,.0f} TFLOP/s each" if self.peak_flops_per_s else ""),
             "mesh": " × ".join(f"{axis} {size}" for axis, size in self.functions.mesh.shape.items()),
             "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",

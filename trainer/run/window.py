@@ -90,9 +90,10 @@ class RunningWindow:
         # A recompile is no part of a step's speed.
         seconds = time.perf_counter() - self._begun - (self._account.seconds("compile") - self._compiled)
         data_wait_s = self._account.seconds("data_wait") - self._waited
-        capacity = seconds * self._setup.peak.flops_per_s * len(self._setup.devices)
-        mfu = (self._flops.causal / capacity, self._flops.noncausal / capacity)
-        num_tokens = len(metrics) * self._setup.tokens_per_step
+        peak = self._setup.peak_flops_per_s
+        capacity = None if peak is None else seconds * peak * len(self._setup.devices)
+        mfu = None if capacity is None else (self._flops.causal / capacity, self._flops.noncausal / capacity)
+        num_tokens = sum(int(each.num_targets) for each in metrics)
         times.add_window(len(metrics), seconds, num_tokens, mfu)
         step, num_steps = self._first_step + len(metrics) - 1, self._setup.config.num_steps
         optimizer = self._setup.config.optimizer
@@ -100,8 +101,8 @@ class RunningWindow:
             "step_s": seconds / len(metrics),
             "data_wait_s": data_wait_s,
             "tokens_per_s": num_tokens / seconds,
-            "mfu_causal": mfu[0],
-            "mfu_noncausal": mfu[1],
+            "mfu_causal": mfu and mfu[0],
+            "mfu_noncausal": mfu and mfu[1],
         }
         entries = [_values(each, compiles, number) for number, each in enumerate(metrics, self._first_step)]
         entries[-1] |= speed
@@ -109,10 +110,10 @@ class RunningWindow:
             step=step,
             num_steps=num_steps,
             loss=float(metrics[-1].loss),
-            step_s=speed["step_s"],
+            step_s=seconds / len(metrics),
             data_wait_s=data_wait_s,
-            tokens_per_s=speed["tokens_per_s"],
-            mfu_causal=mfu[0],
+            tokens_per_s=num_tokens / seconds,
+            mfu_causal=mfu and mfu[0],
             left_s=(times.typical_step_s() or seconds) * (num_steps - step),
             entries=[make_entry(number, entry) for number, entry in enumerate(entries, self._first_step)],
             num_skipped=int(metrics[-1].num_skipped),
@@ -122,8 +123,8 @@ class RunningWindow:
         )
 
 
-def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[str, float]:
-    values = {
+def _values(metrics: StepMetrics, compiles: CompileHistory, step: int) -> dict[str, float | None]:
+    values: dict[str, float | None] = {
         "loss": float(metrics.loss),
         "z_loss": float(metrics.z_loss),
         "grad_norm": float(metrics.grad_norm),

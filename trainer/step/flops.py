@@ -8,16 +8,13 @@ don't count.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Int
 
 from kernels import Mask, count_allowed_pairs
@@ -152,45 +149,17 @@ def _causal_pairs(mask: Mask, longest: int) -> np.ndarray | None:
     return np.concatenate([[0], np.cumsum(np.maximum(last - np.maximum(first, 0) + 1, 0))])
 
 
-@dataclass(frozen=True)
-class DevicePeak:
-    """The peak of one device, and how it is known."""
+def peak_flops_per_s(device: jax.Device, compute_dtype: str) -> float | None:
+    """The vendor's figure for a device's matmuls, in FLOP/s; None where it publishes none, and there is no MFU.
 
-    flops_per_s: float
-    source: Literal["table", "measured"]
-    """table: the vendor's figure. measured: the best of some matmuls, which a kernel may exceed."""
-
-
-def device_peak(device: jax.Device, compute_dtype: str) -> DevicePeak:
-    """Peak FLOP/s of a device's matmuls: the vendor's figure if known for this dtype, else measured.
+    No peak is measured in its place: on a CPU that other programs use, it differs by half from one start to the next.
 
     Args:
-      device: must be idle if it has to be measured.
-      compute_dtype: type of the matmuls' operands; the vendors' figures are for bfloat16.
+      device: of the mesh.
+      compute_dtype: type of the matmuls' operands; the figures are for bfloat16.
     """
-    if jnp.dtype(compute_dtype) == jnp.bfloat16:
-        # The name of a MIG slice begins with the whole GPU's.
-        for pattern, flops_per_s in PEAK_BF16_FLOPS if "MIG" not in device.device_kind else ():
-            if re.fullmatch(pattern, device.device_kind):
-                return DevicePeak(flops_per_s, "table")
-    return DevicePeak(_measure_matmul(device, compute_dtype), "measured")
-
-
-def _measure_matmul(device: jax.Device, dtype: str) -> float:
-    """FLOP/s of the fastest of three chains of square matmuls."""
-    width, length = (512, 4) if device.platform == "cpu" else (4096, 16)
-
-    @jax.jit
-    def chain(x, y):
-        return lax.fori_loop(0, length, lambda _, x: x @ y, x)
-
-    # Random numbers, since a GPU's clock is higher on constants, scaled so that products keep their size.
-    normal = np.random.default_rng(0).standard_normal((2, width, width), np.float32) / width**0.5
-    x, y = jax.device_put(jnp.asarray(normal, dtype), device)
-    chain(x, y).block_until_ready()
-    seconds = []
-    for _ in range(3):
-        start = time.perf_counter()
-        chain(x, y).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    return length * 2 * width**3 / min(seconds)
+    # The name of a MIG slice begins with the whole GPU's.
+    if jnp.dtype(compute_dtype) != jnp.bfloat16 or "MIG" in device.device_kind:
+        return None
+    figures = (figure for pattern, figure in PEAK_BF16_FLOPS if re.fullmatch(pattern, device.device_kind))
+    return next(figures, None)

@@ -35,7 +35,7 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.record import measured_memory
 from trainer.process.versions import installed_versions
 from trainer.step.attention_plan import plan_attention
-from trainer.step.flops import FlopCounter, device_peak
+from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions
 from trainer.step.loss_plan import plan_loss
 from trainer.step.sharding import batch_sharding, make_mesh
@@ -109,7 +109,8 @@ def measure(
     step_s = statistics.median(windows)
     counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     flops = [counter(batch["segment_ids"]) for batch in host_batches]
-    peak_flops_per_s = device_peak(device, config.model.compute_dtype).flops_per_s * mesh.size
+    peak = peak_flops_per_s(device, config.model.compute_dtype)
+    capacity = None if peak is None else step_s * peak * mesh.size
     return {
         "workload": name,
         "mesh": dict(mesh.shape),
@@ -118,8 +119,8 @@ def measure(
         "step_s": step_s,
         "fastest_step_s": min(windows),
         "slowest_step_s": max(windows),
-        "mfu_causal": statistics.mean(step.causal for step in flops) / step_s / peak_flops_per_s,
-        "mfu_noncausal": statistics.mean(step.noncausal for step in flops) / step_s / peak_flops_per_s,
+        "mfu_causal": capacity and statistics.mean(step.causal for step in flops) / capacity,
+        "mfu_noncausal": capacity and statistics.mean(step.noncausal for step in flops) / capacity,
         "device_peak_bytes": memory["device_peak_bytes"],
         "num_parameters": functions.num_parameters,
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),

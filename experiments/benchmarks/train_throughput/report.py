@@ -52,8 +52,7 @@ def throughput_table(results: Sequence[Mapping[str, Any]], baselines: Mapping[st
             f"{result['tokens_per_s']:,.0f}",
             "" if baseline is None else f"{result['tokens_per_s'] / baseline:.3f}",
             f"{result['step_s'] * 1e3:,.1f} ms",
-            f"{result['mfu_causal']:.1%}",
-            f"{result['mfu_noncausal']:.1%}",
+            *("" if (mfu := result[name]) is None else f"{mfu:.1%}" for name in ("mfu_causal", "mfu_noncausal")),
             "" if result["device_peak_bytes"] is None else format_bytes(result["device_peak_bytes"]),
             f"{stages['trace_s'] + stages['lower_s'] + stages['compile_s']:.1f} s",
         )

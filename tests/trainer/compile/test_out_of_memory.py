@@ -21,8 +21,7 @@ from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.config import LossConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.evaluate import Evaluation
-from trainer.observers.observer import Observers
+from trainer.observers.observer import Evaluation, Observers
 from trainer.observers.times import TimeAccount
 from trainer.run.evaluator import Evaluator
 from trainer.train import TrainingLoop, train

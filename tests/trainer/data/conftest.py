@@ -59,7 +59,6 @@ def corpus(rng, make_documents) -> Corpus:
         validation=documents(20),
         fingerprint="f" * 64,
         unigram=UnigramEstimate(5.0, 1000),
-        bytes_per_token=1.0,
     )
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from trainer.data import DataError, PackedSequences, make_validation_batches
+from trainer.data import DataError, PackedSequences, ValidationSet
 
 T = 64
 
@@ -226,7 +226,7 @@ def test_a_process_reads_no_tokens_but_its_own(corpus, make_iterator, monkeypatc
     )
     _take(make_iterator(batch_size=1, num_prefetch_batches=1), 30)
     _take(make_iterator(batch_size=6, rows=[1, 4], num_prefetch_batches=1), 5)
-    make_validation_batches(corpus, sequence_length=T, batch_size=4, num_sequences=8, rows=[1])
+    ValidationSet.choose(corpus, sequence_length=T, num_sequences=8).batches(4, rows=[1])
     every, mine, validation = (read[stream] for stream in made if stream in read)
     assert mine[:10] == [every[6 * batch + row] for batch in range(5) for row in (1, 4)]
     assert len(validation) == 2
@@ -284,8 +284,8 @@ def test_documents_that_fill_a_batch_are_not_told(make_iterator, corpus):
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
 def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch_size):
     def make(**options):
-        options = {"sequence_length": T, "batch_size": batch_size, "num_sequences": 8, **options}
-        return [share.arrays for share in make_validation_batches(corpus, **options)]
+        chosen = ValidationSet.choose(corpus, sequence_length=T, num_sequences=8)
+        return [share.arrays for share in chosen.batches(batch_size, **options)]
 
     batches = make()
     assert _rows(batches) == _rows(make())
@@ -302,11 +302,14 @@ def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch
 
 def test_validation_can_use_every_sequence_and_no_more(corpus):
     num_sequences = len(PackedSequences(corpus.validation, T))
-    options = {"sequence_length": T, "batch_size": 1}
-    batches = [share.arrays for share in make_validation_batches(corpus, num_sequences=num_sequences, **options)]
+
+    def make(num_sequences, **options):
+        chosen = ValidationSet.choose(corpus, sequence_length=T, num_sequences=num_sequences, **options)
+        return [share.arrays for share in chosen.batches(1)]
+
+    batches = make(num_sequences)
     assert sum(int(batch["target_mask"].sum()) for batch in batches) == corpus.validation.num_tokens
     told = []
-    same = make_validation_batches(corpus, num_sequences=num_sequences + 1, on_progress=told.append, **options)
-    assert _rows([share.arrays for share in same]) == _rows(batches)
+    assert _rows(make(num_sequences + 1, on_progress=told.append)) == _rows(batches)
     [line] = told
     assert line.startswith(f"validation fills {num_sequences} of the {num_sequences + 1} sequences of {T} tokens")

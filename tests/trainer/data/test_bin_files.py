@@ -44,7 +44,6 @@ def test_every_writers_documents_are_found(tmp_path, documents, data_config, wri
     for corpus in corpora:
         assert sorted(_contents(corpus.train) + _contents(corpus.validation)) == sorted(documents)
         assert isinstance(corpus.train.arrays[0], TokenFile)
-        assert corpus.bytes_per_token is None
         assert corpus.train.num_bytes is None
         assert corpus.tokenizer.end_of_document_id == END
         assert corpus.tokenizer.vocab_size == END + 1
@@ -92,19 +91,6 @@ def test_the_index_is_made_once_and_again_when_a_file_changes(tmp_path, data_con
     assert "finding the documents of" in said[-1]
     assert second.fingerprint != first.fingerprint
     assert len(second.train) + len(second.validation) == len(documents) + 1
-
-
-def test_text_per_token_is_known_with_the_tokenizer(tmp_path, data_config, tokenizer_file):
-    from trainer.data import load_tokenizer
-
-    tokenizer = load_tokenizer(str(tokenizer_file))
-    texts = ["the cat and the hat", "a hat", "é中"] * 10
-    tokens = _nanogpt([tokenizer.encode(text) for text in texts], end=tokenizer.end_of_document_id)
-    for name in ("a.bin", "v.bin"):
-        tokens.astype("<u2").tofile(tmp_path / name)
-    config = data_config(source="bin", files=["a.bin"], validation_files=["v.bin"], tokenizer=str(tokenizer_file))
-    corpus = load_corpus(config, vocab_size=512)
-    assert corpus.bytes_per_token == pytest.approx(sum(len(text.encode()) for text in texts) / len(tokens))
 
 
 def test_a_token_past_the_vocabulary_is_refused_with_its_place(tmp_path, data_config, documents, write_llmc, rng):

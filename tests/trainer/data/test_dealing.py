@@ -43,7 +43,7 @@ def open_batches(config, corpus):
     streams = []
 
     def make(deal, config=config, **options):
-        stream, validation = make_batches(config, corpus, deal, lambda line: None, **options)
+        stream, validation, _ = make_batches(config, corpus, deal, lambda line: None, **options)
         streams.append(stream)
         return stream, validation
 

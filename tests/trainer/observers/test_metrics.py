@@ -12,10 +12,9 @@ import pytest
 from trainer.compile.history import Recompile
 from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
-from trainer.evaluate import Evaluation
 from trainer.observers.event_file import EventLog
 from trainer.observers.metrics import LoggedEntries, MetricsFile, last_logged
-from trainer.observers.observer import Evaluated, LogWindow, Observers, Start, make_entry
+from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Observers, Start, make_entry
 from trainer.observers.tensorboard import TensorBoard
 
 TAGS = {
@@ -147,7 +146,7 @@ def test_a_log_that_begins_late_tells_an_evaluation_of_the_last_step_once(
     start(0).write(make_entries(1, 3))
     with limit_file_size(10):
         log = start(3)
-    log.evaluated(Evaluated.now(3, Evaluation(2.5, None, 7)))
+    log.evaluated(Evaluated.now(3, Evaluation(2.5, None, 7), "d"))
     log.close()
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
     assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)

@@ -14,8 +14,7 @@ from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.config import TrainConfig, WandbConfig
 from trainer.errors import UserMistake
-from trainer.evaluate import Evaluation
-from trainer.observers.observer import Ending, Evaluated, LogWindow, Start, make_entry
+from trainer.observers.observer import Ending, Evaluated, Evaluation, LogWindow, Start, make_entry
 from trainer.observers.wandb import WeightsAndBiases
 from trainer.terminal.console import Console
 from trainer.train import prepare
@@ -50,13 +49,16 @@ def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     observer.recompiled(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
     observer.window(make_window(1, 3.125, 3.0625, float("nan")))
     loss = make_entry(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
+    loss |= {"validation_digest": "5eed"}
     observer.evaluated(Evaluated(3, Evaluation(2.6875, None, 10), loss))
     observer.saved(3, tmp_path / "checkpoints" / "3")
     observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
     observer.close()
     names = {b"loss", b"validation_nats_per_token", b"compile/train_step/trace_s", b"checkpoint_step"}
     values = {b"3.125", b"3.0625", b"2.6875", b"60", b"completed", b"a-project"}
-    assert b"NaN" not in read_logged(tmp_path, names | values)
+    logged = read_logged(tmp_path, names | values)
+    assert b"NaN" not in logged
+    assert b"5eed" not in logged, "no curve"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the wandb extra")

@@ -34,10 +34,9 @@ def make_loop(config, tmp_path, watched_console):
             config=dataclasses.replace(config, **changed),
             batches=EndlessBatches(),
             put=lambda batch: batch,
-            tokens_per_step=512,
             flops=SimpleNamespace(of_documents=lambda _: StepFlops(1, 2)),
             devices=[None],
-            peak=SimpleNamespace(flops_per_s=1e12),
+            peak_flops_per_s=1e12,
         )
         workdir = claim_workdir(tmp_path / "run", config)
         account, stop = TimeAccount(time.perf_counter()), SimpleNamespace(requested=False, wait=lambda seconds: False)

@@ -56,8 +56,8 @@ def spoiled_batches(steps: set[int], spoil: Callable[[Any], Any]) -> Callable[..
     make_batches = trainer.train.make_batches
 
     def make(*arguments: Any) -> Any:
-        batches, validation_batches = make_batches(*arguments)
-        return FaultyBatches(batches, steps, spoil), validation_batches
+        batches, *validation = make_batches(*arguments)
+        return FaultyBatches(batches, steps, spoil), *validation
 
     return make
 

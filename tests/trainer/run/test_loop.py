@@ -96,7 +96,7 @@ def test_the_record_tells_the_run(first, read_run):
     assert record["attempts"] == []
     assert record["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
     assert record["devices"]["platform"] == "cpu"
-    assert record["devices"]["peak_source"] == "measured"
+    assert record["devices"]["peak_flops_per_s"] is None
     assert record["versions"]["jax"] == jax.__version__
     assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["fingerprint"])
     assert record["tokens_per_step"] == 512
@@ -107,7 +107,7 @@ def test_the_record_tells_the_run(first, read_run):
     steps = record["steps"]
     assert steps["num_steps"] == NUM_STEPS
     assert 0 < steps["median_s"] <= steps["p90_s"]
-    assert 0 < steps["mfu_causal"] < steps["mfu_noncausal"], "documents and masks leave pairs out"
+    assert steps["mfu_causal"] is steps["mfu_noncausal"] is None, "no vendor tells a CPU's peak"
     assert steps["first_s"] > 0
     assert steps["tokens_per_s"] > 0
     assert record["evaluation"] | {"step": NUM_STEPS} == record["evaluation"]
@@ -175,7 +175,7 @@ def test_the_output_is_plain_lines_with_the_description_first(first):
         assert any(line.startswith(f"  {label}: ") for line in lines), label
     windows = [line for line in lines if re.match(r"step \d+/60  loss \d", line)]
     assert [line.split("/")[0] for line in windows] == [f"step {step}" for step in WINDOW_ENDS]
-    assert all("tokens/s" in line and "MFU" in line and line.endswith("left") for line in windows)
+    assert all("tokens/s" in line and "MFU" not in line and line.endswith("left") for line in windows)
     closing = finished.output[finished.output.index("completed: step 60 of 60") :]
     assert re.search(r"validation: \d\.\d{4} nats/token, .* unigram entropy is \d\.\d{4} nats/token", closing)
     drawn = ("loss.png",) if importlib.util.find_spec("matplotlib") else ()

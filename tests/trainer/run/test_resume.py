@@ -92,7 +92,7 @@ def place(finished, tmp_path):
         checkpoint = path / "checkpoints" / "4"
         metadata = read_metadata(checkpoint)
         restored = Restored(checkpoint, 4, None, metadata.data, metadata.config_history, ())
-        history, _, told = go_on_from(restored, SimpleNamespace(config=config, batches=batches), Workdir(path))
+        history, told = go_on_from(restored, SimpleNamespace(config=config, batches=batches), Workdir(path))
         return history, told, batches
 
     yield go_on
@@ -160,7 +160,7 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
         "the learning rate follows the new schedule of 7 steps as if it had been so from the start: "
         f"{new:.3g} in step 5, {old:.3g} by the one before"
     )
-    assert lines[at + 8].startswith("validation losses are measured otherwise from now on")
+    assert sum(line.startswith("validation losses are measured otherwise from now on") for line in lines) == 1
 
     # The example of `make help`: a run that is past the steps asked for has none left to make.
     monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: CompiledSteps(None, None, None, ()))
@@ -177,13 +177,25 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert by_field(metadata.config_history["changes"]) == by_field(expected)
 
 
-def test_a_finished_run_is_evaluated_anew_where_the_evaluation_changed(config, finished, resume):
-    evaluations = resume(config).evaluations
-    again = resume(dataclasses.replace(config, evaluation=EvaluationConfig(every_num_steps=2, num_sequences=1)))
-    assert again.evaluations[:-1] == evaluations
-    assert again.evaluations[-1]["step"] == evaluations[-1]["step"] == 4
-    assert again.evaluations[-1][VALIDATION_LOSS] != evaluations[-1][VALIDATION_LOSS]
-    assert again.record["evaluation"][VALIDATION_LOSS] == again.evaluations[-1][VALIDATION_LOSS]
+def test_a_finished_run_is_evaluated_anew_with_other_validation_files_and_again_with_those_before(
+    config, finished, resume, read_run, tmp_path
+):
+    """An earlier attempt's loss is a loss of now only if it was measured on the same sequences."""
+    (tmp_path / "other.txt").write_text("other words " * 50)
+    data = dataclasses.replace(config.data, validation_files=(str(tmp_path / "other.txt"),), allow_changed=True)
+    _, _, first = read_run(finished)
+    other = resume(dataclasses.replace(config, data=data))
+    back = resume(dataclasses.replace(config, data=dataclasses.replace(config.data, allow_changed=True)))
+    for run, expected in ((other, first), (back, other.evaluations)):
+        assert run.evaluations[:-1] == expected, "what was logged is kept"
+        assert "validation losses are measured otherwise from now on" in run.output
+    of_step_4 = [first[-1], other.evaluations[-1], back.evaluations[-1]]
+    assert [entry["step"] for entry in of_step_4] == [4, 4, 4]
+    losses = [entry[VALIDATION_LOSS] for entry in of_step_4]
+    assert losses[0] == losses[2] != losses[1]
+    for run, loss in zip((other, back), losses[1:], strict=True):
+        assert run.record["evaluation"][VALIDATION_LOSS] == loss
+        assert f"validation: {loss:.4f} nats/token" in run.output
 
 
 def test_a_finished_run_is_read_with_the_config_of_its_steps(config, resume):

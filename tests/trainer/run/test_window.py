@@ -20,19 +20,20 @@ from trainer.step.functions import StepMetrics
 T = 64
 
 
+@pytest.mark.parametrize("peak", [1e9, None])
 @pytest.mark.parametrize("rows", [(0, 1, 2), (1,)])
-def test_flops_and_tokens_are_those_of_all_processes(rows, rng):
+def test_flops_and_tokens_are_those_of_all_processes_without_padding(rows, peak, rng):
     model = GPTConfig(vocab_size=64, num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_width=32)
     flops = FlopCounter(model, T)
     setup = SimpleNamespace(
         config=SimpleNamespace(num_steps=9, optimizer=OptimizerConfig()),
         flops=flops,
-        tokens_per_step=3 * T,
         devices=[None] * 4,
-        peak=SimpleNamespace(flops_per_s=1e9),
+        peak_flops_per_s=peak,
     )
-    ids = np.sort(rng.integers(1, 5, (2, 3, T)), axis=-1)
-    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 512, True, 0, 0)))
+    ids = np.sort(rng.integers(0, 5, (2, 3, T)), axis=-1)  # 0: padding
+    num_tokens = [int((of_batch > 0).sum()) for of_batch in ids]
+    metrics = StepMetrics(*map(jnp.asarray, (1.0, 0.0, 1.0, 1.0, 0, True, 0, 0)))
     of_some_runs = {
         "load_balance_loss": jnp.asarray(2.5),
         "router_z_loss": jnp.asarray(0.25),
@@ -40,14 +41,18 @@ def test_flops_and_tokens_are_those_of_all_processes(rows, rng):
     }
     window = RunningWindow(setup, TimeAccount(time.perf_counter()), first_step=1)
     for number, of_batch in enumerate(ids):
-        lengths = tuple(np.unique(row, return_counts=True)[1] for row in of_batch)
+        lengths = tuple(np.unique(row[row > 0], return_counts=True)[1] for row in of_batch)
         share = BatchShare({"segment_ids": of_batch[list(rows)]}, rows, lengths)
-        window.add(share, metrics._replace(**of_some_runs) if number else metrics)
+        told = metrics._replace(num_targets=jnp.asarray(num_tokens[number]))
+        window.add(share, told._replace(**of_some_runs) if number else told)
     window.wait(metrics)
-    done = window.result(StepTimes(), SimpleNamespace(recompile_seconds=lambda name, step: None))
+    times = StepTimes()
+    done = window.result(times, SimpleNamespace(recompile_seconds=lambda name, step: None))
     seconds = 2 * done.step_s
-    expected = [sum(counts) / (seconds * 4e9) for counts in zip(*map(flops, ids), strict=True)]
+    expected = [peak and sum(counts) / (seconds * 4 * peak) for counts in zip(*map(flops, ids), strict=True)]
     assert [done.mfu_causal, done.entries[-1]["mfu_noncausal"]] == pytest.approx(expected)
+    assert [times.to_json()[name] for name in ("mfu_causal", "mfu_noncausal")] == pytest.approx(expected)
     assert [of_some_runs.keys() & entry.keys() for entry in done.entries] == [set(), of_some_runs.keys()]
     assert [done.entries[-1][name] for name in of_some_runs] == [2.5, 0.25, 3]
-    assert done.tokens_per_s == pytest.approx(2 * 3 * T / seconds)
+    assert sum(num_tokens) < 2 * 3 * T
+    assert done.tokens_per_s == done.entries[-1]["tokens_per_s"] == pytest.approx(sum(num_tokens) / seconds)

@@ -104,7 +104,8 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
     setup = SimpleNamespace(
         config=trained.config,
         validation_batches=[{}],
-        corpus=SimpleNamespace(bytes_per_token=1.0),
+        validation_bytes=2,
+        validation_digest="d",
         samples=Samples(trained.config, ByteTokenizer()),
         functions=SimpleNamespace(mesh=trained.mesh),
     )

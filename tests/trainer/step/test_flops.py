@@ -10,7 +10,7 @@ from flax import nnx
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MultiHeadMask, PrefixMask
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig
-from trainer.step.flops import FlopCounter, device_peak, num_matmul_parameters
+from trainer.step.flops import FlopCounter, num_matmul_parameters, peak_flops_per_s
 from trainer.step.sharding import path_name
 
 CONFIG = GPTConfig(vocab_size=48, num_layers=5, width=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_width=24)
@@ -160,23 +160,13 @@ def test_lengths_of_documents_tell_what_segment_ids_tell(keep_documents_apart, r
     ],
 )
 def test_known_devices(device_kind, teraflops):
-    peak = device_peak(SimpleNamespace(device_kind=device_kind), "bfloat16")
-    assert (peak.flops_per_s, peak.source) == (teraflops * 1e12, "table")
+    assert peak_flops_per_s(SimpleNamespace(device_kind=device_kind), "bfloat16") == teraflops * 1e12
 
 
 @pytest.mark.parametrize("device_kind", ["NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA L40", "TPU v4 lite", "cpu"])
-def test_unknown_devices_are_measured(device_kind, monkeypatch):
-    monkeypatch.setattr("trainer.step.flops._measure_matmul", lambda device, dtype: 1.5e12)
-    peak = device_peak(SimpleNamespace(device_kind=device_kind), "bfloat16")
-    assert (peak.flops_per_s, peak.source) == (1.5e12, "measured")
+def test_a_peak_that_no_vendor_tells_is_unknown(device_kind):
+    assert peak_flops_per_s(SimpleNamespace(device_kind=device_kind), "bfloat16") is None
 
 
-def test_the_table_is_for_bfloat16_alone(monkeypatch):
-    monkeypatch.setattr("trainer.step.flops._measure_matmul", lambda device, dtype: 1.5e12)
-    assert device_peak(SimpleNamespace(device_kind="NVIDIA H200"), "float32").source == "measured"
-
-
-def test_measuring_this_device_gives_a_plausible_peak():
-    peak = device_peak(jax.devices("cpu")[0], "float32")
-    assert peak.source == "measured"
-    assert 1e8 < peak.flops_per_s < 1e14
+def test_the_table_is_for_bfloat16_alone():
+    assert peak_flops_per_s(SimpleNamespace(device_kind="NVIDIA H200"), "float32") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import time
@@ -10,9 +11,8 @@ import pytest
 import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
-from trainer.evaluate import Evaluation
 from trainer.observers.console_lines import ConsoleLines
-from trainer.observers.observer import Evaluated, LogWindow, Start
+from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Start
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
 
@@ -101,6 +101,11 @@ def test_a_terminal_gets_a_panel_and_a_progress_bar():
     assert "3 min 20 s left" in shown
     assert "cudnn passed over: [needs] a GPU" in shown, "brackets are not markup"
     assert shown.index("validation 3.1250 nats/token") < shown.index("completed: step 40 of 40")
+
+
+def test_an_mfu_that_is_unknown_is_left_out(capsys):
+    ConsoleLines(Console()).window(dataclasses.replace(make_window(10), mfu_causal=None))
+    assert capsys.readouterr().out.rstrip() == f"step 10/40  {SPEED.replace('  MFU 41.0%', '')}"
 
 
 @pytest.mark.parametrize("width", [80, 200])
