@@ -15,7 +15,7 @@ from typing import Literal
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
 from trainer.config.changes import refuse_other_run
-from trainer.config.file import config_to_json, load_saved_config
+from trainer.config.file import config_to_json, load_saved_config, require_readable
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
 
@@ -83,8 +83,9 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
 
     Raises:
       UserMistake: the folder can't be written, another run is using it, it holds checkpoints that this config can't go
-        on from, or it is the folder that the run begins with.
+        on from, it is the folder that the run begins with, or the config can't be read back.
     """
+    require_readable(config)
     workdir = Workdir(path)
     if config.init_from is not None and path.resolve() == Path(config.init_from).resolve():
         raise UserMistake(
