@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -15,9 +17,12 @@ from typing import Literal
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
 from trainer.config.changes import refuse_other_run
-from trainer.config.file import config_to_json, load_saved_config, require_readable
+from trainer.config.file import config_to_json, is_text, load_saved_config, require_readable
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
+from trainer.files.urls import refuse_url
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Workdir:
     path: Path
     notes: tuple[str, ...] = ()
     """Lines about what was repaired when the folder was claimed."""
+    lock: int | None = None
+    """Descriptor of the lock that this process holds."""
 
     @property
     def config(self) -> Path:
@@ -64,12 +71,39 @@ class Workdir:
         """
         write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
 
+    def make_again(self, config: TrainConfig) -> Workdir | None:
+        """Makes the folder again and claims it, if somebody has removed it under the run.
+
+        Args:
+          config: that the run goes on with.
+
+        Returns:
+          The folder that was made; None: it is there.
+
+        Raises:
+          UserMistake: another run has claimed it meanwhile.
+          OSError: it can't be made.
+        """
+        if self.lock is None:
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self.lock)):
+                return None
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        again = dataclasses.replace(self, lock=_lock(self.path))
+        again.write_config(config)
+        return again
+
 
 class FollowedWorkdir(Workdir):
     """The workdir of a run whose process 0 has claimed it. This process writes only its share of checkpoints."""
 
     def write_config(self, config: TrainConfig) -> None:
         """Does nothing: process 0 writes it."""
+
+    def make_again(self, config: TrainConfig) -> Workdir | None:
+        """Does nothing: process 0 makes it."""
+        return None
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
@@ -86,6 +120,15 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         on from, it is the folder that the run begins with, or the config can't be read back.
     """
     require_readable(config)
+    try:
+        refuse_url(path)
+    except ValueError as refused:
+        raise UserMistake(f"workdir: {refused}") from None
+    if not is_text(str(path)):
+        raise UserMistake(
+            f"workdir {path} is not UTF-8, so no checkpoint could be saved there; rename the folder, or choose another "
+            "with --workdir"
+        )
     workdir = Workdir(path)
     if config.init_from is not None and path.resolve() == Path(config.init_from).resolve():
         raise UserMistake(
@@ -94,7 +137,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         )
     try:
         path.mkdir(parents=True, exist_ok=True)
-        _lock(path)
+        lock = _lock(path)
         if os.path.lexists(workdir.checkpoints) and not workdir.checkpoints.is_dir():
             raise UserMistake(
                 f"{workdir.checkpoints} is not a folder, or a link to one that isn't there; "
@@ -104,7 +147,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
         holds_checkpoints = bool(list_checkpoints(workdir.checkpoints).steps)
         if holds_checkpoints:
             refuse_other_run(_held_config(workdir), config, f"workdir {path}")
-        workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)))
+        workdir = Workdir(path, tuple(_set_wrong_types_aside(workdir)), lock)
         if not holds_checkpoints:
             workdir.write_config(config)
     except OSError as error:
@@ -114,9 +157,9 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     return workdir
 
 
-def _lock(path: Path) -> None:
+def _lock(path: Path) -> int:
     """Locks the folder until this process ends. The kernel then drops the lock, however the process ends."""
-    lock = path / ".lock"
+    lock = path / _LOCK
     try:
         # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -138,6 +181,7 @@ def _lock(path: Path) -> None:
         # Some network file systems have no locks. There the user has to keep two runs apart.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
             raise
+    return descriptor
 
 
 def _held_config(workdir: Workdir) -> TrainConfig:
