@@ -204,9 +204,7 @@ class Checkpoints:
         # Should a kill leave them, then under the names of saves that were cut short.
         unfinished, finished = self._path(1).with_suffix(".tmp"), self._path(2).with_suffix(".tmp")
         sharding = NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device"))
-        ones = jax.make_array_from_callback(
-            (len(devices),), sharding, lambda part: np.ones(len(devices), np.int8)[part]
-        )
+        ones = np.ones(len(devices), np.int8)
         try:
             state = {"ones": jax.make_array_from_callback(ones.shape, sharding, ones.__getitem__)}
             self._begin_save(unfinished, Metadata(0, None, None), state)
