@@ -9,6 +9,7 @@ before they import each other. This module has a name that nobody else uses, and
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
@@ -139,12 +140,14 @@ def _same(folder: Path, other: Path | str) -> bool:
 def main() -> int:
     """Prints whose each package is; returns 1 if one isn't ours, else 0."""
     status = 0
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may be no UTF-8, or the output's encoding ASCII
     for package in PACKAGES:
         try:
             require_ours(package, importer=_MODULE)
             print(f"{package}: ours")
         except ForeignPackage as error:
-            print(f"{package}: {error}")
+            print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in f"{package}: {error}"))
             status = 1
     return status
 

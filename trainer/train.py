@@ -171,7 +171,8 @@ class TrainingLoop:
         self.checkpoints = Checkpoints(
             workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
         )
-        self.saver = Saver(self.checkpoints, this.console, this.account, self.observers, this.stop)
+        told = this.console, this.account, self.observers, this.stop
+        self.saver = Saver(self.checkpoints, workdir, setup.config, *told)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
         self.data_failure: TrainingFailed | None = None
@@ -190,6 +191,8 @@ class TrainingLoop:
                 self.record.put(init_from=None if initial is None else initial.origin)
         self.state, self.config_history = resumed.state, resumed.config_history
         self.progress.go_on_from(resumed.step)
+        if resumed.step < self.config.num_steps:
+            self.saver.rehearse([*functions.mesh.devices.flat])
         with self.account.measure("compile"), self.console.working("compiling"):
             given, on_recompile = initial is not None, self.progress.recompiled
             self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)

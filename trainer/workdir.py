@@ -16,9 +16,12 @@ from typing import Literal, Self
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
 from trainer.config.changes import refuse_other_run
-from trainer.config.file import config_to_json, load_saved_config
+from trainer.config.file import config_to_json, is_text, load_saved_config, require_readable
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
+from trainer.files.urls import refuse_url
+
+_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,41 @@ class Workdir:
         """
         write_atomically(self.config, json.dumps(config_to_json(config), indent=2) + "\n")
 
+    def make_again(self, config: TrainConfig) -> bool:
+        """Makes the folder again and claims it, if somebody has removed it under the run.
+
+        Args:
+          config: that the run goes on with.
+
+        Returns:
+          Whether it had to be made.
+
+        Raises:
+          UserMistake: another run has claimed it meanwhile.
+          OSError: it can't be made.
+        """
+        if self.lock is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self.lock)):
+                return False
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = _lock(self.path)
+        os.dup2(lock, self.lock)  # the descriptor that is closed in the end
+        os.close(lock)
+        self.write_config(config)
+        return True
+
 
 class FollowedWorkdir(Workdir):
     """The workdir of a run whose process 0 has claimed it. This process writes only its share of checkpoints."""
 
     def write_config(self, config: TrainConfig) -> None:
         """Does nothing: process 0 writes it."""
+
+    def make_again(self, config: TrainConfig) -> bool:
+        """Does nothing: process 0 makes it."""
+        return False
 
 
 def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
@@ -94,8 +126,18 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
 
     Raises:
       UserMistake: the folder can't be written, another run is using it, it holds checkpoints that this config can't go
-        on from, or it is the folder that the run begins with.
+        on from, it is the folder that the run begins with, or the config can't be read back.
     """
+    require_readable(config)
+    try:
+        refuse_url(path)
+    except ValueError as refused:
+        raise UserMistake(f"workdir: {refused}") from None
+    if not is_text(str(path)):
+        raise UserMistake(
+            f"workdir {path} is not UTF-8, so no checkpoint could be saved there; rename the folder, or choose another "
+            "with --workdir"
+        )
     workdir = Workdir(path)
     if config.init_from is not None and path.resolve() == Path(config.init_from).resolve():
         raise UserMistake(
@@ -129,7 +171,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
 
 def _lock(path: Path) -> int:
     """Locks the folder until the descriptor that this returns is closed, or this process ends in whatever way."""
-    lock = path / ".lock"
+    lock = path / _LOCK
     try:
         # O_NOFOLLOW: a link in the folder must not choose which file is made. O_NONBLOCK: a named pipe must not block.
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

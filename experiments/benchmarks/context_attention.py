@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from experiments.benchmarks.traced_exchange import TracedExchange, trace_exchange
 from experiments.benchmarks.train_throughput.workloads import pack
@@ -272,7 +272,7 @@ def _largest_difference(found: jax.Array, right: jax.Array) -> jax.Array:
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints the table and returns the exit status."""
-    arguments = tyro.cli(ContextArguments, args=list(command_line))
+    arguments = read_arguments(ContextArguments, command_line)
     try:
         if unknown := sorted(set(arguments.cases) - set(CASES)):
             raise UserMistake(f"unknown cases {', '.join(unknown)}; expected some of {', '.join(CASES)}")

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, LocalMask, Mask
 from kernels.context import chunk_costs, deal_tokens, default_chunk_size, imbalance
 from trainer.process.broken_pipe import reader_may_leave
@@ -205,4 +205,4 @@ def main(arguments: DealArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(DealArguments))
+        main(read_arguments(DealArguments))

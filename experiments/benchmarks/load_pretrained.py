@@ -25,8 +25,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 
+from experiments.benchmarks.command_line import read_arguments
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.config import MeshConfig
@@ -144,7 +144,7 @@ def load(folder: Path) -> tuple[float, int, int]:
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints a line for each load and returns the exit status."""
-    arguments = tyro.cli(LoadArguments, args=list(command_line))
+    arguments = read_arguments(LoadArguments, command_line)
     device = jax.devices()[0]
     # Memory is compared once all devices are started: with its first array JAX takes three quarters of a GPU's memory,
     # for which the driver keeps 3 % as much on the host.

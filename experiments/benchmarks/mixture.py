@@ -21,11 +21,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from kernels import Target
 from kernels.grouped_matmul import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
@@ -127,7 +127,7 @@ def measure(name: str, choice: GroupedMatmulChoice, arguments: MixtureArguments)
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints the table and returns the exit status."""
-    arguments = tyro.cli(MixtureArguments, args=list(command_line))
+    arguments = read_arguments(MixtureArguments, command_line)
     try:
         if unknown := sorted(set(arguments.cases) - set(CASES)):
             raise UserMistake(f"unknown cases {', '.join(unknown)}; expected some of {', '.join(CASES)}")

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, RESULTS, case_title, latest_rows, read_rows
+from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
 from trainer.process.broken_pipe import reader_may_leave
@@ -194,4 +193,4 @@ def main(arguments: PlotArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(PlotArguments))
+        main(read_arguments(PlotArguments))

@@ -8,9 +8,10 @@ from typing import Any
 from kernels.masks.algebra import Mask, MultiHeadMask
 from kernels.masks.shapes import CausalMask, ChunkedCausalMask, FullMask, LocalMask, PrefixMask
 
-_PARSABLE = {
+PARSABLE_MASKS = {
     mask.__name__: mask for mask in (FullMask, CausalMask, LocalMask, ChunkedCausalMask, PrefixMask, MultiHeadMask)
 }
+"""The masks that `parse_mask` reads, by name."""
 
 
 def parse_mask(text: str) -> Mask:
@@ -50,11 +51,11 @@ def _evaluate(node: ast.expr) -> Any:
             return _evaluate_mask(left) | _evaluate_mask(right)
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [_evaluate(element) for element in elements]
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in _PARSABLE:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in PARSABLE_MASKS:
             named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
             if len(named) == len(keywords):  # each has a name, none twice
-                return _PARSABLE[name](*map(_evaluate, args), **named)
-    known = ", ".join(sorted(_PARSABLE))
+                return PARSABLE_MASKS[name](*map(_evaluate, args), **named)
+    known = ", ".join(sorted(PARSABLE_MASKS))
     raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
 
 

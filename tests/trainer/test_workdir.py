@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
+from jax.sharding import Mesh
 
 from kernels import CausalMask
 from layers import GPTConfig
@@ -91,12 +92,8 @@ def start() -> Iterator[Callable[[Path], Started]]:
         record = RunRecord(workdir.record, ["command"], time.time(), account, console)
         zeros = jnp.zeros(3)
         state = {"w": jax.ShapeDtypeStruct(zeros.shape, zeros.dtype, sharding=zeros.sharding)}
-        setup = SimpleNamespace(
-            config=CONFIG,
-            batches=make_batches(),
-            functions=SimpleNamespace(abstract_state=state),
-            validation_digest="d",
-        )
+        functions = SimpleNamespace(abstract_state=state, mesh=Mesh(np.array(jax.devices()[:1]), "data"))
+        setup = SimpleNamespace(config=CONFIG, batches=make_batches(), functions=functions, validation_digest="d")
         stop = SimpleNamespace(requested=False)
         this = SimpleNamespace(
             console=console, record=record, account=account, stop=stop, stalled=pytest.fail, peers=Peers()

@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.checkpoints.folder import (
     DIGESTS,
@@ -178,15 +180,10 @@ class Checkpoints:
         assert not self._steps or step > self._steps[-1], f"step {step} after {self._steps}"
         self._remove_abandoned()
         unfinished = self._folder / f"{step}.tmp"
-        before, self._num_saves = self._share, self._num_saves + 1
-        self._share = SharedSave(self._peers, self._num_saves)
-        metadata = Metadata(step, data_state, config_history)
         watched = contextlib.ExitStack()
         watched.enter_context(self._watched())
         try:
-            self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
-            before.forget()
-            self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state, save_args=_chunks(state)))
+            self._begin_save(unfinished, Metadata(step, data_state, config_history), state)
         except Exception as error:
             watched.close()
             self._abandon(unfinished)
@@ -194,6 +191,31 @@ class Checkpoints:
         arguments = (watched, step, unfinished)
         self._saving = threading.Thread(target=self._finish_inside, args=arguments, name=f"checkpoint-{step}")
         self._saving.start()
+
+    def rehearse(self, devices: Sequence[jax.Device]) -> None:
+        """Saves a few bytes of each device as a checkpoint is saved, and removes them.
+
+        Args:
+          devices: of all processes.
+
+        Raises:
+          TrainingFailed: that failed, so no checkpoint could be saved here. Nothing is left of it.
+        """
+        # Should a kill leave them, then under the names of saves that were cut short.
+        unfinished, finished = self._path(1).with_suffix(".tmp"), self._path(2).with_suffix(".tmp")
+        sharding = NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device"))
+        ones = np.ones(len(devices), np.int8)
+        try:
+            state = {"ones": jax.make_array_from_callback(ones.shape, sharding, ones.__getitem__)}
+            self._begin_save(unfinished, Metadata(0, None, None), state)
+            self._complete(unfinished, finished)
+            self._share.part("removed", lambda: shutil.rmtree(finished) if self._peers.is_first else None)
+        except Exception as error:
+            self._abandon(unfinished, finished)
+            raise TrainingFailed(
+                f"no checkpoint can be saved in {self._folder}: {type(error).__name__}: {error}; "
+                "see that the disk has room and can be written to, or choose another folder with --workdir"
+            ) from error
 
     def wait(self) -> None:
         """Returns when no save is in progress any more.
@@ -262,6 +284,14 @@ class Checkpoints:
         reasons = self._peers.exchange(f"restore/{path.name}", reason or "")
         return next(filter(None, reasons), None)
 
+    def _begin_save(self, unfinished: Path, metadata: Metadata, state: Any) -> None:
+        """Begins to write a state, and returns once it may be overwritten."""
+        before, self._num_saves = self._share, self._num_saves + 1
+        self._share = SharedSave(self._peers, self._num_saves)
+        self._share.part("begun", lambda: self._begin(unfinished, metadata) if self._peers.is_first else None)
+        before.forget()
+        self._share.part("copied", lambda: self._orbax.save(unfinished / "state", state, save_args=_chunks(state)))
+
     def _begin(self, unfinished: Path, metadata: Metadata) -> None:
         if os.path.lexists(unfinished):
             set_aside(unfinished, "foreign")
@@ -274,9 +304,7 @@ class Checkpoints:
 
     def _finish(self, step: int, unfinished: Path) -> None:
         try:
-            parts = self._share.part("written", lambda: self._write(unfinished))
-            found = dict(item for part in parts for item in json.loads(part).items())
-            self._share.part("published", lambda: self._publish(step, unfinished, found))
+            self._complete(unfinished, self._path(step))
             self._steps.append(step)
         except Exception as error:  # wait() raises it, in the thread that can tell the user
             self._failure = self._failed_save(step, error)
@@ -294,6 +322,12 @@ class Checkpoints:
             )
             self._failure.__cause__ = error
 
+    def _complete(self, unfinished: Path, path: Path) -> None:
+        """Waits until all is on the disk, and gives it its name."""
+        parts = self._share.part("written", lambda: self._write(unfinished))
+        found = dict(item for part in parts for item in json.loads(part).items())
+        self._share.part("published", lambda: self._publish(unfinished, path, found))
+
     def _write(self, unfinished: Path) -> str:
         """Waits until this process has written its share; returns the digests of the files, as JSON."""
         self._orbax.wait_until_finished()
@@ -302,20 +336,19 @@ class Checkpoints:
             sync(unfinished / name)  # each machine syncs what it has written itself
         return json.dumps(found)
 
-    def _publish(self, step: int, unfinished: Path, found: Mapping[str, str]) -> None:
+    def _publish(self, unfinished: Path, path: Path, found: Mapping[str, str]) -> None:
         """Lists the digests, and gives the checkpoint its name."""
         if not self._peers.is_first:
             return
         write_atomically(unfinished / DIGESTS, "".join(f"{found[name]}  {name}\n" for name in sorted(found)))
-        for path in (unfinished, *unfinished.rglob("*")):
-            sync(path)
-        path = self._path(step)
+        for written in (unfinished, *unfinished.rglob("*")):
+            sync(written)
         if os.path.lexists(path):
             set_aside(path, "damaged" if path.is_dir() and not path.is_symlink() else "foreign")
         unfinished.replace(path)
         sync(self._folder)
 
-    def _abandon(self, unfinished: Path) -> None:
+    def _abandon(self, *unfinished: Path) -> None:
         """Waits until nothing more is being written, removes what a failed save has written, and restarts Orbax."""
         for end in (self._orbax.wait_until_finished, self._orbax.close):
             with contextlib.suppress(Exception):  # the save's own error, perhaps
@@ -323,7 +356,7 @@ class Checkpoints:
         self._orbax = self._make_orbax()
         self._share.part("abandoned", lambda: None)
         if self._peers.is_first:
-            self._abandoned.add(unfinished)
+            self._abandoned.update(unfinished)
         self._remove_abandoned()
 
     def _remove_abandoned(self) -> None:

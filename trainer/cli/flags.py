@@ -20,6 +20,7 @@ from trainer.config.file import flag_types, is_text, load_config
 from trainer.config.init_from import read_initial_model
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.errors import UserMistake
+from trainer.files.urls import refuse_url
 from trainer.process.versions import installed_versions
 
 # Every field takes a value, as in the config file: --model.tie-embeddings True.
@@ -54,6 +55,10 @@ def read_path(text: str) -> Path:
     """A path from the command line; the empty one would mean the current folder, which nobody asks for that way."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got the empty text")
+    try:
+        refuse_url(text)
+    except ValueError as refused:
+        raise argparse.ArgumentTypeError(str(refused)) from None
     if len(os.fsencode(text)) >= 4096:
         raise argparse.ArgumentTypeError(f"{text[:40]!r}… is too long for a path; use up to 4,095 bytes")
     return Path(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from kernels import Mask, Tuning, parse_mask
+from kernels.masks.text import PARSABLE_MASKS
 from layers import LayerOverride
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
@@ -109,6 +111,52 @@ def config_from_json(value: Any) -> TrainConfig:
     for name, problem in _ill_typed(config):
         raise UserMistake(f"{name}{problem}")
     return config
+
+
+def require_readable(config: TrainConfig) -> None:
+    """Checks that a config is the same one after it was written to a workdir and read again.
+
+    A run whose config isn't could train to its end, and then neither resume, nor be sampled or exported.
+
+    Raises:
+      UserMistake: a mask or another value isn't, such as a function or an object of the page's own class.
+    """
+    for name, hint in flag_types().items():
+        value = functools.reduce(getattr, name.split("."), config)
+        items = value if isinstance(value, tuple) else (value,)
+        of_item = get_args(hint)[0] if isinstance(value, tuple) else hint
+        for item in items:
+            if not _is_readable(item, of_item):
+                remedy = (
+                    f"compose it of {', '.join(PARSABLE_MASKS)} with &, | and ~ (trainer.compile, the layers and the "
+                    "kernels take any mask)"
+                    if isinstance(item, Mask)
+                    else "use the config's own classes, not ones derived from them"
+                )
+                raise UserMistake(
+                    f"{name}: {_short(item)} can't be written to the run's config.json and read back, so that the run "
+                    f"could neither resume, nor be sampled or exported; {remedy}"
+                )
+    if not _is_readable(config, TrainConfig):
+        raise UserMistake(
+            f"a {type(config).__name__} or one of its sections is of a class that config.json can't tell; use the "
+            "config's own classes, not ones derived from them"
+        )
+
+
+def _is_readable(value: Any, hint: Any) -> bool:
+    try:
+        return bool(_from_json(json.loads(json.dumps(config_to_json(value))), hint) == value)
+    except Exception:  # whatever a page's own class raises
+        return False
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of a page's own class
+        text = f"an object of {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}…"
 
 
 def _from_json(value: Any, hint: Any, name: str = "") -> Any:

@@ -18,6 +18,7 @@ from kernels.collectives import Collectives
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
 from layers.checks import check_choice, check_numbers
+from trainer.files.urls import refuse_url
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class DataConfig:
                     f"data.{name}={getattr(self, name)} has no effect with data.source='stdlib'; "
                     "set data.source to text, jsonl, parquet or bin"
                 )
+            for pattern in getattr(self, name):
+                _refuse_url(f"data.{name}", pattern)
         if self.source != "stdlib" and not self.files:
             raise ValueError(f"data.source={self.source!r} needs data.files, one or more globs; got none")
         if not 0.0 < self.validation_fraction < 1.0:
@@ -485,7 +488,8 @@ class TrainConfig:
 
 
 def check_path(name: str, path: str) -> None:
-    """Raises ValueError for a path that no file system takes, and for the empty one, which would be this folder."""
+    """Raises ValueError for a URL, a path that no file system takes, and the empty one, which would be this folder."""
+    _refuse_url(name, path)
     parts = Path(path).parts
     if not path or "\0" in path:
         raise ValueError(f"{name}={path!r} is no path; expected one of a file or folder")
@@ -493,6 +497,13 @@ def check_path(name: str, path: str) -> None:
         raise ValueError(f"{name}={path[:40]!r}… is too long: names take up to 255 bytes, paths up to 4,095")
     if os.path.expanduser(parts[0]).startswith("~"):
         raise ValueError(f"{name}={path!r}: {parts[0]} is no user's home folder")
+
+
+def _refuse_url(name: str, path: str) -> None:
+    try:
+        refuse_url(path)
+    except ValueError as refused:
+        raise ValueError(f"{name}={refused}") from None
 
 
 def _check_name(name: str) -> None:

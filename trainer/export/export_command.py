@@ -10,6 +10,7 @@ from typing import Literal
 
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config.file import flag_types
+from trainer.config.train_config import check_path
 from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer.export"
@@ -36,6 +37,8 @@ class ExportCommand:
     """`byte`, or the path of a `tokenizer.json`. None: where the run found it."""
 
     def __post_init__(self):
+        if self.tokenizer is not None:
+            check_path("tokenizer", self.tokenizer)
         if not self.shard_bytes:
             raise ValueError(f"shard_size={self.shard_size!r} is no size in bytes; expected one such as 500MB or 5GB")
 

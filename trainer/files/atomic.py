@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,3 +56,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether something was not written because the disk, or a quota or limit on it, is full.
+
+    Args:
+      error: with its causes; libraries hide the system's number in the text of errors of their own.
+    """
+    numbers = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    texts = tuple(map(os.strerror, numbers))
+    each: BaseException | None = error
+    while each is not None:
+        if (isinstance(each, OSError) and each.errno in numbers) or any(text in str(each) for text in texts):
+            return True
+        each = each.__cause__ or each.__context__
+    return False

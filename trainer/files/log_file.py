@@ -97,8 +97,8 @@ class AppendedLog:
             self._console.warning(f"{self._path} is left without {lost}: {self._writes.failure}")
 
     def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it under the run
         if self._content is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             # TensorBoard reads every file with "tfevents" in its name, so the unfinished file has another name.
             write_atomically(self._path, self._content(), unfinished=self._path.with_name("unfinished.tmp"))
             self._content = None

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
+from trainer.process.standard_streams import printable_streams
+
 _CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -27,7 +29,8 @@ def reader_may_leave() -> Iterator[None]:
     try:
         ended: SystemExit | None = None
         try:
-            yield
+            with printable_streams():
+                yield
         except SystemExit as exit_:
             if exit_.code:
                 raise

@@ -3,6 +3,8 @@
 When a reader leaves (`| head -5`), a terminal closes or the disk behind `> log.txt` is full, a `print` raises. If the
 text still waited in a buffer, the interpreter ends with status 120 although all went well. Training goes on without its
 output. A command that exists only for its output ends instead (`trainer/process/broken_pipe.py`).
+
+In both, text that the stream's encoding can't write is written with escapes, and messages hold no control characters.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
+
+from trainer.terminal.visible import visible
 
 _GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
 
@@ -29,11 +33,51 @@ def outlive_readers() -> Iterator[None]:
     wrapped = [_Stream(stream or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")) for stream in streams]
     sys.stdout, sys.stderr = wrapped  # type: ignore[assignment]
     try:
-        yield
+        with printable_streams():
+            yield
     finally:
         for stream in wrapped:
             stream.finish()
         sys.stdout, sys.stderr = streams
+
+
+@contextlib.contextmanager
+def printable_streams() -> Iterator[None]:
+    """Has standard output and error write any text, whatever their encoding, and standard error no control characters.
+
+    A message may quote what somebody else wrote: a path whose bytes aren't UTF-8, or a name with escape sequences.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # a test's own stream has none
+        if reconfigure is not None:
+            with contextlib.suppress(OSError):  # it flushes
+                reconfigure(errors="backslashreplace")
+    before = sys.stderr
+    if before is not None:
+        sys.stderr = _Messages(before)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class _Messages:
+    """A text stream for messages, whose control characters become visible signs."""
+
+    def __init__(self, stream: TextIO):
+        self.rich_proxied_file = stream
+        """Where rich writes, which has codes of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+    def write(self, text: str) -> int:
+        self.rich_proxied_file.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 class _Stream:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from trainer.checkpoints.training_state import Checkpoints, NotRemovedError
+from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
+from trainer.files.atomic import is_full_disk
 from trainer.observers.observer import Observers
 from trainer.observers.times import TimeAccount
 from trainer.process.signals import StopRequest
 from trainer.terminal.console import Console
+from trainer.workdir import Workdir
 
 # Pauses before further tries of the last save: somebody who reads the warning can make room meanwhile. After a stop
 # signal there is only one further try, since its sender may not wait for long.
 _SAVE_AGAIN_AFTER_S = (2.0, 8.0, 20.0, 60.0)
+_FULL = "full disk"
 
 
 class Snapshot(NamedTuple):
@@ -32,8 +40,12 @@ class Snapshot(NamedTuple):
 class Saver:
     """Saves a run in the background. When a save fails, it warns, and the next save tries again.
 
+    A second failure of the same kind ends the run, unless the disk is full, where room may be made.
+
     Args:
       checkpoints: of the run.
+      workdir: of the run; made again if somebody has removed it.
+      config: of the steps to come.
       console: warned of failures.
       account: of the run's time.
       observers: told of checkpoints once they lie on the disk.
@@ -41,21 +53,48 @@ class Saver:
     """
 
     def __init__(
-        self, checkpoints: Checkpoints, console: Console, account: TimeAccount, observers: Observers, stop: StopRequest
+        self,
+        checkpoints: Checkpoints,
+        workdir: Workdir,
+        config: TrainConfig,
+        console: Console,
+        account: TimeAccount,
+        observers: Observers,
+        stop: StopRequest,
     ):
+        self._workdir, self._config = workdir, config
         self._checkpoints, self._console, self._account = checkpoints, console, account
         self._observers, self._stop = observers, stop
         self._told_step = checkpoints.newest_step
+        self._failures: list[TrainingFailed] = []  # since the last save that succeeded
+
+    def rehearse(self, devices: Sequence[jax.Device]) -> None:
+        """Tries to save before the first step, rather than find after hours that nothing can be saved.
+
+        Args:
+          devices: of all processes.
+
+        Raises:
+          TrainingFailed: nothing can be saved, for another reason than a full disk, which is only a warning.
+        """
+        try:
+            with self._account.measure("checkpoint"):
+                self._checkpoints.rehearse(devices)
+        except TrainingFailed as failure:
+            if not is_full_disk(failure):
+                raise
+            self._console.warning(str(failure))
 
     def save(self, take: Callable[[], Snapshot]) -> None:
-        """Starts saving the current step, unless it is saved already."""
+        """Starts saving the current step, unless it is saved already.
+
+        Raises:
+          TrainingFailed: saving has failed twice in the same way, and not because of a full disk.
+        """
         self.finish()
-        snapshot = take()
-        if snapshot.step != self._checkpoints.newest_step:
-            try:
-                self._start(snapshot)
-            except TrainingFailed as failure:
-                self._tell(failure)
+        self._refuse_to_fail_on()
+        self._start_or_tell(take())
+        self._refuse_to_fail_on()
 
     def save_at_last(self, take: Callable[[], Snapshot]) -> None:
         """Saves the current step, and tries again if that fails.
@@ -63,9 +102,10 @@ class Saver:
         Raises:
           TrainingFailed: no try succeeded.
         """
-        self.save(take)
         self.finish()
         snapshot = take()
+        self._start_or_tell(snapshot)
+        self.finish()
         for num_tries, pause_s in enumerate(_SAVE_AGAIN_AFTER_S, 1):
             if self._is_saved(snapshot):
                 return
@@ -97,10 +137,27 @@ class Saver:
         except TrainingFailed as failure:
             self._console.warning(str(failure))
 
+    def _start_or_tell(self, snapshot: Snapshot) -> None:
+        if not self._is_saved(snapshot):
+            try:
+                self._start(snapshot)
+            except TrainingFailed as failure:
+                self._tell(failure)
+
+    def _refuse_to_fail_on(self) -> None:
+        if len(self._failures) > 1 and _kind(self._failures[-1]) == _kind(self._failures[-2]) != _FULL:
+            raise TrainingFailed(
+                f"{self._failures[-1]}, then run the same command again: saving failed twice in the same way, and all "
+                "further steps would be lost"
+            ) from self._failures[-1]
+
     def _is_saved(self, snapshot: Snapshot) -> bool:
         return snapshot.step == self._checkpoints.newest_step
 
     def _start(self, snapshot: Snapshot) -> None:
+        with contextlib.suppress(OSError):  # told by the save, which then fails
+            if self._workdir.make_again(self._config):
+                self._console.warning(f"workdir {self._workdir.path} was removed; it is made again, for what follows")
         with self._account.measure("checkpoint"):
             self._checkpoints.save(*snapshot)
 
@@ -112,8 +169,16 @@ class Saver:
             newest = self._checkpoints.newest
             if newest is not None and self._checkpoints.newest_step != self._told_step:
                 self._told_step = self._checkpoints.newest_step
+                self._failures.clear()
                 self._observers.saved(self._told_step, newest)
 
     def _tell(self, failure: TrainingFailed, *, tries_again: bool = True) -> None:
         is_missing = not isinstance(failure, NotRemovedError)
+        if is_missing:
+            self._failures.append(failure)
         self._console.warning(f"{failure}. The next save tries again" if tries_again and is_missing else str(failure))
+
+
+def _kind(failure: TrainingFailed) -> str:
+    """What failures of one cause have in common: their text, but for the paths, which have steps in them."""
+    return _FULL if is_full_disk(failure) else re.sub(r"/\S*", "", str(failure))

@@ -44,7 +44,7 @@ def run(command: SampleCommand) -> None:
         attention backend that was named can't serve it.
       TrainingFailed: a checkpoint is damaged, the devices can't be started, or one or this machine is out of memory.
     """
-    console = Console(rich.console.Console(stderr=True, highlight=False))
+    console = Console(rich.console.Console(file=sys.stderr, highlight=False))
     trained = open_run(
         command.workdir,
         tokenizer=command.tokenizer,

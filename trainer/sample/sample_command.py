@@ -15,6 +15,7 @@ from layers.checks import check_implementation, check_numbers
 from trainer.cli.flags import OptionParser, apply_flags, read_path, refuse_unknown_flags, wants_help
 from trainer.config import TokenChoice
 from trainer.config.file import flag_types
+from trainer.config.train_config import check_path
 from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer.sample"
@@ -53,6 +54,8 @@ class SampleCommand:
     """The same for the tokens that are added."""
 
     def __post_init__(self):
+        if self.tokenizer is not None:
+            check_path("tokenizer", self.tokenizer)
         if self.num_tokens is not None and self.num_tokens < 1:
             raise ValueError(f"num_tokens={self.num_tokens} must be at least 1")
         if not self.seed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from trainer.terminal.console import visible
+from trainer.terminal.visible import visible
 
 Write = Callable[[str], object]
 

@@ -22,13 +22,11 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-# Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
-_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+from trainer.terminal.visible import visible
 
 
 class Console:
-    """Prints a run.
+    """Prints a run. Control characters in what it is given become visible signs.
 
     Args:
       output: where to print; by default standard output. Without a terminal, lines have no control codes.
@@ -48,7 +46,9 @@ class Console:
           whole: the line must not be broken, since it is to be copied or somebody else wrote it. Other lines are broken
             between words if the terminal is too narrow.
         """
-        self._output.print(line, markup=False, highlight=False, soft_wrap=whole or not self._is_terminal)
+        # rich would make pictures of words between colons (`:bug:`), too.
+        soft_wrap = whole or not self._is_terminal
+        self._output.print(visible(line), markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
 
     def answer(self, line: str) -> None:
         """Prints a line for who has just sent this process a signal."""
@@ -84,7 +84,7 @@ class Console:
             return
         text = TextColumn("{task.description} …", markup=False)
         with self._moving(SpinnerColumn(), text, TimeElapsedColumn(), transient=True) as progress:
-            progress.add_task(what, total=None)
+            progress.add_task(visible(what), total=None)
             yield
 
     @contextlib.contextmanager
@@ -102,7 +102,7 @@ class Console:
             return
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with self._moving(SpinnerColumn(), *columns, transient=True) as progress:
-            task = progress.add_task(what, total=None)
+            task = progress.add_task(visible(what), total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
     def start_steps(self, done: int, num_steps: int) -> None:
@@ -136,8 +136,11 @@ class Console:
             self._progress.update(self._task, completed=done, status=status)
 
     def quote(self, label: str, text: str) -> None:
-        """Prints a text that somebody else wrote, unbroken. A terminal gets visible signs for control characters."""
-        self.note(f"{label}{visible(text) if self._is_terminal else text}", whole=True)
+        """Prints a text that somebody else wrote, unbroken. A log file gets it as it is."""
+        if self._is_terminal:
+            self.note(f"{label}{text}", whole=True)
+        else:
+            print(f"{label}{text}", file=self._output.file)  # rich would drop some of the control characters
 
     def stop_steps(self) -> None:
         """Removes the progress bar. May be called at any time."""
@@ -175,13 +178,13 @@ class Console:
         grid.add_column(style="bold")
         grid.add_column()
         for label, values in lines:
-            grid.add_row(label, "\n".join(values))
+            grid.add_row(Text(visible(label)), Text(visible("\n".join(values))))
         content: Table = grid
         if description:
             content = Table.grid(padding=(0, 0, 1, 0))
-            content.add_row(description)
+            content.add_row(Text(visible(description)))
             content.add_row(grid)
-        self._output.print(Panel(content, title=Text(title), title_align="left"), markup=False)
+        self._output.print(Panel(content, title=Text(visible(title)), title_align="left"), markup=False)
 
 
 class QuietConsole(Console):
@@ -199,6 +202,9 @@ class QuietConsole(Console):
     def note(self, line: str, *, whole: bool = False) -> None:
         """Prints nothing."""
 
+    def quote(self, label: str, text: str) -> None:
+        """Prints nothing."""
+
     def answer(self, line: str) -> None:
         """Prints a line that begins with the process."""
         super().note(f"{self._name}: {line}")
@@ -206,12 +212,3 @@ class QuietConsole(Console):
     def warning(self, line: str) -> None:
         """Prints a line that begins with the process and "warning"."""
         super().note(f"{self._name}: warning: {line}")
-
-
-def visible(text: str) -> str:
-    """The text with visible signs in the place of control characters, except line ends and tabs.
-
-    >>> visible("red: \\x1b[31m")
-    'red: ␛[31m'
-    """
-    return text.translate(_PICTURES)

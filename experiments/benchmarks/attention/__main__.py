@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +39,7 @@ from experiments.benchmarks.attention.contenders import FORMS
 from experiments.benchmarks.attention.measure import measure_compilation, measure_speed
 from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
+from experiments.benchmarks.command_line import read_arguments
 from kernels.backends import BACKENDS
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -196,4 +196,4 @@ def main(arguments: AttentionArguments) -> int:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        sys.exit(main(tyro.cli(AttentionArguments)))
+        sys.exit(main(read_arguments(AttentionArguments)))

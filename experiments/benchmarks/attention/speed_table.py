@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import tyro
-
+from experiments.benchmarks.command_line import read_arguments
 from kernels import Mask, parse_mask
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -192,4 +191,4 @@ def main(arguments: SpeedTableArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(SpeedTableArguments))
+        main(read_arguments(SpeedTableArguments))

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.cell import Cell, Subject
 from experiments.benchmarks.compile_time.masks import Source, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
@@ -128,4 +128,4 @@ def main(arguments: Arguments) -> int:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        sys.exit(main(tyro.cli(Arguments)))
+        sys.exit(main(read_arguments(Arguments)))

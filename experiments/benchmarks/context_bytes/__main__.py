@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.sweep import describe_failure
 from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
@@ -240,7 +240,7 @@ def make_table(rows: Sequence[Row]) -> Table:
 if __name__ == "__main__":
     with reader_may_leave():
         try:
-            parsed = tyro.cli(BytesArguments, description=__doc__)
+            parsed = read_arguments(BytesArguments, description=__doc__)
         except UserMistake as mistake:
             print(f"error: {mistake}", file=sys.stderr)
             sys.exit(2)

@@ -26,10 +26,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.forms import FORMS, compile_form
 from experiments.benchmarks.decode.workloads import DecodeWorkload
@@ -164,4 +164,4 @@ def main(arguments: DecodeArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(DecodeArguments))
+        main(read_arguments(DecodeArguments))

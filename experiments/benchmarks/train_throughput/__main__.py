@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.console import Console
 
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.train_throughput.report import breakdown_table, read_baselines, throughput_table
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS
 from kernels.collectives import Collectives
@@ -95,7 +95,7 @@ def measure_apart(name: str, arguments: ThroughputArguments) -> dict[str, Any] |
 
 def main(command_line: Sequence[str]) -> int:
     """Measures, prints the tables and returns the exit status."""
-    arguments = tyro.cli(ThroughputArguments, args=list(command_line))
+    arguments = read_arguments(ThroughputArguments, command_line)
     try:
         arguments.check()
         baselines = arguments.baselines()

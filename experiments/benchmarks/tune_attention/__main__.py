@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from experiments.benchmarks.attention.cases import Case, Direction, describe, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import where
+from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.tune_attention import table
 from experiments.benchmarks.tune_attention.race import best_of, race
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
@@ -231,4 +230,4 @@ def main(arguments: SearchArguments) -> int:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        sys.exit(main(tyro.cli(SearchArguments)))
+        sys.exit(main(read_arguments(SearchArguments)))

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import kernels.backends.mosaic_gpu
 from experiments.benchmarks.attention.speed_table import REPOSITORY, read_rows
+from experiments.benchmarks.command_line import read_arguments
 from kernels.backends.mosaic_gpu.tuning import (
     MosaicBackwardTuning,
     MosaicForwardTuning,
@@ -127,4 +126,4 @@ def main(arguments: TableArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(tyro.cli(TableArguments))
+        main(read_arguments(TableArguments))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import rich.console
+
+import flax_longcontext
+from trainer.process.broken_pipe import reader_may_leave
+from trainer.process.standard_streams import outlive_readers
+from trainer.terminal.console import Console
 
 SCRIPT = """
 import sys
@@ -59,3 +68,64 @@ with outlive_readers():
     text = (tmp_path / "log").read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
+
+
+@pytest.mark.parametrize("streams", [outlive_readers, reader_may_leave])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_what_an_encoding_cannot_write_is_written_with_escapes(monkeypatch, streams, encoding):
+    output, errors = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", errors)
+    with streams():
+        print("ctx 4096 → 8192 in /tmp/\udcff")
+        Console().note("«→»: \udcff")
+        print("error: é→", file=sys.stderr)
+    output.flush()
+    errors.flush()
+    quotes = r"\xab\u2192\xbb" if encoding == "ascii" else r"«\u2192»"
+    written = output.buffer.getvalue().decode(encoding)
+    assert written == f"ctx 4096 \\u2192 8192 in /tmp/\\udcff\n{quotes}: \\udcff\n"
+    letter = r"\xe9" if encoding == "ascii" else "é"
+    assert errors.buffer.getvalue().decode(encoding) == f"error: {letter}\\u2192\n"
+    assert (sys.stdout, sys.stderr) == (output, errors), "as before"
+
+
+@pytest.mark.parametrize("streams", [outlive_readers, reader_may_leave])
+def test_standard_error_has_signs_for_control_characters_but_for_those_of_rich(monkeypatch, streams):
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with streams():
+        print("error: no column 'a\x1b[31m\rb'", file=sys.stderr)
+        sys.stderr.writelines(["\x1b]0;owned\x07\n"])
+        traceback.print_exception(ValueError("of\x1b[2J"))
+        rich.console.Console(file=sys.stderr, force_terminal=True, _environ={"TERM": "xterm"}).print("[red]own[/]")
+    lines = errors.getvalue().splitlines()
+    assert lines[:2] == ["error: no column 'a␛[31m␍b'", "␛]0;owned␇"]
+    assert lines[2] == "ValueError: of␛[2J"
+    assert lines[3] == "\x1b[31mown\x1b[0m"
+
+
+def test_every_command_guards_its_output():
+    # Those are started by a command of ours, which reads what they write.
+    workers = {"cell.py", "measure.py", "worker.py", "loss_of_first.py"}
+    root = Path(__file__).parents[3]
+    programs = [path for folder in ("trainer", "experiments") for path in (root / folder).rglob("*.py")]
+    programs = [path for path in programs if 'if __name__ == "__main__":' in path.read_text()]
+    assert len(programs) > 15
+    unguarded = [
+        path for path in programs if not re.search(r"with (reader_may_leave|outlive_readers)\(", path.read_text())
+    ]
+    assert {path.name for path in unguarded} == workers
+
+
+def test_whose_packages_python_finds_is_told_in_any_encoding(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+
+    def complain(package, importer):
+        raise flax_longcontext.ForeignPackage("got /home/é/\udcff\x1b[31m")
+
+    monkeypatch.setattr(flax_longcontext, "require_ours", complain)
+    assert flax_longcontext.main() == 1
+    output.flush()
+    assert output.buffer.getvalue().splitlines()[0] == rb"kernels: got /home/\xe9/\udcff\x1b[31m"

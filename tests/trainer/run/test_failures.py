@@ -10,6 +10,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import trainer.train
@@ -25,6 +27,7 @@ from tests.trainer.run.steps import end_well, skip_updates
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
+from trainer.config.file import load_saved_config
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.process.event_loops import DrainingEventLoop
 from trainer.train import prepare
@@ -359,11 +362,8 @@ def test_a_read_only_workdir_is_the_users_mistake(config, tmp_path, make_read_on
     assert str(refused.value) == told
 
 
-def test_a_workdir_that_becomes_read_only_fails_the_run_once_its_last_save_has_failed(
-    make_loop, watched_console, make_read_only, monkeypatch
-):
+def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make_loop, watched_console, make_read_only):
     loop = make_loop()
-    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     end_well(loop)
     loop.run_window()
     loop.saver.save_at_last(loop.snapshot)
@@ -373,15 +373,120 @@ def test_a_workdir_that_becomes_read_only_fails_the_run_once_its_last_save_has_f
         loop.train()
     loop.close()
     assert str(failed.value).startswith(
-        f"saving checkpoint {newest.with_name('60')} failed: OSError: [Errno 30] Read-on"
+        f"saving checkpoint {newest.with_name('40')} failed: OSError: [Errno 30] Read-on"
     )
     assert f"the newest good checkpoint is {newest}; " in str(failed.value)
+    assert str(failed.value).endswith(
+        ", then run the same command again: saving failed twice in the same way, and all further steps would be lost"
+    )
     assert find_damage(newest) is None
     warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
     assert sum(line.startswith(f"{loop.workdir.metrics} can't be written: Read-only") for line in warnings) == 1
-    assert sum("saving checkpoint" in line for line in warnings) == 6, (
-        "20, 40, 60, and all but the last of the tries after"
-    )
+    assert sum("saving checkpoint" in line for line in warnings) == 2, "20 and 40"
+
+
+def test_saves_that_fail_in_different_ways_or_with_a_success_between_do_not_end_the_run(make_loop, monkeypatch):
+    loop = make_loop()
+    monkeypatch.setattr("trainer.checkpoints.training_state._BETWEEN_REMOVALS_S", 0.0)
+    real, causes = loop.checkpoints._write, iter(["EIO", "ESTALE", None, "ESTALE", "EIO", "EIO"])
+
+    def fail(*arguments):
+        if (cause := next(causes)) is not None:
+            raise OSError(getattr(errno, cause), "it failed")
+        return real(*arguments)
+
+    monkeypatch.setattr(loop.checkpoints, "_write", fail)
+    for step in range(1, 6):
+        loop.progress.step = step
+        loop.saver.save(loop.snapshot)
+    loop.progress.step = 6
+    with pytest.raises(TrainingFailed, match="failed twice in the same way"):  # noqa: PT012
+        loop.saver.save(loop.snapshot)
+        loop.progress.step = 7
+        loop.saver.save(loop.snapshot)
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["3"]
+    monkeypatch.undo()
+    loop.close()
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EOPNOTSUPP, "Operation not supported"), ValueError("kvstore: no")])
+def test_where_nothing_can_be_saved_no_step_is_made(make_loop, monkeypatch, error):
+    loop = make_loop()
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(loop.checkpoints, "_publish", fail)
+    with pytest.raises(TrainingFailed) as failed:
+        loop.saver.rehearse(jax.devices())
+    told = f"no checkpoint can be saved in {loop.workdir.checkpoints}: {type(error).__name__}: {error}; see that "
+    assert str(failed.value).startswith(told)
+    assert list(loop.workdir.checkpoints.iterdir()) == [], "nothing is left of it"
+    loop.close()
+
+
+def test_a_rehearsal_leaves_nothing_and_a_full_disk_is_only_told(make_loop, watched_console, monkeypatch):
+    loop = make_loop()
+    loop.saver.rehearse(jax.devices())
+    assert list(loop.workdir.checkpoints.iterdir()) == []
+    assert not any(kind == "warning" for kind, *_ in watched_console.told)
+    monkeypatch.setattr("trainer.checkpoints.training_state._BETWEEN_REMOVALS_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.checkpoints.training_state.digests", full)
+        loop.saver.rehearse(jax.devices())
+    [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert NO_SPACE in warning
+    loop.progress.step = 1
+    loop.saver.save_at_last(loop.snapshot)
+    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
+    loop.close()
+
+
+def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch):
+    loop = make_loop()
+
+    def refuse(devices):
+        assert devices == ["a device"]
+        raise TrainingFailed("no checkpoint can be saved")
+
+    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history)
+    monkeypatch.setattr("trainer.train.restore", lambda *_: resumed)
+    loop.setup.functions = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(["a device"])))
+    monkeypatch.setattr(loop.saver, "rehearse", refuse)
+    with pytest.raises(TrainingFailed, match="no checkpoint can be saved"):
+        loop.restore_and_compile()
+    loop.close()
+
+
+def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop, watched_console):
+    loop = make_loop()
+    end_well(loop)
+    loop.run_window()
+    loop.saver.save_at_last(loop.snapshot)
+    shutil.rmtree(loop.workdir.path)
+    assert loop.train() == 0
+    loop.close()
+    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert [line for line in warnings if "removed" in line] == [
+        f"workdir {loop.workdir.path} was removed; it is made again, for what follows"
+    ]
+    assert sorted(path.name for path in loop.workdir.checkpoints.iterdir()) == ["40", "60"]
+    assert load_saved_config(loop.workdir.config) == loop.config
+    assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
+    assert json.loads(loop.workdir.metrics.read_text().splitlines()[-1])["step"] == 60
+    with pytest.raises(UserMistake, match="in use by another run"):
+        claim_workdir(loop.workdir.path, loop.config)
+
+
+def test_a_workdir_that_another_run_has_taken_meanwhile_is_left_to_it(make_loop):
+    loop = make_loop()
+    loop.run_window()
+    shutil.rmtree(loop.workdir.path)
+    other = claim_workdir(loop.workdir.path, loop.config)
+    with pytest.raises(UserMistake, match="in use by another run"):
+        loop.saver.save(loop.snapshot)
+    assert list(other.checkpoints.iterdir()) == []
+    loop.close()
 
 
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])

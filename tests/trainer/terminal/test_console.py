@@ -191,3 +191,35 @@ def test_counts_and_losses():
         "3.0B",
     ]
     assert format_loss(1.0, None) == "1.0000 nats/token"
+
+
+HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\x9b31m:bug:[red]\x7fb"
+SHOWN = "a␛]0;owned␇␛[2J␍\ufffd31m:bug:[red]␡b"
+
+
+def test_no_control_character_of_what_others_wrote_reaches_a_terminal():
+    output = terminal(200)
+    console = Console(output)
+    console.description(HOSTILE)
+    console.opening(HOSTILE, {HOSTILE: [HOSTILE, "x"]})
+    console.note(HOSTILE)
+    console.warning(HOSTILE)
+    console.quote("sample: ", HOSTILE)
+    with console.working(HOSTILE):
+        pass
+    with console.loading(HOSTILE):
+        pass
+    console.closing(HOSTILE, {"checkpoint": HOSTILE}, [f"python -m trainer.sample --workdir {HOSTILE}"])
+    shown = output.file.getvalue()
+    assert len(re.findall(re.escape(SHOWN), shown)) >= 9
+    own = re.sub(r"\x1b\[[0-9;?]*[mhlAK]", "", shown)  # colours, and the line that moves
+    assert re.findall(r"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f-\x9f]", own) == []
+    assert "\x1b[2J" not in shown
+
+
+def test_a_log_file_has_signs_in_messages_and_samples_as_they_are():
+    output = rich.console.Console(file=io.StringIO())
+    console = Console(output)
+    console.warning(HOSTILE)
+    console.quote("sample: ", HOSTILE)
+    assert output.file.getvalue() == f"warning: {SHOWN}\nsample: {HOSTILE}\n"
