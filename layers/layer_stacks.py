@@ -7,9 +7,9 @@ Shapes: B batch, T tokens, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from layers.block import Block
 from layers.moe import RouterSums
 from layers.remat import Remat
 
+Stack = TypeVar("Stack")
 ApplyBlock = Callable[[nnx.GraphDef, nnx.State, Array], tuple[Array, RouterSums | None]]
 
 
@@ -57,6 +58,26 @@ def split_stacks(blocks: Iterable[Block], num_layers: int, *, cast_to: str | Non
     # Once for all layers and both passes; each layer would cast its own, forward and again backward.
     states = states if cast_to is None else with_matrices_in(jnp.dtype(cast_to), states)
     return LayerStacks(graphdefs, states, num_layers)
+
+
+def restack(stacks: Mapping[int, Stack], num_layers: int, num_stacks: int) -> dict[int, Stack]:
+    """The same layers in another number of stacks.
+
+    Args:
+      stacks: parameters of each stack, with a leading layer dim.
+      num_layers: layers of all stacks.
+      num_stacks: the length of the other pattern.
+
+    Example:
+      >>> restack({0: jnp.array([0, 1, 2, 3, 4])}, 5, 2)
+      {0: Array([0, 2, 4], dtype=int32), 1: Array([1, 3], dtype=int32)}
+    """
+    layers = [_unstack(stacks[index]) for index in range(len(stacks))]
+    in_order = [layers[layer % len(stacks)][layer // len(stacks)] for layer in range(num_layers)]
+    return {
+        index: jax.tree.map(lambda *leaves: jnp.stack(leaves), *in_order[index::num_stacks])
+        for index in range(num_stacks)
+    }
 
 
 def apply_layers(
@@ -124,7 +145,7 @@ def with_matrices_in(dtype: jnp.dtype, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def _unstack(state: nnx.State) -> list[nnx.State]:
+def _unstack(state: Stack) -> list[Stack]:
     """One state a layer. A split's gradient is one concatenation; that of L slices is a sum of L padded arrays."""
     leaves, treedef = jax.tree.flatten(state)
     num_layers = leaves[0].shape[0]

@@ -43,6 +43,7 @@ from trainer.run.attempt import Attempt, attempt
 from trainer.run.ending import tell_ending
 from trainer.run.evaluator import Evaluator, describe_validation
 from trainer.run.initial_params import load_initial_params
+from trainer.run.origin import find_origin
 from trainer.run.progress import Progress
 from trainer.run.resume import restore
 from trainer.run.saver import Saver, Snapshot
@@ -91,8 +92,9 @@ def train(
         called `sys.exit`.
     """
     with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
+        origin = find_origin(config, this.record["init_from"], this.console)
         setup = prepare(config, this.console.note, this.peers)
-        this.opened(setup)
+        this.opened(setup, origin.get("family"))
         loop = TrainingLoop(setup, workdir, this)
         try:
             loop.restore_and_compile()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kernels import CausalMask
 from layers.config import GPTConfig, MoEConfig
 from layers.pretrained.config_keys import Key, Keys
-from layers.pretrained.layer_kinds import LayerRule, kinds_of, settings_of
+from layers.pretrained.layer_kinds import LayerKind, LayerRule, kinds_of, mask_of, settings_of
 from layers.pretrained.safetensors_file import Tensor
 from layers.pretrained.steps import TensorRow
+from layers.rope_scaling import RopeScaling
 
 # What a config says about how a model runs or is trained, and not about what it computes.
 _RUN_FIELDS = frozenset(
@@ -20,6 +22,19 @@ _RUN_FIELDS = frozenset(
 _TRAINING_FIELDS = frozenset(("load_balance_loss_weight", "router_z_loss_weight"))
 # These are compared layer by layer.
 _LAYER_FIELDS = frozenset(("masks", "layer_overrides", "rope_base", "rope_scaling", "rope_fraction"))
+
+
+class Inexpressible(ValueError):
+    """A family has no model that computes what another does.
+
+    Args:
+      model_type: of the family.
+      differences: what it has in the place of what the model has.
+    """
+
+    def __init__(self, model_type: str, differences: Sequence[str]):
+        super().__init__(f"{model_type} has {', '.join(differences)}")
+        self.differences = tuple(differences)
 
 
 @dataclass(frozen=True)
@@ -84,33 +99,45 @@ class Family:
         except ValueError as error:
             raise ValueError(f"{place} describes a model that can't be: {error!s:.300}") from None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its models are mixtures of experts."""
+        return any(name.startswith("moe.") for key in self.keys for name in key.fields)
+
     def write_config(self, config: GPTConfig) -> dict[str, Any]:
         """A config.json for a model.
 
         Raises:
-          ValueError: this family can't express the model; the message says which settings stand in the way.
+          Inexpressible: this family can't express the model.
         """
         if self.section is not None:
-            raise ValueError(f"{self.model_type} holds more than a language model")
-        if config.moe is None and any(name.startswith("moe.") for key in self.keys for name in key.fields):
-            raise ValueError(f"{self.model_type} has a mixture of experts")
-        kinds = kinds_of(config)
+            raise Inexpressible(self.model_type, ["more than a language model"])
+        if self.has_experts != (config.moe is not None):
+            raise Inexpressible(
+                self.model_type, [f"{'a' if self.has_experts else 'no'} mixture of experts in model.moe"]
+            )
+        differing: list[str] = []
+        try:
+            written = self._write(config)
+        except ValueError as error:  # no family has such layers
+            differing.append(str(error))
+            config = dataclasses.replace(config, masks=(CausalMask(),), layer_overrides=(), rope_scaling=RopeScaling())
+            written = self._write(config)
+        try:
+            differing += _differences(config, self.read_config(written, "the written config.json"))
+        except ValueError as error:
+            differing.append(str(error))
+        if differing:
+            raise Inexpressible(self.model_type, differing)
+        return written
+
+    def _write(self, config: GPTConfig) -> dict[str, Any]:
         written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         written |= {name: allowed[0] for name, allowed in self.required.items()}
         for key in self.keys:
             value = _setting(config, key.fields[0])
-            if value is None or key.back is None:
-                written[key.name] = value
-            else:
-                written[key.name] = key.back(value)
-        try:
-            written |= self.rule.write(kinds)
-            again = self.read_config(written, "the written config.json")
-        except ValueError as error:
-            raise ValueError(f"{self.model_type} can't express it: {error}") from None
-        if differing := _differences(config, again):
-            raise ValueError(f"{self.model_type} has {', '.join(differing)}")
-        return written
+            written[key.name] = value if value is None or key.back is None else key.back(value)
+        return written | self.rule.write(kinds_of(config))
 
     def is_unused(self, name: str) -> bool:
         """Whether transformers doesn't use a tensor of this name either."""
@@ -123,21 +150,35 @@ def _setting(config: GPTConfig, name: str) -> Any:
 
 
 def _differences(config: GPTConfig, again: GPTConfig) -> list[str]:
-    """What a config that was written and read again has, where it isn't what the first one has."""
-    found = []
+    """The fields of a config that was written and read again, where they aren't what the first one has."""
     skipped = _RUN_FIELDS | _LAYER_FIELDS | {"moe"} | ({"mlp_width"} if config.moe is not None else set())
-    for name in (entry.name for entry in dataclasses.fields(config) if entry.name not in skipped):
-        if (ours := getattr(config, name)) != (theirs := getattr(again, name)):
-            found.append(f"{name}={theirs!r}, not {ours!r}")
-    if (config.moe is None) != (again.moe is None):
-        found.append("a mixture of experts" if config.moe is None else "no mixture of experts")
-    elif config.moe is not None:
-        for name in (entry.name for entry in dataclasses.fields(config.moe) if entry.name not in _TRAINING_FIELDS):
-            if (ours := getattr(config.moe, name)) != (theirs := getattr(again.moe, name)):
-                found.append(f"moe.{name}={theirs!r}, not {ours!r}")
-    kinds = zip(kinds_of(config), kinds_of(again), strict=False)
-    for layer, (ours, theirs) in enumerate(kinds):
-        if ours != theirs:
-            found.append(f"in layer {layer} {theirs}, not {ours}")
-            break
-    return found
+    found = [
+        _told(f"model.{name}", getattr(again, name), getattr(config, name))
+        for name in (entry.name for entry in dataclasses.fields(config) if entry.name not in skipped)
+    ]
+    if config.moe is not None and again.moe is not None:
+        found += [
+            _told(f"model.moe.{name}", getattr(again.moe, name), getattr(config.moe, name))
+            for name in (entry.name for entry in dataclasses.fields(config.moe) if entry.name not in _TRAINING_FIELDS)
+        ]
+    first: dict[str, str] = {}  # each field's difference in the first layer that has one
+    for layer, (theirs, ours) in enumerate(zip(kinds_of(again), kinds_of(config), strict=True)):
+        if theirs != ours:
+            where = f" in layer {layer}" if config.pattern_length > 1 else ""
+            fields = zip(_of_layer(theirs).items(), _of_layer(ours).values(), strict=True)
+            of_layer = {name: _told(f"model.{name}", value, own, where) for (name, value), own in fields}
+            first = {name: difference for name, difference in of_layer.items() if difference} | first
+    found += first.values()
+    return [difference for difference in found if difference]
+
+
+def _told(name: str, theirs: Any, ours: Any, where: str = "") -> str:
+    """A difference of one field, with values as on the command line; empty: there is none."""
+    return "" if theirs == ours else f"{name}={theirs} (here {ours}{where})"
+
+
+def _of_layer(kind: LayerKind) -> dict[str, Any]:
+    """A layer by the config's fields."""
+    scaling = {f"rope_scaling.{name}": value for name, value in dataclasses.asdict(kind.rope.scaling).items()}
+    rope = {"rope_base": kind.rope.base, "rope_fraction": kind.rope.fraction}
+    return {"masks": repr(mask_of(kind.window))} | rope | scaling  # str draws a mask

@@ -106,12 +106,10 @@ class LayerRule:
         full = next((kind.rope for kind in turned if kind.window is None), turned[0].rope if turned else None)
         if full is None:
             return {}
+        if self.scalings is not None and full.scaling.kind not in self.scalings:
+            full = full._replace(scaling=UNSCALED)
         written: dict[str, Any] = {"rope_theta": full.base}
         scaling = write_scaling(full.scaling) or {"rope_type": "default"}
-        if self.scalings is not None and full.scaling.kind not in self.scalings:
-            raise ValueError(
-                f"its rotary embedding's scaling is one of {', '.join(self.scalings)}, not {full.scaling.kind}"
-            )
         if full.scaling.kind != "none" or self.default_scaling.kind != "none":
             written["rope_scaling"] = scaling
         if full.scaling.kind == "longrope":
@@ -194,9 +192,9 @@ def kinds_of(config: GPTConfig) -> list[LayerKind]:
     for index in range(config.num_layers):
         layer = config.layer(index)
         if (layer.num_kv_heads, layer.head_dim) != (config.num_kv_heads, config.head_dim):
-            raise ValueError(f"layer {index} has heads of its own, which no family here has")
+            raise ValueError(f"no num_kv_heads and head_dim in model.layer_overrides (here in layer {index})")
         if layer.rope_scaling.kind == "ntk":
-            raise ValueError("rope_scaling.kind='ntk' is none of transformers' kinds")
+            raise ValueError("no model.rope_scaling.kind=ntk")
         rope = Rope(layer.rope_base, effective(layer.rope_scaling), layer.rope_fraction)
         kinds.append(LayerKind(_window_of(layer.mask), rope))
     return kinds
@@ -215,7 +213,7 @@ def _window_of(mask: Mask) -> int | None:
         local = LocalMask(window - 1, 0)
         if mask in (local, CausalMask() & local, local & CausalMask(), CausalMask() & LocalMask(window - 1, None)):
             return window
-    raise ValueError(f"the mask {mask!r} is neither CausalMask() nor CausalMask() & LocalMask(…, 0)")
+    raise ValueError(f"CausalMask() or CausalMask() & LocalMask(…, 0) in model.masks (here {mask!r})")
 
 
 def _override(rope: Rope, shared: Rope) -> LayerOverride:

@@ -17,7 +17,7 @@ import numpy as np
 
 from layers.config import GPTConfig
 from layers.pretrained.families import MODULES, find_family
-from layers.pretrained.family import Family
+from layers.pretrained.family import Family, Inexpressible
 from layers.pretrained.folder import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, inside, read_json
 from layers.pretrained.safetensors_file import DTYPES, Tensor, whole
 from layers.pretrained.table import Source, find_sources, flat, parameter_shapes
@@ -53,24 +53,34 @@ def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family,
       The family and its config.json.
 
     Raises:
-      ValueError: no family, or not this one, can express the model; the message has the reasons.
+      ValueError: no family, or not this one, can express the model; the message tells what the two nearest have, or
+        this one has, in the place of what the model has.
     """
-    reasons = []
-    shapes = _shapes_of(config)
-    for name in MODULES if model_type is None else (model_type,):
-        family = find_family(name, "the argument model_type")
-        try:
-            written = family.write_config(config)
-            find_sources(family, config, shapes)
-        except ValueError as error:
-            reasons.append(str(error))
-        else:
-            return family, written
     if model_type is not None:
-        raise ValueError(reasons[0])
+        family = find_family(model_type, "the argument model_type")
+        return family, _express(family, config)
+    known = [find_family(name, "families") for name in MODULES]
+    refused: list[Inexpressible] = []
+    for family in known:
+        if family.section is None and family.has_experts == (config.moe is not None):
+            try:
+                return family, _express(family, config)
+            except Inexpressible as reason:
+                refused.append(reason)
+    nearest = sorted(refused, key=lambda reason: len(reason.differences))[:2]
     raise ValueError(
-        "no model of transformers that is known here computes what this one does:\n  " + "\n  ".join(reasons)
+        "no family of transformers that is known here computes what this model does; the nearest:\n  "
+        + "\n  ".join(map(str, nearest))
     )
+
+
+def _express(family: Family, config: GPTConfig) -> dict[str, Any]:
+    written = family.write_config(config)
+    try:
+        find_sources(family, config, _shapes_of(config))
+    except ValueError as error:
+        raise Inexpressible(family.model_type, [str(error)]) from None
+    return written
 
 
 def write_huggingface(

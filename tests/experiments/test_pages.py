@@ -1,21 +1,31 @@
 """The experiments' pages: what they say they are, and that no compiled training step holds a T×T array."""
 
 import dataclasses
+import importlib
 import math
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import continue_pretrained, gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
 from kernels import CausalMask
 from layers import GPTConfig
+from layers.pretrained import read_params
+from layers.pretrained.table import parameter_shapes
 from trainer.__main__ import main
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.config import MeshConfig
+from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
+from trainer.export.__main__ import main as export
+from trainer.export.family import describe_export
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
+from trainer.workdir import claim_workdir
 
 
 def arrays_in(hlo):
@@ -107,6 +117,54 @@ def test_the_page_for_any_pretrained_model_says_nothing_of_its_shape(monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(["--config", path]) == 2
     assert capsys.readouterr().err.startswith("error: init_from='models/pretrained' is no folder; expected")
+
+
+# As what family each page's model goes out, on a machine with an accelerator and without.
+FAMILIES = {
+    ("gpt_32k", "cpu"): "smollm3",  # windows in some layers
+    ("gpt_32k", "cuda"): "llama",
+    ("gpt_32k_window", "cpu"): "mistral",  # windows in all layers
+    ("gpt_32k_window", "cuda"): "mistral",
+    ("smoke", "cpu"): "smollm3",
+    ("smoke", "cuda"): "llama",
+    ("gpt_1b_32k", "cuda"): "llama",
+    ("gpt_128k", "cuda"): "llama",
+    ("gpt_1m", "cuda"): "llama",
+}
+
+
+def test_every_page_is_in_the_table():
+    pages = {path.stem for path in Path(gpt_32k.__file__).parent.glob("*.py")} - {"__init__"}
+    assert pages == {name for name, _ in FAMILIES} | {"continue_pretrained"}, "of which the folder's family goes out"
+
+
+@pytest.mark.parametrize(("name", "platform"), FAMILIES)
+def test_every_page_can_be_exported(name, platform, monkeypatch, tmp_path, rng, capsys):
+    """A run of the page with smaller sizes: every bit of its parameters comes back."""
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    page = importlib.import_module(f"experiments.{name}").get_config()
+    model_type = FAMILIES[name, platform]
+    assert describe_export(page.model, None) == f"as a {model_type}"
+    sizes = {"vocab_size": 256, "num_layers": 4, "width": 16, "head_dim": 4, "num_heads": 4, "mlp_width": 24}
+    kv_heads = 4 * page.model.num_kv_heads // page.model.num_heads
+    config = dataclasses.replace(
+        page, model=dataclasses.replace(page.model, num_kv_heads=kv_heads, **sizes), mesh=MeshConfig()
+    )
+    workdir = claim_workdir(tmp_path / "run", config)
+    shapes = parameter_shapes(config.model)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
+    checkpoints.save(1, {"params": params}, {"tokenizer": load_tokenizer("byte").identity})
+    checkpoints.close()
+    assert export(["--workdir", str(workdir.path), "--output", str(tmp_path / "model")]) == 0
+    assert f" as {model_type}: " in capsys.readouterr().out
+    found, model = GPTConfig.from_huggingface(tmp_path / "model"), config.model
+    of_layers = [[each.layer(index).mask.lookback for index in range(4)] for each in (found, model)]
+    assert of_layers[0] == of_layers[1]
+    of_the_run = {"remat": model.remat, "scan_layers": model.scan_layers, "compute_dtype": model.compute_dtype}
+    assert dataclasses.replace(found, masks=model.masks, **of_the_run) == model
+    read = read_params(tmp_path / "model", config.model)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

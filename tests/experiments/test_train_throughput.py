@@ -25,6 +25,8 @@ from trainer.step.sharding import make_mesh
 
 # Of Llamas and Qwen: the published models'. The plain ones have two matrices of each three in the MLP.
 NUM_PARAMETERS = {
+    "gpt_32k": 123_587_328,
+    "gpt_1b_32k": 1_317_373_952,
     "124m": 124e6,
     "124m_window": 124e6,
     "1b": 1.31e9,
@@ -41,6 +43,17 @@ def tiny_config(**changes):
     config = TINY.config()
     sizes = {"vocab_size": 256, "num_layers": 2, "width": 32, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, mlp_width=64, **(sizes | changes)))
+
+
+def test_pages_and_gpt2s_differ_in_the_mlp_alone():
+    """nanoGPT, which the latter are compared with, has GPT-2's; they keep the pages' parameters and FLOPs."""
+    for page, gpt2, length in (("gpt_32k", "124m_32k", 32_768), ("gpt_1b_32k", "1b_32k", 32_768)):
+        one, other = WORKLOADS[page].config(), WORKLOADS[gpt2].config()
+        assert (one.model.mlp, other.model.mlp, other.model.mlp_width) == ("swiglu", "gelu", 4 * other.model.width)
+        assert dataclasses.replace(one.model, mlp="gelu", mlp_width=other.model.mlp_width) == other.model
+        assert one.model.num_parameters == pytest.approx(other.model.num_parameters, rel=0.005)
+        assert one.sequence_length == other.sequence_length == length
+        assert (WORKLOADS[page].peer is None, WORKLOADS[gpt2].peer is None) == (True, False)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -202,7 +215,7 @@ def test_the_best_run_of_a_tag_is_the_baseline(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workloads", "124m_33k"], "unknown workloads 124m_33k; expected some of 124m_32k"),
+        (["--workloads", "124m_33k"], "unknown workloads 124m_33k; expected some of gpt_32k"),
         ([], "measures accelerators, but only CPUs are to be seen"),
     ],
 )

@@ -78,12 +78,6 @@ class InitialModel:
                     f"model.layer_overrides gives layer {index} num_kv_heads and head_dim of {ours}, and "
                     f"init_from={str(self.folder)!r} has {theirs}; leave them out of layer_overrides"
                 )
-        if is_workdir(self.folder) and model.pattern_length != self.model.pattern_length:
-            raise UserMistake(
-                f"model.masks and model.layer_overrides repeat after {model.pattern_length} layer(s), and the "
-                f"checkpoints of init_from={str(self.folder)!r} hold layers by {self.model.pattern_length}; "
-                f"spell the masks out to {self.model.pattern_length}"
-            )
         try:
             config.check_model()
         except ValueError as refused:

@@ -12,9 +12,7 @@ from typing import Any
 
 import jax
 
-from layers import GPTConfig
 from layers.pretrained import write_huggingface
-from layers.pretrained.save import family_of
 from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.parameters import FoundCheckpoint, stream_params
 from trainer.compile.out_of_memory import OutOfMemory, describe_host, running
@@ -22,6 +20,7 @@ from trainer.config import DataConfig
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
+from trainer.export.family import choose_family
 from trainer.saved_run import open_saved_run, read_init_from
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
@@ -44,9 +43,11 @@ def run(command: ExportCommand) -> None:
         raise UserMistake(f"--output {command.output} exists already; name a folder that is to be made, or remove it")
     init_from = read_init_from(command.workdir)
     try:
-        model_type = _choose_family(saved.config.model, init_from.get("family"), console)
+        model_type, left = choose_family(saved.config.model, init_from.get("family"))
     except ValueError as refused:
         raise UserMistake(f"workdir {command.workdir} can't be exported: {refused}") from refused
+    if left:
+        console.warning(left)
     context_length = max(saved.config.sequence_length, init_from.get("context_length", 0))
     tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
     end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
@@ -86,22 +87,6 @@ def run(command: ExportCommand) -> None:
     )
     if folder is None:
         console.note("without a tokenizer: the run's is no tokenizer.json")
-
-
-def _choose_family(model: GPTConfig, began_as: str | None, console: Console) -> str:
-    """The family that a run's parameters began as, if it can still express the model; otherwise the first that can.
-
-    Raises:
-      ValueError: none can.
-    """
-    if began_as is None:
-        return family_of(model)[0].model_type
-    try:
-        return family_of(model, began_as)[0].model_type
-    except ValueError as refused:
-        chosen = family_of(model)[0].model_type
-        console.warning(f"the run began with a {began_as}, and goes out as a {chosen}: {refused}")
-        return chosen
 
 
 def _load_tokenizer(name: str | None, data: DataConfig, checkpoint: FoundCheckpoint) -> Tokenizer | None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.export.family import describe_export
 from trainer.hosts.loss_of_first import recording_loss_of_first
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.stop import SharedStopRequest
@@ -71,10 +72,17 @@ class Attempt:
         self._config, self._workdir, self._membership = config, workdir, membership
         self._writing_stacks = threading.Lock()
 
-    def opened(self, setup: Setup) -> None:
-        """Records and prints what is about to run."""
+    def opened(self, setup: Setup, began_as: str | None) -> None:
+        """Records and prints what is about to run.
+
+        Args:
+          setup: of the run.
+          began_as: transformers' family of the model that the run began with; None: of none.
+        """
         self.record.update(**setup.to_json())
-        self.console.opening(self._config.name, setup.facts() | {"workdir": str(self._workdir.path)})
+        export = describe_export(self._config.model, began_as)
+        facts = setup.facts() | {"export": export, "workdir": str(self._workdir.path)}
+        self.console.opening(self._config.name, facts)
 
     def fail(self, message: str) -> None:
         """Records that the attempt has failed."""

@@ -5,6 +5,7 @@ They are read once, straight into the shards that training keeps them in. A run 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import time
@@ -13,8 +14,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from layers.layer_stacks import restack
 from layers.pretrained import read_params
-from layers.pretrained.folder import open_tensors, read_config
+from layers.pretrained.folder import open_tensors
+from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.parameters import restore_params
 from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
@@ -22,8 +25,10 @@ from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
 from trainer.hosts.agreement import require_same
 from trainer.hosts.peers import Peers
-from trainer.saved_run import open_saved_run, read_init_from
+from trainer.run.origin import read_origin
+from trainer.saved_run import open_saved_run
 from trainer.step.functions import StepFunctions
+from trainer.step.sharding import parameter_shardings
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -87,12 +92,9 @@ def _load_huggingface(
 
 
 def _describe_huggingface(folder: Path) -> dict[str, Any]:
-    values = read_config(folder)
     with open_tensors(folder) as tensors:
         files = sorted({tensor.file.path for tensor in tensors.values()})
-    return {
-        "family": values["model_type"],
-        "context_length": values.get("max_position_embeddings"),
+    return read_origin(folder) | {
         "config_sha256": hashlib.sha256((folder / "config.json").read_bytes()).hexdigest(),
         "files": {Path(file).name: os.path.getsize(file) for file in files},
     }
@@ -101,14 +103,29 @@ def _describe_huggingface(folder: Path) -> dict[str, Any]:
 def _load_checkpoint(
     folder: Path, config: TrainConfig, functions: StepFunctions, console: Console
 ) -> tuple[Any, dict[str, Any]]:
-    checkpoint = open_saved_run(folder, setting="init_from").checkpoint
-    for damaged in checkpoint.damaged:
+    saved = open_saved_run(folder, setting="init_from")
+    for damaged in saved.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
+    model, held = config.model, saved.config.model
+    # What the parameters were trained with; their layers may be stacked in another pattern than this run's.
+    layout = dataclasses.replace(model, masks=held.masks, layer_overrides=held.layer_overrides)
+    restacked = layout.pattern_length != model.pattern_length
+    wanted = abstract = functions.abstract_state.params
+    if restacked:
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            parameter_shapes(layout),
+            parameter_shardings(parameter_shapes(layout), functions.mesh),
+        )
     with console.working("loading parameters"):
-        checkpoint, params = restore_params(checkpoint, functions.abstract_state.params)
+        checkpoint, params = restore_params(saved.checkpoint, abstract)
+        if restacked:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted["blocks"])
+            stack = jax.jit(restack, static_argnums=(1, 2), out_shardings=shardings)
+            params |= {"blocks": stack(params["blocks"], model.num_layers, model.pattern_length)}
     began_as: dict[str, Any] = {}
     try:  # what the parameters began as, from run to run
-        began_as |= read_init_from(folder)
+        began_as |= read_origin(folder)
     except UserMistake as damaged:
         console.warning(f"{damaged}; an export won't know it")
     origin = {"checkpoint": str(checkpoint.path), "step": checkpoint.step, "sha256": checkpoint.digest}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -93,18 +94,25 @@ _QWEN3_4B_SIZES = GPTConfig(
 )
 
 
-def _with_windows() -> TrainConfig:
-    """The 124M model, each of whose layers sees the last 4,096 tokens."""
-    base = gpt_32k.gpt2_small()
-    return dataclasses.replace(base, model=dataclasses.replace(base.model, masks=(LocalMask(4095, 0),)))
+def _gpt2(page: Callable[[], TrainConfig], **changes: Any) -> Callable[[], TrainConfig]:
+    """A page's model with GPT-2's MLP: two matrices around a GELU, of four times the width."""
+
+    def config() -> TrainConfig:
+        base = page()
+        model = dataclasses.replace(base.model, mlp="gelu", mlp_width=4 * base.model.width, **changes)
+        return dataclasses.replace(base, model=model)
+
+    return config
 
 
-# As the config.json of Llama-3.2-1B, Llama-3.1-8B and Qwen3-4B have it, and GPTs of the same sizes that are plain
-# otherwise.
+# The pages'; the same with GPT-2's MLP, as nanoGPT has it; as the config.json of Llama-3.2-1B, Llama-3.1-8B and
+# Qwen3-4B have it, and GPTs of the same sizes that are plain otherwise.
 MODELS: dict[str, Callable[[], TrainConfig]] = {
-    "124m": gpt_32k.gpt2_small,
-    "124m_window": _with_windows,
-    "1b": gpt_1b_32k.gpt_1b,
+    "gpt_32k": gpt_32k.gpt2_small,
+    "gpt_1b_32k": gpt_1b_32k.gpt_1b,
+    "124m": _gpt2(gpt_32k.gpt2_small),
+    "124m_window": _gpt2(gpt_32k.gpt2_small, masks=(LocalMask(4095, 0),)),
+    "1b": _gpt2(gpt_1b_32k.gpt_1b),
     "llama_1b": _model(
         dataclasses.replace(
             _LLAMA_1B_SIZES,
@@ -136,6 +144,11 @@ MODELS: dict[str, Callable[[], TrainConfig]] = {
 }
 
 WORKLOADS = {
+    # The pages in experiments, by their names.
+    "gpt_32k": Workload("gpt_32k", 32_768),
+    "gpt_1b_32k": Workload("gpt_1b_32k", 32_768, num_windows=3, steps_per_window=2),
+    "gpt_128k": Workload("gpt_1b_32k", 131_072, remat="save_attention", num_windows=2, steps_per_window=1),
+    # With GPT-2's MLP.
     "124m_32k": Workload("124m", 32_768, peer="gpt2_124m_32k"),
     "1b_32k": Workload("1b", 32_768, peer="1.3b_32k", num_windows=3, steps_per_window=2),
     "124m_32k_packed": Workload(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -16,14 +17,17 @@ import pytest
 import rich.console
 from flax import nnx
 
+from kernels import CausalMask, LocalMask
 from layers import GPT
+from layers.pretrained.table import parameter_shapes
 from tests.host_cpus import environment_of_cpus
 from tests.trainer.hosts.test_several_processes import free_port
 from trainer.checkpoints.parameters import restore_params
+from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import TrainCommand, parse_command_line
 from trainer.compile.programs import compile_steps
 from trainer.config import TrainConfig
-from trainer.data import load_corpus, make_train_iterator
+from trainer.data import load_corpus, load_tokenizer, make_train_iterator
 from trainer.errors import UserMistake
 from trainer.hosts.peers import Peers
 from trainer.run.initial_params import load_initial_params
@@ -130,6 +134,37 @@ def test_the_state_has_these_parameters_and_is_fresh_otherwise(pretrained, conti
     assert jax.tree.structure(state) == jax.tree.structure(random)
     rest = (state._replace(params=()), random._replace(params=()))
     assert jax.tree.all(jax.tree.map(lambda ours, theirs: bool((ours == theirs).all()), *rest))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2), (5, 1)], ids=["1 to 4", "3 to 2", "5 to 1"])
+def test_another_runs_layers_get_masks_that_repeat_otherwise(pretrained, tmp_path, rng, before, after):
+    """Local and global layers of a model that was trained without, say: each layer keeps its parameters."""
+
+    def masks(period):
+        return (*[CausalMask() & LocalMask(15, 0)] * (period - 1), CausalMask())
+
+    config = parse(pretrained).train
+    sizes = {"vocab_size": 260, "num_layers": 5, "width": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    model = dataclasses.replace(config.model, mlp_width=24, **sizes)
+    held = dataclasses.replace(config, model=dataclasses.replace(model, masks=masks(before)))
+    workdir = claim_workdir(tmp_path / "run", held)
+    shapes = parameter_shapes(held.model)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
+    checkpoints.save(1, {"params": params}, {"tokenizer": load_tokenizer("byte").identity})
+    checkpoints.close()
+    config = dataclasses.replace(
+        config, init_from=str(workdir.path), model=dataclasses.replace(model, masks=masks(after))
+    )
+    functions = make_step_functions(config, make_mesh(config.mesh))
+    loaded = load_initial_params(config, functions, Console(), Peers()).params
+    wanted = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), functions.abstract_state.params)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), loaded) == wanted
+    for layer in range(5):
+        ours = jax.tree.map(lambda leaf: np.asarray(leaf)[layer // after], loaded["blocks"][layer % after])  # noqa: B023
+        theirs = jax.tree.map(lambda leaf: np.asarray(leaf)[layer // before], params["blocks"][layer % before])  # noqa: B023
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    np.testing.assert_array_equal(loaded["embedding"]["embedding"], params["embedding"]["embedding"])
 
 
 def test_a_run_that_resumes_takes_its_checkpoint_and_not_the_folder(pretrained, tmp_path, capsys, read_run):

@@ -1,0 +1,110 @@
+"""What is known of the parameters that a run begins with before they are read: whose they are, and their context."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from layers import GPTConfig
+from layers.pretrained.families import find_family
+from layers.pretrained.folder import read_config
+from trainer.config import TrainConfig
+from trainer.config.file import load_saved_config
+from trainer.config.init_from import is_workdir, read_initial_model
+from trainer.saved_run import read_init_from
+from trainer.terminal.console import Console
+
+_STRETCHED = ("linear", "ntk")  # by a factor of the trained context
+_SCALED = ("llama3", "yarn", "longrope")  # to a factor of `original_context_length`
+
+
+def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: Console) -> dict[str, Any]:
+    """Whose parameters a run begins with, or has begun with; a fresh run is warned of sequences too long for them.
+
+    Args:
+      config: of the run.
+      recorded: what the run's record says of it already.
+      console: of the run.
+
+    Returns:
+      `family` and `context_length`, as far as they are known.
+
+    Raises:
+      UserMistake: the folder describes no model.
+    """
+    if config.init_from is None or recorded is not None:
+        return recorded or {}
+    initial = read_initial_model(config.init_from)
+    origin = read_origin(initial.folder)
+    if told := longer_than_trained(config, initial.model, origin.get("context_length")):
+        console.warning(told)
+    return origin
+
+
+def read_origin(folder: Path) -> dict[str, Any]:
+    """What a folder says of its parameters.
+
+    Args:
+      folder: as `TrainConfig.init_from`, absolute.
+
+    Returns:
+      `family`, as transformers calls it, and `context_length`, the tokens that they were trained on at most; either is
+      left out where nothing tells it.
+
+    Raises:
+      UserMistake: a run's record is damaged.
+    """
+    if is_workdir(folder):
+        began_as, held = read_init_from(folder), load_saved_config(folder / "config.json")
+        return {**began_as, "context_length": max(held.sequence_length, began_as.get("context_length", 0))}
+    values = read_config(folder)
+    section = find_family(values["model_type"], str(folder)).section
+    length = (values if section is None else values[section]).get("max_position_embeddings")
+    return {"family": values["model_type"]} | ({"context_length": length} if type(length) is int else {})
+
+
+def longer_than_trained(config: TrainConfig, theirs: GPTConfig, context_length: int | None) -> str | None:
+    """Says that sequences are longer than what a pretrained model's rotary embedding was trained on or is scaled to.
+
+    Args:
+      config: of the run.
+      theirs: the folder's model.
+      context_length: tokens that it was trained on at most; None: unknown.
+
+    Returns:
+      The warning, with a remedy. None: they aren't, or that isn't known, as of another base of the frequencies.
+    """
+    if context_length is None:
+        return None
+    length, model = config.sequence_length, config.model
+    for index in range(model.num_layers):
+        ours, before = model.layer(index), theirs.layer(index)
+        scaling = ours.rope_scaling
+        if ours.rope_base is None or ours.rope_base != before.rope_base:
+            continue
+        reach = context_length
+        if scaling.kind in _SCALED:
+            own = round(scaling.factor * scaling.original_context_length)
+            reach = max(own, context_length) if scaling == before.rope_scaling else own
+        elif scaling.kind in _STRETCHED and scaling != before.rope_scaling:
+            reach = round(scaling.factor * context_length)
+        lookback = ours.mask.lookback
+        if length > reach and (lookback is None or lookback >= reach):
+            break
+    else:
+        return None
+    if scaling.kind == "longrope":
+        remedy = "give model.rope_scaling other long_factors in the config file"
+    elif scaling.kind in _SCALED:
+        remedy = f"set --model.rope-scaling.factor {math.ceil(length / scaling.original_context_length)}"
+    else:
+        remedy = (
+            f"set --model.rope-scaling.kind yarn --model.rope-scaling.factor {math.ceil(length / context_length)} "
+            f"--model.rope-scaling.original-context-length {context_length}"
+        )
+    return (
+        f"sequence_length={length} is more than the {reach:,} tokens that the model of init_from={config.init_from!r} "
+        f"was trained on or is scaled to, and it knows no positions past these; {remedy}, or a larger "
+        "--model.rope-base"
+    )
