@@ -8,7 +8,7 @@ calls `train`. The code calls into these folders, each named for what it does:
     checkpoints/   keeps the state on the disk
     compile/       compiles the functions ahead of their first use
     observers/     tells console, record, metrics and TensorBoard what happens
-    run/           holds what else a run needs: stop signals, progress, log windows, saves, resuming
+    loop/          holds what else a run needs: stop signals, progress, log windows, saves, resuming
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kernels import Target
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
+from trainer.compile.persistent_cache import cache_folder, use_compilation_cache
 from trainer.compile.programs import CompiledSteps, compile_steps
-from trainer.compile.stages import use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
@@ -34,23 +34,25 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.agreement import require_same
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.peers import Peers
+from trainer.loop.attempt import Attempt, attempt
+from trainer.loop.ending import tell_ending
+from trainer.loop.evaluator import Evaluator, describe_validation
+from trainer.loop.initial_params import load_initial_params
+from trainer.loop.origin import find_origin
+from trainer.loop.progress import Progress
+from trainer.loop.resume import restore
+from trainer.loop.retention import spared_steps
+from trainer.loop.saver import Saver, Snapshot
+from trainer.loop.setup import Setup
+from trainer.loop.skipped_updates import too_many_skipped
+from trainer.loop.step_trace import StepTrace
+from trainer.loop.watchdog import Watchdog
+from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
 from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
-from trainer.run.attempt import Attempt, attempt
-from trainer.run.ending import tell_ending
-from trainer.run.evaluator import Evaluator, describe_validation
-from trainer.run.initial_params import load_initial_params
-from trainer.run.origin import find_origin
-from trainer.run.progress import Progress
-from trainer.run.resume import restore
-from trainer.run.saver import Saver, Snapshot
-from trainer.run.setup import Setup
-from trainer.run.skipped_updates import too_many_skipped
-from trainer.run.watchdog import Watchdog
-from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.expert_plan import plan_experts
@@ -71,6 +73,8 @@ def train(
     started: float,
     ending: threading.Event | None = None,
     membership: Membership = ALONE,
+    traced: range = range(0),
+    owns_process: bool = True,
 ) -> int:
     """Trains, from the workdir's newest checkpoint if there is one.
 
@@ -81,6 +85,8 @@ def train(
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
       membership: of this process among those that train together.
+      traced: steps to trace for xprof.
+      owns_process: whether a stop signal may end the process; otherwise it belongs to the caller (`trainer.run`).
 
     Returns:
       The exit status: 0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -91,11 +97,19 @@ def train(
         skipped, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
         called `sys.exit`.
     """
-    with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
+    with attempt(
+        config,
+        workdir,
+        command=command,
+        started=started,
+        ending=ending,
+        membership=membership,
+        owns_process=owns_process,
+    ) as this:
         origin = find_origin(config, this.record["init_from"], this.console)
         setup = prepare(config, this.console.note, this.peers)
         this.opened(setup, origin.get("family"))
-        loop = TrainingLoop(setup, workdir, this)
+        loop = TrainingLoop(setup, workdir, this, traced)
         try:
             loop.restore_and_compile()
             this.under_way = loop.progress.under_way
@@ -158,25 +172,31 @@ class TrainingLoop:
       setup: data, devices and step functions.
       workdir: where everything is written.
       this: the attempt: its console, record, account of time and stop signals.
+      traced: steps to trace for xprof.
     """
 
-    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt):
+    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt, traced: range = range(0)):
         self.setup, self.config, self.workdir = setup, setup.config, workdir
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.peers = this.peers
-        self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
+        self.times, self.history = StepTimes(), CompileHistory(cache_folder(setup.config.compilation.cache_dir))
         listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
         self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
-        num_kept, saving = setup.config.checkpoint.num_kept, self.watchdog.saving
         self.checkpoints = Checkpoints(
-            workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
+            workdir.checkpoints,
+            setup.config.checkpoint.num_kept,
+            this.console.note,
+            spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
+            peers=self.peers,
+            saving=self.watchdog.saving,
         )
         told = this.console, this.account, self.observers, this.stop
         self.saver = Saver(self.checkpoints, workdir, setup.config, *told)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
+        self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
         self.state: TrainState
@@ -193,6 +213,7 @@ class TrainingLoop:
                 self.record.put(init_from=None if initial is None else initial.origin)
         self.state, self.config_history = resumed.state, resumed.config_history
         self.progress.go_on_from(resumed.step)
+        self.trace.check(resumed.step)
         if resumed.step < self.config.num_steps:
             self.saver.rehearse([*functions.mesh.devices.flat])
         with self.account.measure("compile"), self.console.working("compiling"):
@@ -232,9 +253,12 @@ class TrainingLoop:
         return tell_ending(self.observers, self.setup, progress.step, self.evaluator, self.checkpoints.newest)
 
     def run_window(self) -> None:
-        """Steps until the device has to be waited for anyway: to log, to evaluate, to save or to stop."""
+        """Steps until the device has to be waited for: to log, to evaluate, to save, to stop, or for a trace."""
+        self.trace.begin_if_due(self.progress.step + 1)
         progress, window = self.progress, RunningWindow(self.setup, self.account, self.progress.step + 1)
         while not window.is_over(self.times, self.stop):
+            if window.num_steps > 0 and self.trace.splits(progress.step):
+                break
             progress.begin()
             try:
                 with self.account.measure("data_wait"):
@@ -244,7 +268,7 @@ class TrainingLoop:
                     raise
                 self.data_failure = failure
                 break
-            with self.account.measure("step"), running("train_step"):
+            with self.account.measure("step"), running("train_step"), self.trace.around(progress.step + 1):
                 self.state, metrics = self.programs.train_step(self.state, self.setup.put(batch))
                 progress.step += 1
                 progress.finish(window.add(batch, metrics))
@@ -258,6 +282,7 @@ class TrainingLoop:
             if done.failure is not None:
                 self.saver.finish(tries_again=False)
                 raise too_many_skipped(done.failure, self.checkpoints.newest)
+        self.trace.end_if_due(progress.step)
 
     def save_if_good(self) -> None:
         """Saves, unless the last update was skipped: such checkpoints could push out the last good one."""
@@ -272,6 +297,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
+        self.trace.close()
         self.observers.stopped()
         self.setup.batches.close()
         self.saver.close()

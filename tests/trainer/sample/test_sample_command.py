@@ -23,14 +23,14 @@ from kernels import CausalMask, FullMask
 from tests.seeds import seeded_rng
 from trainer.checkpoints.parameters import find_newest
 from trainer.checkpoints.training_state import Checkpoints
-from trainer.compile.stages import use_compilation_cache
+from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import UserMistake
+from trainer.loop.evaluator import Evaluator
 from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.times import TimeAccount
-from trainer.run.evaluator import Evaluator
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
