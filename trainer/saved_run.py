@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory
 from trainer.config.file import load_saved_config
 from trainer.errors import UserMistake
+from trainer.observers.record import read_record
 from trainer.workdir import Workdir
 
 
@@ -88,15 +88,19 @@ def read_init_from(path: Path) -> Mapping[str, Any]:
     """
     record = Workdir(path).record
     try:
-        values = json.loads(record.read_text(encoding="utf-8"))
-        init_from = values.get("init_from") or {}  # older records don't have it
-        return {name: init_from[name] for name in ("family", "context_length") if init_from.get(name) is not None}
+        init_from = read_record(record).get("init_from") or {}  # older records don't have it
+        found = {name: init_from[name] for name in ("family", "context_length") if init_from.get(name) is not None}
+        if not isinstance(found.get("family", ""), str):
+            raise ValueError("its family is no name")
+        if type(length := found.get("context_length", 1)) is not int or not 0 < length < 2**31:
+            raise ValueError("its context_length is no number of tokens")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
         raise UserMistake(
             f"{record}, which says what the run began with, can't be read: {error!r}; mend it, or move it away"
         ) from error
+    return found
 
 
 def abstract_params(model: GPTConfig, sharding: jax.sharding.Sharding) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -144,17 +144,17 @@ def write_huggingface(
         )
     written = _more_keys(config, dtypes, generation_config, context_length) | written
     pieces = _pieces(find_sources(family, config, shapes), arrays, dtypes)
-    parts = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
+    parts = target.parent / f".{target.name}.{secrets.token_hex(4)}"
+    os.mkdir(parts)  # with the permissions that the umask leaves; a temporary folder would be its owner's alone
     try:
-        _write_json(Path(parts) / CONFIG_NAME, written)
+        _write_json(parts / CONFIG_NAME, written)
         if generation_config is not None:
-            _write_json(Path(parts) / GENERATION_NAME, dict(generation_config))
+            _write_json(parts / GENERATION_NAME, dict(generation_config))
         if tokenizer_dir is not None:
             for name in TOKENIZER_NAMES:
                 if (Path(tokenizer_dir) / name).exists():
-                    shutil.copyfile(inside(tokenizer_dir, name), Path(parts) / name)
-        _write_tensors(Path(parts), pieces, arrays, shard_size)
-        os.chmod(parts, 0o755)
+                    shutil.copyfile(inside(tokenizer_dir, name), parts / name)
+        _write_tensors(parts, pieces, arrays, shard_size)
         os.rename(parts, target)
     except BaseException:
         shutil.rmtree(parts, ignore_errors=True)

@@ -261,6 +261,16 @@ def test_what_is_of_another_kind_is_set_aside(workdir, start, name, kind):
         b'{"step": 1' + b"0" * 5000 + b"}",
         b'{"step": "3"}',
         b'{"step": null}',
+        b'{"step": true}',
+        b'{"step": -1}',
+        b'{"step": 2147483648}',
+        b'{"num_skipped_updates": "3"}',
+        b'{"num_skipped_updates": -1}',
+        b'{"steps": {"first_s": NaN}}',
+        b'{"time": {"total_s": 1e400}}',
+        b'{"time": {"total_s": -Infinity}}',
+        b'{"attempts": [{"time": {"total_s": 1' + b"0" * 400 + b"}}]}",
+        b'{"steps": ' + b"[" * 30 + b"]" * 30 + b"}",
     ],
 )
 def test_a_damaged_record_is_set_aside(tmp_path, content):
@@ -281,6 +291,22 @@ def test_a_record_of_few_words_is_an_attempt_all_the_same(tmp_path, content):
     RunRecord(path, ["command"], time.time(), TimeAccount(time.perf_counter()), console)
     assert console.notes == []
     json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("hostile", [-1e30, 1e30, 10**30, "3", None, [], {}, True])
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_what_no_run_measures_counts_as_no_time(tmp_path, hostile, status):
+    path, console = tmp_path / "record.json", Watched()
+    times = dict.fromkeys(("total_s", "step_s", "compile_s", "data_wait_s", "unrecorded_s"), hostile)
+    attempt = {"status": status, "started": "0001-01-01T00:00:00", "updated": "0001-01-01T00:00:00", "compile": {}}
+    path.write_text(json.dumps({**attempt, "time": times, "attempts": [{**attempt, "time": times}]}))
+    record = RunRecord(path, [], time.time(), TimeAccount(time.perf_counter() - 10.0), console, (3, 1e300))
+    record.useful_step_s = 5.0
+    record.update()
+    written = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert 0.4 < written["goodput"]["fraction"] <= 0.5
+    assert 10.0 <= written["goodput"]["total_s"] < 13.0
+    assert not any("can't be read" in note for note in console.notes)
 
 
 WHOLE = b"""{"step": 1, "loss": 2.5}

@@ -77,8 +77,8 @@ def _within(timeout_s: float, initialize: Callable[[], None], launch: Launch) ->
             return
         if isinstance(outcome[0], ValueError):
             raise UserMistake(
-                f"--distributed: JAX finds no launcher that it knows ({outcome[0]}); give this process's place "
-                "instead: --distributed HOST:PORT,PROCESSES,INDEX"
+                f"--distributed: the environment doesn't tell JAX this process's place ({outcome[0]}); give it: "
+                "--distributed HOST:PORT,PROCESSES,INDEX"
             ) from outcome[0]
         reason = str(outcome[0]).strip().split("\n", 1)[0]
     raise TrainingFailed(

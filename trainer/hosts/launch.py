@@ -11,7 +11,10 @@ from trainer.errors import UserMistake
 # JAX detects these launchers by the same variables.
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 _OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE")
-_ADDRESS = re.compile(r"(?P<coordinator>[^,\s]+:\d{1,5}),(?P<count>\d{1,6}),(?P<index>\d{1,6})")
+_PLACE = re.compile(r"(?P<coordinator>[^,]+),(?P<count>[0-9]{1,6}),(?P<index>[0-9]{1,6})")
+_ADDRESS = re.compile(r"([^][,:/\s]+|\[[^][,/\s]+\]):(?P<port>[0-9]{1,5})")
+# Where JAX finds the address instead, for any launcher.
+_ADDRESSES_OF_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS")
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def find_launch(distributed: str, environ: Mapping[str, str]) -> Launch | None:
       environ: the environment.
 
     Raises:
-      UserMistake: `distributed` is none of the forms, or its index is too high.
+      UserMistake: `distributed` is none of the forms, or its port or index can't be.
 
     >>> find_launch("node0:9876,2,1", {})
     Launch(coordinator='node0:9876', count=2, index=1)
@@ -43,16 +46,20 @@ def find_launch(distributed: str, environ: Mapping[str, str]) -> Launch | None:
     """
     if distributed == "off":
         return None
-    if distributed == "auto":
-        return Launch() if describe_launcher(environ) is not None else None
-    if distributed == "on":
+    if distributed in ("auto", "on"):
+        if distributed == "auto" and describe_launcher(environ) is None:
+            return None
+        for name in _ADDRESSES_OF_JAX:
+            if name in environ:
+                _check_address(environ[name], name)
         return Launch()
-    given = _ADDRESS.fullmatch(distributed)
+    given = _PLACE.fullmatch(distributed)
     if given is None:
         raise UserMistake(
             f"--distributed: expected auto, on, off or HOST:PORT,PROCESSES,INDEX, got {distributed!r}; "
             "for example node0:9876,2,0 on the first of two machines, and node0:9876,2,1 on the second"
         )
+    _check_address(given["coordinator"], "--distributed")
     count, index = int(given["count"]), int(given["index"])
     if index >= count:
         raise UserMistake(
@@ -61,6 +68,16 @@ def find_launch(distributed: str, environ: Mapping[str, str]) -> Launch | None:
             else "--distributed: expected at least 1 process, got 0"
         )
     return Launch(given["coordinator"], count, index) if count > 1 else None
+
+
+def _check_address(address: str, source: str) -> None:
+    """Refuses what processes would wait at until their time is over."""
+    read = _ADDRESS.fullmatch(address)
+    if read is None or not 0 < int(read["port"]) < 2**16:
+        raise UserMistake(
+            f"{source}: expected HOST:PORT with a port from 1 to 65535, such as node0:9876 or [::1]:9876, "
+            f"got {address!r}"
+        )
 
 
 def describe_launcher(environ: Mapping[str, str]) -> str | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from trainer.observers.observer import LogEntry
 
+_MAX_SECONDS = 1e12
 _PARTS = ("compile_s", "data_wait_s", "evaluation_s", "checkpoint_s")
 
 
@@ -45,10 +46,20 @@ class UsefulSteps:
         self._num_steps += 1
         if entry.get("step_s") is None:
             return
-        seconds = self._num_steps * entry["step_s"] - (entry.get("data_wait_s") or 0.0)
+        seconds = self._num_steps * plausible_seconds(entry["step_s"]) - plausible_seconds(entry.get("data_wait_s"))
         num_skipped = entry.get("num_skipped") or 0
-        self.seconds += seconds * (1 - (num_skipped - self._num_skipped) / self._num_steps)
+        share_skipped = min(max(0.0, (num_skipped - self._num_skipped) / self._num_steps), 1.0)
+        self.seconds += seconds * (1 - share_skipped)
         self._num_steps, self._num_skipped = 0, num_skipped
+
+
+def plausible_seconds(value: Any) -> float:
+    """Seconds that a file holds; 0 in the place of what no run can have measured, in a file of somebody else's making.
+
+    >>> plausible_seconds(2.5), plausible_seconds(-1), plausible_seconds("a"), plausible_seconds(1e300)
+    (2.5, 0.0, 0.0, 0.0)
+    """
+    return float(value) if isinstance(value, int | float) and 0 <= value <= _MAX_SECONDS else 0.0
 
 
 def goodput(attempts: Sequence[Mapping[str, Any]], useful_step_s: float) -> dict[str, float | int | None]:
@@ -87,11 +98,10 @@ def _downtime_s(attempt: Mapping[str, Any], following: Mapping[str, Any]) -> flo
     try:
         begins = [datetime.fromisoformat(each["started"]) for each in (attempt, following)]
         return max(0.0, (begins[1] - begins[0]).total_seconds() - _seconds(attempt, "total_s"))
-    except (KeyError, TypeError, ValueError):  # a record of somebody else's making
+    except (KeyError, TypeError, ValueError, OverflowError):  # a record of somebody else's making
         return 0.0
 
 
 def _seconds(attempt: Mapping[str, Any], name: str) -> float:
     time = attempt.get("time")
-    seconds = time.get(name) if isinstance(time, dict) else None
-    return seconds if isinstance(seconds, int | float) else 0.0
+    return plausible_seconds(time.get(name)) if isinstance(time, dict) else 0.0

@@ -134,7 +134,7 @@ def _parse_entry(line: bytes) -> dict[str, Any] | None:
         entry = json.loads(line)
     except (ValueError, RecursionError):  # ValueError: not UTF-8, or not JSON
         return None
-    if not isinstance(entry, dict) or type(entry.get("step")) is not int or entry["step"] < 0:
+    if not isinstance(entry, dict) or type(entry.get("step")) is not int or not 0 <= entry["step"] < 2**31:
         return None
     return entry if all(_is_value(name, value) for name, value in entry.items()) else None
 

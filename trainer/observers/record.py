@@ -25,7 +25,7 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
-from trainer.observers.goodput import UsefulSteps, goodput
+from trainer.observers.goodput import UsefulSteps, goodput, plausible_seconds
 from trainer.observers.observer import Ending, LogEntry, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.process.resident_memory import peak_resident_bytes
@@ -34,6 +34,7 @@ from trainer.terminal.console import Console
 
 SCHEMA_VERSION = 1
 _UPDATE_EVERY_S = 10.0
+_MAX_NUMBER, _MAX_DEPTH = 1e30, 20  # of what a record holds; a step of the largest models has 1e20 FLOPs
 _DISTRIBUTIONS = ("flax-longcontext", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # The fields of an attempt that the next one keeps in its list of attempts.
 _OF_AN_ATTEMPT = (
@@ -199,19 +200,44 @@ def measured_memory(device: jax.Device) -> dict[str, int | None]:
     }
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """An earlier attempt's record.
+
+    Raises:
+      OSError: it can't be read.
+      ValueError: it is none, or holds what no run writes.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    if not isinstance(record, dict) or not _is_plain(record, _MAX_DEPTH):
+        raise ValueError("it is no object of plain values")
+    attempts = record.get("attempts", [])
+    if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
+        raise ValueError("its attempts are no list of objects")
+    for name in ("step", "num_skipped_updates"):
+        if type(record.get(name, 0)) is not int or not 0 <= record.get(name, 0) < 2**31:
+            raise ValueError(f"its {name} is no count of steps")
+    return record
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether sums of the numbers in it stay finite, and it can be written again, deeper in another record."""
+    if isinstance(value, dict | list):
+        return depth > 0 and all(
+            _is_plain(item, depth - 1) for item in (value.values() if type(value) is dict else value)
+        )
+    return not isinstance(value, int | float) or abs(value) <= _MAX_NUMBER  # NaN compares as False
+
+
 def _read_previous(path: Path, console: Console) -> dict[str, Any]:
     """An earlier attempt's record. If it can't be read, it is set aside instead of overwritten."""
     if not path.exists():
         return {}
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        attempts = record.get("attempts", [])
-        if not isinstance(attempts, list) or not all(isinstance(attempt, dict) for attempt in attempts):
-            raise ValueError("its attempts are no list of objects")
-        if type(record.get("step", 0)) is not int:
-            raise ValueError("its step is no integer")
-        return record
-    except (OSError, ValueError, AttributeError, RecursionError):  # AttributeError: JSON, but no object
+        return read_record(path)
+    except (OSError, ValueError):
         with contextlib.suppress(OSError):  # if it can't be renamed, the record can't be written, which is told then
             console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
         return {}
@@ -231,7 +257,7 @@ def _killed(attempt: Mapping[str, Any], last_logged_step: int, last_logged_at: f
 def _with_unrecorded(time_account: dict[str, Any], updated: Any, ended: float) -> dict[str, Any]:
     """An account with the seconds after the record's last update, `unrecorded_s`."""
     try:
-        unrecorded_s = max(0.0, ended - datetime.fromisoformat(updated).timestamp())
+        unrecorded_s = plausible_seconds(ended - datetime.fromisoformat(updated).timestamp())
         return time_account | {"unrecorded_s": unrecorded_s, "total_s": time_account["total_s"] + unrecorded_s}
-    except (KeyError, TypeError, ValueError):  # a record of somebody else's making
+    except (KeyError, TypeError, ValueError, OverflowError):  # a record of somebody else's making
         return time_account

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import stat
 
 import jax
 import numpy as np
@@ -251,3 +253,20 @@ def test_longrope_is_written_as_transformers_4_reads_it_where_that_can(changes, 
     assert keys <= written["rope_scaling"].keys()
     assert (len(written["rope_scaling"]) == 3) == (not changes)
     assert config_from_huggingface(tmp_path / "export") == config
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o027, 0o077])
+def test_a_folder_has_the_permissions_that_the_umask_leaves(tmp_path, rng, mask):
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    before = os.umask(mask)
+    try:
+        params = random_params(LLAMA, rng)
+        write_huggingface(tmp_path / "model", LLAMA, params, shard_size=2_000, tokenizer_dir=tmp_path / "tokenizer")
+    finally:
+        os.umask(before)
+    written = tmp_path / "model"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o777 & ~mask
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written.iterdir()} == {0o666 & ~mask}
+    assert len(list(written.iterdir())) > 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tokenizer"]

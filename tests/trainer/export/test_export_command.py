@@ -153,7 +153,16 @@ def test_a_run_that_began_as_no_family_is_the_first_that_can_be(text, with_recor
     assert " as llama: " in told
 
 
-@pytest.mark.parametrize("text", ["{", "null", "[]", '{"init_from": "x"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "null", "[]", '{"init_from": "x"}', '{"init_from": {"family": 3}}'),
+        *(
+            f'{{"init_from": {{"context_length": {odd}}}}}'
+            for odd in ('"8"', "1e400", "NaN", "-1", "2.5", "true", 2**31)
+        ),
+    ],
+)
 def test_a_damaged_record_is_refused(text, with_record, export, tmp_path):
     path = with_record()
     Workdir(path).record.write_text(text)
