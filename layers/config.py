@@ -86,9 +86,9 @@ class GPTConfig:
     mlp_width: int = 3072
     """Hidden features of the MLP."""
     mlp: MLPKind = "gelu"
-    """gelu: two matrices; swiglu and geglu: three, gated by SiLU or GELU in its tanh form (arXiv:2002.05202);
-    clamped_swiglu: gated by x sigmoid(1.702 x), with both sides clamped to 7 and 1 added to the other one (gpt-oss,
-    arXiv:2508.10925)."""
+    """gelu: two matrices, as in GPT-2 and in none of layers/pretrained/families; swiglu and geglu: three, gated by SiLU
+    or GELU in its tanh form (arXiv:2002.05202); clamped_swiglu: gated by x sigmoid(1.702 x), with both sides clamped to
+    7 and 1 added to the other one (gpt-oss, arXiv:2508.10925)."""
     mlp_bias: bool = False
     """Biases in the MLP's matrices."""
     moe: MoEConfig | None = None

@@ -156,6 +156,8 @@ _REFUSED: dict[Aspect, str] = {
     "seed": "the parameters and the order of the data are made from it already; samples.seed may change",
     "beginning": "the parameters began as those of that folder, which a run that resumes doesn't load again",
 }
+# What a new run may set on top of another's parameters; see trainer/config/init_from.py.
+_ON_TOP_OF_PARAMETERS = ("model.masks", "model.layer_overrides", "model.rope_base", "model.rope_scaling.")
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,11 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
         raise UserMistake(
             "\n  ".join([f"{place} is of another config:", *told])
             + f"\n{'; '.join(reasons)}; choose another with --workdir"
+            + (
+                ", which --init-from lets begin with this one's parameters"
+                if all(item.field.startswith(_ON_TOP_OF_PARAMETERS) for item in refused)
+                else ""
+            )
         )
 
 

@@ -164,6 +164,11 @@ def test_what_cannot_be_meant_is_refused_with_the_reason(change, told, reason):
         "t": "the parameters were trained on other tokens;",
     }[reason] in message
     assert "num_steps" not in message
+    # What a longer context needs makes another model of the same parameters.
+    may_begin = message.endswith(
+        "choose another with --workdir, which --init-from lets begin with this one's parameters"
+    )
+    assert may_begin == told.startswith(("model.masks", "model.rope_scaling"))
 
 
 @pytest.mark.parametrize(
