@@ -99,7 +99,7 @@ def make_loops(monkeypatch, train):
     class Loop:
         progress = SimpleNamespace(under_way=lambda: "3 steps")
 
-        def __init__(self, setup, workdir, this):
+        def __init__(self, setup, workdir, this, traced):
             self._record = this.record
 
         def restore_and_compile(self):
