@@ -8,7 +8,7 @@ calls `train`. The code calls into these folders, each named for what it does:
     checkpoints/   keeps the state on the disk
     compile/       compiles the functions ahead of their first use
     observers/     tells console, record, metrics and TensorBoard what happens
-    run/           holds what else a run needs: stop signals, progress, log windows, saves, resuming
+    loop/          holds what else a run needs: stop signals, progress, log windows, saves, resuming
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.agreement import require_same
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.peers import Peers
+from trainer.loop.attempt import Attempt, attempt
+from trainer.loop.ending import tell_ending
+from trainer.loop.evaluator import Evaluator, describe_validation
+from trainer.loop.initial_params import load_initial_params
+from trainer.loop.origin import find_origin
+from trainer.loop.progress import Progress
+from trainer.loop.resume import restore
+from trainer.loop.saver import Saver, Snapshot
+from trainer.loop.setup import Setup
+from trainer.loop.skipped_updates import too_many_skipped
+from trainer.loop.watchdog import Watchdog
+from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
 from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
-from trainer.run.attempt import Attempt, attempt
-from trainer.run.ending import tell_ending
-from trainer.run.evaluator import Evaluator, describe_validation
-from trainer.run.initial_params import load_initial_params
-from trainer.run.origin import find_origin
-from trainer.run.progress import Progress
-from trainer.run.resume import restore
-from trainer.run.saver import Saver, Snapshot
-from trainer.run.setup import Setup
-from trainer.run.skipped_updates import too_many_skipped
-from trainer.run.watchdog import Watchdog
-from trainer.run.window import RunningWindow
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_attention, plan_deal
 from trainer.step.expert_plan import plan_experts

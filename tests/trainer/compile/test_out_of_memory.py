@@ -21,9 +21,9 @@ from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.config import LossConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.loop.evaluator import Evaluator
 from trainer.observers.observer import Evaluation, Observers
 from trainer.observers.times import TimeAccount
-from trainer.run.evaluator import Evaluator
 from trainer.train import TrainingLoop, train
 from trainer.workdir import claim_workdir
 
@@ -224,7 +224,7 @@ def test_the_loop_names_what_ran(config, monkeypatch, place, program):
     loop.checkpoints.restore_newest = fail if place == "restore_newest" else lambda _: None
     monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
     monkeypatch.setattr(
-        "trainer.run.evaluator.evaluate", fail if place == "evaluate" else lambda *_: Evaluation(1.0, None, 1)
+        "trainer.loop.evaluator.evaluate", fail if place == "evaluate" else lambda *_: Evaluation(1.0, None, 1)
     )
     monkeypatch.setattr("trainer.train.jax.block_until_ready", fail)
     loop.account.seconds = lambda _: 0.0

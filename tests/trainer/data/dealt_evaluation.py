@@ -9,7 +9,7 @@ import sys
 from kernels import CausalMask, LocalMask
 from layers import GPTConfig
 from trainer.config import CompilationConfig, ContextConfig, DataConfig, EvaluationConfig, MeshConfig, TrainConfig
-from trainer.run.evaluator import evaluate
+from trainer.loop.evaluator import evaluate
 from trainer.train import prepare
 
 MODEL = GPTConfig(

@@ -181,7 +181,7 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
 
 
 def test_a_bug_in_one_process_has_its_traceback_and_ends_both(start_two, tmp_path):
-    modules = ("tests.trainer.run.faulty_run none", "tests.trainer.run.faulty_run raise:6")
+    modules = ("tests.trainer.loop.faulty_run none", "tests.trainer.loop.faulty_run raise:6")
     pair = start_two("--workdir", tmp_path / "run", "--mesh.data", 8, modules=modules)
     (_, errors), (_, other_errors) = (process.communicate(timeout=200) for process in pair)
     assert [process.returncode for process in pair] == [1, 1], errors + other_errors

@@ -28,9 +28,9 @@ from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import UserMistake
+from trainer.loop.evaluator import Evaluator
 from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.times import TimeAccount
-from trainer.run.evaluator import Evaluator
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line

@@ -13,7 +13,7 @@ import pytest
 from layers import GPTConfig
 from trainer.config import DataConfig, EvaluationConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data import load_corpus, make_batches
-from trainer.run.evaluator import Evaluator, describe_validation, evaluate
+from trainer.loop.evaluator import Evaluator, describe_validation, evaluate
 
 T = 64
 

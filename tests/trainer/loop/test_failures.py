@@ -23,7 +23,7 @@ import pytest
 
 import trainer.train
 from kernels import SplashTuning
-from tests.trainer.run.steps import end_well, skip_updates
+from tests.trainer.loop.steps import end_well, skip_updates
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
@@ -303,7 +303,7 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
-    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.loop.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     failing = [20, 40, 60, 60]
     save, undone = loop.checkpoints.save, monkeypatch.context
 
@@ -492,7 +492,7 @@ def test_a_workdir_that_another_run_has_taken_meanwhile_is_left_to_it(make_loop)
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
 def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
     loop = make_loop()
-    monkeypatch.setattr("trainer.run.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("trainer.loop.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
     if stop_requested:
         loop.stop.requested = True

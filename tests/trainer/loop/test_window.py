@@ -12,8 +12,8 @@ import pytest
 from layers import GPTConfig
 from trainer.config import OptimizerConfig
 from trainer.data import BatchShare
+from trainer.loop.window import RunningWindow
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.run.window import RunningWindow
 from trainer.step.flops import FlopCounter
 from trainer.step.functions import StepMetrics
 

@@ -22,9 +22,9 @@ from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config
 from trainer.data import TrainIterator, load_corpus, make_train_iterator
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.loop.resume import go_on_from
+from trainer.loop.window import RunningWindow
 from trainer.observers.observer import VALIDATION_LOSS
-from trainer.run.resume import go_on_from
-from trainer.run.window import RunningWindow
 from trainer.saved_run import open_saved_run
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir

@@ -1,6 +1,6 @@
 """Killed with SIGKILL at random moments and run again, a run ends as if nothing had happened, bit for bit.
 
-The issue's fifty kills: `pytest tests/trainer/run/test_kill_and_resume.py --num-kills 50 --timeout 3600`.
+The issue's fifty kills: `pytest tests/trainer/loop/test_kill_and_resume.py --num-kills 50 --timeout 3600`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from trainer.config import TrainConfig
 from trainer.data import load_corpus, load_tokenizer, make_train_iterator
 from trainer.errors import UserMistake
 from trainer.hosts.peers import Peers
-from trainer.run.initial_params import load_initial_params
+from trainer.loop.initial_params import load_initial_params
 from trainer.saved_run import abstract_params, open_saved_run
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh

@@ -25,7 +25,7 @@ from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
 from trainer.hosts.agreement import require_same
 from trainer.hosts.peers import Peers
-from trainer.run.origin import read_origin
+from trainer.loop.origin import read_origin
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import StepFunctions
 from trainer.step.sharding import parameter_shardings

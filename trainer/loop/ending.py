@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jax
 
+from trainer.loop.evaluator import Evaluator
+from trainer.loop.setup import Setup
 from trainer.observers.observer import Ending, Observers
 from trainer.observers.record import measured_memory
 from trainer.process.exit_status import COMPLETED, PREEMPTED
-from trainer.run.evaluator import Evaluator
-from trainer.run.setup import Setup
 
 
 def tell_ending(

@@ -18,13 +18,13 @@ from trainer.hosts.loss_of_first import recording_loss_of_first
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.stop import SharedStopRequest
 from trainer.hosts.watch import Farewell
+from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.process.event_loops import drain_event_loops
 from trainer.process.exit_status import INTERRUPTED, PREEMPTED, STALLED
 from trainer.process.last_words import leave, print_stacks, write_stacks
-from trainer.run.setup import Setup
 from trainer.terminal.console import Console, QuietConsole
 from trainer.workdir import Workdir
 

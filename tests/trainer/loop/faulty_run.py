@@ -1,4 +1,4 @@
-"""The trainer's command with a fault in it: `python -m tests.trainer.run.faulty_run FAULT [argument …]`.
+"""The trainer's command with a fault in it: `python -m tests.trainer.loop.faulty_run FAULT [argument …]`.
 
 FAULT is one of
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from tests.trainer.run.steps import EndlessBatches, make_metrics
+from tests.trainer.loop.steps import EndlessBatches, make_metrics
 from trainer.config.file import load_config
 from trainer.hosts.peers import Peers
 from trainer.observers.observer import Start

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from trainer.config import WatchdogConfig
+from trainer.loop.watchdog import Watchdog
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.run.watchdog import Watchdog
 
 LIMITS = WatchdogConfig(factor=10.0, min_seconds=30.0, first_seconds=200.0)
 
@@ -110,7 +110,7 @@ def test_a_watchdog_that_is_turned_off_starts_no_thread():
 )
 def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, tmp_path, read_run, fault, name, place):
     limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
-    stalled = trainer_command.run_alone("--workdir", tmp_path, *limits, module=f"tests.trainer.run.faulty_run {fault}")
+    stalled = trainer_command.run_alone("--workdir", tmp_path, *limits, module=f"tests.trainer.loop.faulty_run {fault}")
     assert stalled.status == 70, stalled.errors
     record, steps, _ = read_run(tmp_path)
     assert record["status"] == "failed"
@@ -132,7 +132,7 @@ def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subp
     together = ("--workdir", workdir, "--mesh.data", 2, *arguments)
     return [
         trainer_command.start(
-            *together, "--distributed", f"{address},2,{index}", module=f"tests.trainer.run.faulty_run {fault}"
+            *together, "--distributed", f"{address},2,{index}", module=f"tests.trainer.loop.faulty_run {fault}"
         )
         for index, fault in enumerate(faults)
     ]

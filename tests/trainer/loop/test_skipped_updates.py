@@ -8,8 +8,8 @@ import json
 import pytest
 
 import trainer.train
-from tests.trainer.run.faulty_run import poison, spoiled_batches
-from tests.trainer.run.steps import end_well, skip_updates
+from tests.trainer.loop.faulty_run import poison, spoiled_batches
+from tests.trainer.loop.steps import end_well, skip_updates
 from trainer.errors import TrainingFailed
 
 
