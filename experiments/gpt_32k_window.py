@@ -4,6 +4,7 @@ Hypothesis: the one global layer takes most of a step's attention and, this earl
 
 Command:
     python -m trainer --config experiments/gpt_32k_window.py
+    python -m trainer --config experiments/gpt_32k_window.py:left=511
 
 Hardware and expected numbers: those of the base, in less time.
 """
@@ -15,9 +16,12 @@ from kernels import LocalMask
 from trainer.config import TrainConfig
 
 
-def get_config() -> TrainConfig:
-    """The base with its masks replaced."""
+def get_config(left: int = 1023) -> TrainConfig:
+    """The base with its masks replaced.
+
+    Args:
+      left: tokens before its own that a token sees.
+    """
     base = gpt_32k.get_config()
-    return dataclasses.replace(
-        base, name="gpt_32k_window", model=dataclasses.replace(base.model, masks=(LocalMask(1023, 0),))
-    )
+    name = "gpt_32k_window" if left == 1023 else f"gpt_32k_window_{left}"
+    return dataclasses.replace(base, name=name, model=dataclasses.replace(base.model, masks=(LocalMask(left, 0),)))

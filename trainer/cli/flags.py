@@ -6,19 +6,18 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from kernels import Mask, Tuning, parse_mask
-from layers import GPTConfig, LayerOverride, MoEConfig
+from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config.file import flag_types, is_text, load_config
 from trainer.config.init_from import read_initial_model
-from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.config.page import find_page, list_pages
+from trainer.config.suggestions import did_you_mean_field
+from trainer.config.words import WordReader, value_types
 from trainer.errors import UserMistake
 from trainer.files.urls import refuse_url
 from trainer.process.versions import installed_versions
@@ -28,13 +27,24 @@ _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Reads the options that come before there is a config: `parse_known_args` leaves the config's own fields."""
+    """Reads the options that come before there is a config: `parse_known_args` leaves the config's own fields.
 
-    def __init__(self) -> None:
+    Args:
+      takes_config: whether `--config` is one of them.
+    """
+
+    def __init__(self, *, takes_config: bool = False) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
+        self.register("action", None, _Once)
         self.add_argument("--version", action=_ShowVersion, nargs=0, dest=argparse.SUPPRESS)
+        self._takes_config = takes_config
+        if takes_config:
+            self.add_argument("--config", type=_read_config)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._takes_config and list(args) == ["--config"]:
+            print("\n".join(list_pages()))
+            raise SystemExit(0)
         for argument in args:
             if not is_text(argument):  # surrogates are how Python shows bytes that aren't UTF-8
                 raise UserMistake(f"{argument!r} is not UTF-8; see the terminal's encoding")
@@ -42,6 +52,18 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserMistake(message.removeprefix("argument "))
+
+
+class _Once(argparse.Action):
+    """Keeps an option's value. Of two, one would be lost."""
+
+    _given: Any = None
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self._given is not None:
+            raise UserMistake(f"{option_string} is given twice, as {self._given} and as {values}; leave one out")
+        self._given = values
+        setattr(namespace, self.dest, values)
 
 
 class _ShowVersion(argparse.Action):
@@ -64,6 +86,11 @@ def read_path(text: str) -> Path:
     return Path(text)
 
 
+def _read_config(text: str) -> str:
+    read_path(text)
+    return text  # as a Path it would lose the slashes in a page's arguments
+
+
 Command = TypeVar("Command")
 
 
@@ -74,7 +101,7 @@ def apply_overrides(
 
     Args:
       command: a dataclass with a field `train` for the config, which is made here, and fields for the options.
-      options: the values of all other fields; `config` is the file's path, or None where it wasn't given.
+      options: the values of all other fields; `config` is what `--config` names, or None where it wasn't given.
       overrides: what remains of the command line.
       program: for help and messages: `python -m …`.
 
@@ -83,19 +110,23 @@ def apply_overrides(
     """
     refuse_unknown_flags(overrides, [*options, *flag_types()], program)
     if options["config"] is None and not wants_help(overrides):
-        raise UserMistake(f"--config FILE is missing; for example: {program} --config experiments/smoke.py")
+        raise UserMistake(
+            f"--config FILE is missing; for example: {program} --config experiments/smoke.py; "
+            f"{program} --config lists the pages"
+        )
     make_command: Callable[..., Command] = command
     if options["config"] is None:
         default = make_command(**{**options, "config": tyro.MISSING}, train=_any_config())
         return apply_flags(command, overrides, default, program=program)
-    page = load_config(options["config"])
+    file = find_page(options["config"])
+    page = load_config(file)
     values = read_flags(command, overrides, make_command(**options, train=page), program=program)
     flags = {name.removeprefix("train."): value for name, value in values.items()}
     init_from = flags.pop("init_from", page.init_from)
     if init_from is None:
         return make_command(**options, train=replace_fields(page, flags | {"init_from": None}))
     initial = read_initial_model(init_from)
-    train = replace_fields(initial.under(page, flags), flags)
+    train = replace_fields(initial.under(page, flags, is_saved=file.is_saved), flags)
     initial.check(train)
     return make_command(**options, train=train)
 
@@ -167,13 +198,9 @@ def read_flags(
       SystemExit: with status 0, after `--help` was printed.
     """
     given = _split_into_flags(overrides)
-    registry = ConstructorRegistry()
-    registry.primitive_rule(lambda info: _MASK if info.type is Mask else None)
-    registry.primitive_rule(lambda info: _IMPLEMENTATION if info.type == str | Tuning | None else None)
-    registry.primitive_rule(lambda info: _OF_A_FILE if info.type in (LayerOverride, MoEConfig | None) else None)
-    with registry:
+    with value_types():
         fields = {_flag_of(name): (name, hint) for name, hint in flag_types(command).items()}
-        readers = {flag: _Reader.of(fields[flag][1]) for flag in given if flag in fields}
+        readers = {flag: WordReader.of(fields[flag][1]) for flag in given if flag in fields}
         for flag, reader in readers.items():
             reader.check_count(flag, given[flag])
         if wants_help(overrides):
@@ -214,54 +241,6 @@ def _split_into_flags(overrides: Sequence[str]) -> dict[str, list[str]]:
     return given
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the words after a flag, as tyro reads a value of the field's type."""
-
-    constructor: PrimitiveConstructorSpec[Any]
-    """Of the value, or of each of several."""
-    is_tuple: bool
-
-    @classmethod
-    def of(cls, hint: Any) -> _Reader:
-        is_tuple = get_origin(hint) is tuple
-        constructor = ConstructorRegistry.get_primitive_spec(
-            PrimitiveTypeInfo.make(get_args(hint)[0] if is_tuple else hint, set())
-        )
-        assert isinstance(constructor, PrimitiveConstructorSpec), f"tyro can't read a {hint} from words"
-        assert constructor.nargs == 1, f"a {hint} takes other than one word"
-        return cls(constructor, is_tuple)
-
-    def check_count(self, flag: str, words: Sequence[str]) -> None:
-        """Raises UserMistake if there are too few words or too many."""
-        if not self.is_tuple and not words:
-            raise UserMistake(f"Missing value for argument '{flag}'; expected {self.constructor.metavar}")
-        if not self.is_tuple and len(words) > 1:
-            raise UserMistake(f"Unrecognized options: {' '.join(words[1:])}")
-
-    def read(self, flag: str, words: Sequence[str]) -> Any:
-        """The field's value.
-
-        Raises:
-          UserMistake: a word can't be read as the field's type.
-        """
-        values = tuple(self._read_word(flag, word) for word in words)
-        return values if self.is_tuple else values[0]
-
-    def _read_word(self, flag: str, word: str) -> Any:
-        choices = self.constructor.choices
-        if choices is not None and word not in choices:
-            expected = f"; expected one of {', '.join(choices)}"
-            raise UserMistake(f"invalid choice {word!r} for argument '{flag}'{expected}{did_you_mean(word, choices)}")
-        try:
-            return self.constructor.instance_from_str([word])
-        except ValueError as error:
-            # Of several types, tyro lists on further lines why each doesn't fit.
-            reason = str(error)
-            told = f"expected {self.constructor.metavar}, got {word!r}" if "\n" in reason else reason
-            raise UserMistake(f"{flag}: {told}") from None
-
-
 def _replace_fields(config: Any, values: Mapping[str, Any]) -> Any:
     """A dataclass with some fields replaced, by `section.field`; each section is made once, with all of its fields."""
     own = {name: value for name, value in values.items() if "." not in name}
@@ -272,30 +251,3 @@ def _replace_fields(config: Any, values: Mapping[str, Any]) -> Any:
             sections.setdefault(section, {})[field] = value
     changed = {section: _replace_fields(getattr(config, section), of_it) for section, of_it in sections.items()}
     return dataclasses.replace(config, **own, **changed)
-
-
-_MASK: PrimitiveConstructorSpec[Mask] = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="MASK",
-    instance_from_str=lambda words: parse_mask(words[0]),
-    is_instance=lambda value: isinstance(value, Mask),
-    str_from_instance=lambda mask: [repr(mask)],
-)
-_IMPLEMENTATION: PrimitiveConstructorSpec[str | Tuning | None] = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="NAME|None",
-    instance_from_str=lambda words: None if words[0] == "None" else words[0],
-    is_instance=lambda value: isinstance(value, str | Tuning | None),
-    str_from_instance=lambda value: [value if isinstance(value, str) else repr(value)],
-)
-_OF_A_FILE: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="in-config",
-    instance_from_str=lambda words: _refuse_word(words[0]),
-    is_instance=lambda value: isinstance(value, LayerOverride | MoEConfig | None),
-    str_from_instance=lambda value: [repr(value)],
-)
-
-
-def _refuse_word(word: str) -> NoReturn:
-    raise ValueError(f"got {word!r}, and only a config file can say it")

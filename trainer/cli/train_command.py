@@ -1,7 +1,10 @@
-"""`python -m trainer`'s command line: a config file, a workdir, and a flag for every field of the config."""
+"""`python -m trainer`'s command line: a config, a workdir, and a flag for every field of the config."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +14,21 @@ import tyro
 
 from trainer.cli.flags import OptionParser, apply_overrides, read_path
 from trainer.config import TrainConfig
+from trainer.errors import UserMistake
 
 PROGRAM = "python -m trainer"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainCommand:
     """Trains the experiment that a config file describes.
 
     The same command run again resumes from the newest checkpoint in its workdir. The config's fields can be
     overridden here, but for model.moe, model.layer_overrides and tuning objects. Most used:
 
-      --config experiments/gpt_32k.py              the experiment
+      --config gpt_32k                             the experiment; --config alone lists them
       --workdir runs/books                         where the run's files go
+      --resume runs/books                          a run to go on with, in place of both
       --init-from models/Llama-3.2-1B              a pretrained model, or a run's, to go on from
       --data.source text                           what to read: text, jsonl, parquet or bin
       --data.files "books/**/*.txt"                the files to train on
@@ -39,8 +44,11 @@ class TrainCommand:
     the version.
     """
 
-    config: Path
-    """Python file that defines get_config() -> TrainConfig."""
+    config: str
+    """A page: NAME for experiments/NAME.py, or a Python file that defines get_config() -> TrainConfig. Arguments of
+    get_config follow a colon: window_sweep.py:left=511,right=0. Or a run's config.json."""
+    resume: Path | None
+    """Workdir of a run that goes on, with its config.json in place of --config. Flags change it."""
     workdir: Path
     """Where the run's files go."""
     distributed: str
@@ -60,14 +68,32 @@ def parse_command_line(arguments: Sequence[str]) -> TrainCommand:
       UserMistake: unknown flag, ill-typed value, a config file that doesn't work, or settings that can't work together.
       SystemExit: with status 0, after `--help` was printed.
     """
-    parser = OptionParser()
-    parser.add_argument("--config", type=read_path)
+    parser = OptionParser(takes_config=True)
+    parser.add_argument("--resume", type=read_path)
     parser.add_argument("--workdir", type=read_path)
     parser.add_argument("--distributed", default="auto")
-    files, overrides = parser.parse_known_args(arguments)
-    workdir, distributed = files.workdir or Path("runs/NAME"), files.distributed
-    options = {"config": files.config, "workdir": workdir, "distributed": distributed}
-    command = apply_overrides(TrainCommand, options, overrides, program=PROGRAM)
-    workdir = files.workdir or Path("runs") / command.train.name
+    options, overrides = parser.parse_known_args(arguments)
+    is_named = options.workdir is not None
+    if options.resume is not None:
+        _take_from_run(options)
+    elif not is_named:
+        options.workdir = Path("runs/NAME")
+    command = apply_overrides(TrainCommand, vars(options), overrides, program=PROGRAM)
+    if options.resume is None and not is_named:
+        command = dataclasses.replace(command, workdir=Path("runs") / command.train.name)
     # Absolute, as Orbax has it, in every message.
-    return TrainCommand(command.config, workdir.absolute(), distributed, command.train)
+    return dataclasses.replace(command, workdir=command.workdir.absolute())
+
+
+def _take_from_run(options: argparse.Namespace) -> None:
+    """Sets config and workdir to those of the run that `--resume` names."""
+    for name in ("config", "workdir"):
+        if getattr(options, name) is not None:
+            raise UserMistake(f"--resume takes config and workdir from {options.resume}; leave --{name} out")
+    saved = options.resume / "config.json"
+    if not os.path.isfile(saved):
+        lacks = "holds no config.json" if os.path.isdir(options.resume) else "is no folder"
+        raise UserMistake(
+            f"--resume {options.resume} {lacks}; expected the workdir of a run: what {PROGRAM} printed as its workdir"
+        )
+    options.config, options.workdir = str(saved), options.resume

@@ -21,25 +21,27 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from kernels import Mask, Tuning, parse_mask
 from kernels.masks.text import PARSABLE_MASKS
 from layers import LayerOverride
+from trainer.config.page import Page, find_page
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
 from trainer.errors import UserMistake
 
 
-def load_config(path: Path) -> TrainConfig:
-    """Runs a config file and returns what its `get_config()` makes.
+def load_config(named: str | Path | Page) -> TrainConfig:
+    """Runs a config page and returns what its `get_config()` makes, or reads a run's config.json.
 
     Args:
-      path: a Python file that defines `get_config() -> TrainConfig`.
+      named: a file, or all that `--config` takes (`trainer/config/page.py`).
 
     Raises:
       UserMistake: the file is missing, doesn't run, or makes something else; one readable message with file and line.
     """
-    if not os.path.isfile(path):  # unlike Path's, it answers for any path, be it too long or not allowed to be read
-        is_folder = os.path.isdir(path)
-        raise UserMistake(
-            f"config {path} {'is a folder, not a file' if is_folder else 'does not exist'}{_nearest_file(path)}"
-        )
+    page = named if isinstance(named, Page) else find_page(str(named))
+    path = page.path
+    if page.is_saved:
+        if page.arguments:
+            raise UserMistake(f"config {path} takes no arguments: it is a run's config, not a page of Python")
+        return load_saved_config(path)
     try:
         with _exit_is_an_error():
             get_config = _run_file(path).get("get_config")
@@ -48,7 +50,7 @@ def load_config(path: Path) -> TrainConfig:
                     f"config {path} defines no get_config(); "
                     "add `def get_config() -> TrainConfig` that returns the experiment"
                 )
-            config = get_config()
+            config = page.call(get_config)
     except (UserMistake, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -211,11 +213,6 @@ def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
     return flags
 
 
-def _nearest_file(path: Path) -> str:
-    siblings = [str(file) for file in path.parent.glob("*.py")] if os.path.isdir(path.parent) else []
-    return did_you_mean(str(path), siblings) or "; --config takes the path of a Python file that defines get_config()"
-
-
 @contextlib.contextmanager
 def _exit_is_an_error() -> Iterator[None]:
     """Makes `os._exit` raise SystemExit, as `sys.exit` does: nobody could tell an end with status 0 from a run's."""
@@ -297,7 +294,9 @@ def _describe_misfit(value: Any, hint: Any) -> str:
         nearest = did_you_mean(str(value), [str(choice) for choice in get_args(hint)])
         return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
     expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-    return f" is of type {type(value).__name__}; expected {expected}"
+    told = f" is of type {type(value).__name__}; expected {expected}"
+    is_whole = isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint))
+    return f"{told}; write {int(value)}" if is_whole else told  # 1e3 is a float in Python
 
 
 def is_text(value: Any) -> bool:

@@ -3,7 +3,7 @@
 A run's own settings, such as dtypes and remat policy, are the config's. What a longer context needs, such as masks and
 RoPE scaling, is the config's where it sets it, and the folder's otherwise. All else belongs to the parameters: the
 config leaves it out, or says the same. A field of a config file counts as set if it differs from `GPTConfig`'s default,
-a flag always.
+a flag always. In a run's config.json, used as a config, each field is set.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class InitialModel:
     end_of_document_token: int | str | None
     """As `data.end_of_document_token`."""
 
-    def under(self, page: TrainConfig, flags: Mapping[str, Any]) -> TrainConfig:
+    def under(self, page: TrainConfig, flags: Mapping[str, Any], *, is_saved: bool = False) -> TrainConfig:
         """The config file's config with the folder's model and tokenizer, where nothing is set on top of them.
 
         Args:
           page: the config file's.
           flags: the values of the command line's flags, by `section.field`. They have yet to be applied to the result.
+          is_saved: it is a run's config.json, in which every field is set: the folder's were put in already.
 
         Raises:
           UserMistake: file or flags ask for another model than the folder's.
         """
         default = GPTConfig()
         on_page = {field.name: getattr(page.model, field.name) for field in dataclasses.fields(GPTConfig)}
-        on_page = {name: value for name, value in on_page.items() if value != getattr(default, name)}
+        on_page = {name: value for name, value in on_page.items() if is_saved or value != getattr(default, name)}
         by_flag = {name.removeprefix("model."): value for name, value in flags.items() if name.startswith("model.")}
         self._refuse_other_model(on_page | by_flag)
         own = {name: getattr(page.model, name) for name in _OF_THE_RUN}
@@ -63,7 +64,8 @@ class InitialModel:
             model = dataclasses.replace(self.model, **own)
         except ValueError as refused:
             raise UserMistake(str(refused)) from None
-        return dataclasses.replace(page, init_from=str(self.folder), model=model, data=self._data(page.data, flags))
+        data = page.data if is_saved else self._data(page.data, flags)
+        return dataclasses.replace(page, init_from=str(self.folder), model=model, data=data)
 
     def check(self, config: TrainConfig) -> None:
         """Checks a config with its flags applied.

@@ -139,8 +139,13 @@ def test_help_opens_with_the_flags_that_people_use(capsys):
         parse_command_line(["--help"])
     opening = capsys.readouterr().out.partition("-h, --help")[0]
     shown = [line.split()[0] for line in opening.splitlines() if line.startswith("  --")]
-    assert len(shown) == 11
-    assert {flag.removeprefix("--").replace("-", "_") for flag in shown} <= {"config", "workdir", *flag_types()}
+    assert len(shown) == 12
+    assert {flag.removeprefix("--").replace("-", "_") for flag in shown} <= {
+        "config",
+        "workdir",
+        "resume",
+        *flag_types(),
+    }
 
 
 @pytest.mark.parametrize("parse", [parse_command_line, parse_compile_command, parse_sample_command])
@@ -181,9 +186,15 @@ def test_the_workdir_is_named_for_the_run_unless_given(trainer_command):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--config FILE is missing; for example: python -m trainer --config experiments/smoke.py"),
+        (
+            [],
+            (
+                "--config FILE is missing; for example: python -m trainer --config experiments/smoke.py; "
+                "python -m trainer --config lists the pages"
+            ),
+        ),
         (["--confg", "x.py"], "unknown option --confg; did you mean --config?"),
-        (["--config"], "--config: expected one argument"),
+        (["--config", "--num-steps", "3"], "--config: expected one argument"),
         (["--config="], "--config: expected a path, got the empty text"),
         (["--config", "x.py", "--workdir", ""], "--workdir: expected a path, got the empty text"),
         (["--lr", "1"], "unknown option --lr; did you mean --optimizer.learning-rate?"),
@@ -218,7 +229,7 @@ def test_a_missing_config_is_explained(arguments, message):
         ),
         (["--model.moe", "8"], "--model.moe: got '8', and only a config file can say it"),
         (["--model.layer-overrides", "x"], "--model.layer-overrides: got 'x', and only a config file can say it"),
-        (["--samples.top-k", "few"], "--samples.top-k: expected {None}|INT, got 'few'"),
+        (["--samples.top-k", "few"], "--samples.top-k: expected INT or None, got 'few'"),
         (["--num-steps"], "Missing value for argument '--num-steps'"),
         (["--num-steps", "5", "6"], "Unrecognized options: 6"),
         (["stray"], "Unrecognized options: stray"),
@@ -293,7 +304,10 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             "def get_config():\n    return 3\n",
             "get_config() in {path} returned int; expected a trainer.config.TrainConfig",
         ),
-        ("def get_config(size):\n    return 3\n", "config {path}: TypeError"),
+        (
+            "def get_config(size):\n    return 3\n",
+            "config {path}: get_config() needs size; say --config {path}:size=VALUE",
+        ),
         (
             _USABLE + "def get_config():\n    return OptimizerConfig(learning_rat=1)\n",
             "config {path}:4: OptimizerConfig has no field 'learning_rat'; did you mean learning_rate?",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainer.config.file import flag_types
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.config.words import split_at_commas
 from trainer.errors import UserMistake
 
 # What `mask=` compares: attention backends that differ only in how they make their masks.
@@ -63,15 +64,3 @@ class Comparison:
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
-
-
-def split_at_commas(text: str) -> list[str]:
-    """Splits at the commas that stand outside of parentheses and brackets."""
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part.strip() for part in parts]

@@ -28,8 +28,8 @@ class CompileCommand:
     category against the device's. If it doesn't fit, changes are tried until one makes it fit.
     """
 
-    config: Path
-    """Python file that defines get_config() -> TrainConfig."""
+    config: str
+    """As for training: a page's name or file, with arguments after a colon, or a run's config.json."""
     topology: str | None = None
     """Devices to compile for, which needn't be there: a TPU generation and the shape of the slice in chips, such as
     v5p:2x2x1, or NVIDIA GPUs, h100:8 on one host or h200:4x8 on four. None: this machine's devices."""
@@ -67,8 +67,7 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
         written, a config file that doesn't work, or settings that can't work together.
       SystemExit: with status 0, after `--help` was printed.
     """
-    parser = OptionParser()
-    parser.add_argument("--config", type=read_path)
+    parser = OptionParser(takes_config=True)
     parser.add_argument("--topology")
     parser.add_argument("--output", type=read_path)
     parser.add_argument("--compare")
@@ -82,7 +81,7 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
         _require_writable(options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
-        fixed = ("--config", str(command.config), *overrides)
+        fixed = ("--config", command.config, *overrides)
         for variant in comparison.variants if comparison else ():
             apply_overrides(CompileCommand, vars(options), [*overrides, *variant.arguments], program=PROGRAM)
     if topology is not None:
