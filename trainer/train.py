@@ -41,6 +41,7 @@ from trainer.loop.initial_params import load_initial_params
 from trainer.loop.origin import find_origin
 from trainer.loop.progress import Progress
 from trainer.loop.resume import restore
+from trainer.loop.retention import spared_steps
 from trainer.loop.saver import Saver, Snapshot
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import too_many_skipped
@@ -169,9 +170,13 @@ class TrainingLoop:
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
         self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
-        num_kept, saving = setup.config.checkpoint.num_kept, self.watchdog.saving
         self.checkpoints = Checkpoints(
-            workdir.checkpoints, num_kept, this.console.note, peers=self.peers, saving=saving
+            workdir.checkpoints,
+            setup.config.checkpoint.num_kept,
+            this.console.note,
+            spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
+            peers=self.peers,
+            saving=self.watchdog.saving,
         )
         told = this.console, this.account, self.observers, this.stop
         self.saver = Saver(self.checkpoints, workdir, setup.config, *told)

@@ -27,7 +27,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,7 @@ class Checkpoints:
       num_kept: newest checkpoints kept. Those that `restore_newest` found damaged don't count. An old checkpoint is
         verified before it is removed, and set aside instead if it is damaged. If it is being read, a later save removes
         it.
+      spared: which of the steps that it is given have a checkpoint to be kept beside these. Called in another thread.
       on_note: called with a line about what isn't the run's own, and about what can't be removed.
       peers: the processes that save and restore together; each must make the same calls. None: this one alone.
       saving: made and entered when a save begins, and left when it ends, in another thread.
@@ -102,11 +103,12 @@ class Checkpoints:
         num_kept: int,
         on_note: Callable[[str], None] = lambda line: None,
         *,
+        spared: Callable[[Sequence[int]], Collection[int]] = lambda steps: (),
         peers: Peers | None = None,
         saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self._folder = folder.absolute()
-        self._num_kept, self._watched = num_kept, saving
+        self._num_kept, self._spared, self._watched = num_kept, spared, saving
         self._peers = peers or Peers()
         self._num_saves, self._share = 0, SharedSave(self._peers, 0)
         self._orbax = self._make_orbax()
@@ -377,8 +379,9 @@ class Checkpoints:
         )
 
     def _remove_oldest(self) -> None:
+        spared = self._spared(self._steps)
         for step in self._steps[: -self._num_kept]:
-            if self._remove(self._path(step)):
+            if step not in spared and self._remove(self._path(step)):
                 self._steps.remove(step)
 
     def _remove(self, oldest: Path) -> bool:

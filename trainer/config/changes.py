@@ -139,6 +139,8 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "samples.seed": "free",
     "checkpoint.every_num_steps": "free",
     "checkpoint.num_kept": "free",
+    "checkpoint.keep_every_num_steps": "free",
+    "checkpoint.keep_best": "free",
     "watchdog.enabled": "free",
     "watchdog.factor": "free",
     "watchdog.min_seconds": "free",

@@ -63,6 +63,8 @@ OTHER_WORDS = {
     "save_every": "checkpoint.every_num_steps",
     "save_steps": "checkpoint.every_num_steps",
     "save_total_limit": "checkpoint.num_kept",
+    "keep_period": "checkpoint.keep_every_num_steps",
+    "load_best_model_at_end": "checkpoint.keep_best",
     "dataset": "data.files",
     "data": "data.files",
     "data_dir": "data.files",

@@ -309,12 +309,22 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step and a stop signal always save one."""
     num_kept: int = 3
     """Newest checkpoints kept."""
+    keep_every_num_steps: int | None = None
+    """Steps between checkpoints that are kept for good, beside the newest; a multiple of every_num_steps."""
+    keep_best: bool = False
+    """Keep the checkpoint of the lowest validation loss, too, until one has a lower."""
 
     def __post_init__(self):
         if self.every_num_steps < 1 or self.num_kept < 1:
             raise ValueError(
                 f"checkpoint.every_num_steps={self.every_num_steps} and "
                 f"checkpoint.num_kept={self.num_kept} must be at least 1"
+            )
+        kept = self.keep_every_num_steps
+        if kept is not None and (kept < 1 or kept % self.every_num_steps):
+            raise ValueError(
+                f"checkpoint.keep_every_num_steps={kept} must be a positive multiple of "
+                f"checkpoint.every_num_steps={self.every_num_steps}: other steps aren't saved"
             )
         check_numbers(self, "checkpoint.")
 
@@ -427,6 +437,12 @@ class TrainConfig:
             raise ValueError(
                 f"a micro-batch of {micro_batch} sequences is not a multiple of mesh.data × mesh.fsdp = {shards}; "
                 f"raise batch_size to a multiple of {shards * self.gradient_accumulation}"
+            )
+        if self.checkpoint.keep_best and self.checkpoint.every_num_steps % self.evaluation.every_num_steps:
+            raise ValueError(
+                f"checkpoint.keep_best compares the validation losses of checkpoints: "
+                f"checkpoint.every_num_steps={self.checkpoint.every_num_steps} must be a multiple of "
+                f"evaluation.every_num_steps={self.evaluation.every_num_steps}"
             )
         if self.sequence_length % self.mesh.context:
             raise ValueError(

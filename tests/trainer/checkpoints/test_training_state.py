@@ -115,6 +115,24 @@ def test_only_the_newest_are_kept(tmp_path, rng):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["4", "5"]
 
 
+def test_some_are_spared_beside_the_newest_until_others_are(tmp_path, rng):
+    best = [2]
+    checkpoints = Checkpoints(tmp_path, num_kept=1, spared=lambda steps: {step for step in steps if step in best})
+    for step in range(1, 4):
+        checkpoints.save(step, make_state(rng), None)
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    best[:] = [3, 4]
+    checkpoints.save(4, make_state(rng), None)
+    checkpoints.save(5, make_state(rng), None)
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "4", "5"]
+    again = Checkpoints(tmp_path, num_kept=1, spared=lambda steps: {3})
+    again.save(6, make_state(rng), None)
+    again.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6"]
+
+
 def test_what_a_kill_left_half_written_is_removed(saved):
     folder, states = saved
     shutil.copytree(folder / "15", folder / "20.tmp")

@@ -83,7 +83,7 @@ CHANGED = dataclasses.replace(
     tensor=TensorConfig("xla"),
     evaluation=EvaluationConfig(7, 3),
     samples=SamplesConfig(0.5, 3, 0.9, ("a",), 5, 6),
-    checkpoint=CheckpointConfig(5, 6),
+    checkpoint=CheckpointConfig(14, 6, keep_every_num_steps=28, keep_best=True),
     watchdog=WatchdogConfig(False, 5.0, 6.0, 7.0),
     compilation=CompilationConfig("xla"),
     wandb=WandbConfig("project", "offline"),
