@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
             from trainer.workdir import claim_workdir
 
             command = parse_command_line(arguments)
+            traced = command.traced
             line = ["python", "-m", "trainer", *arguments]
             if (launch := find_launch(command.distributed, os.environ)) is not None:
                 from trainer.together import train_together
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             with claim_workdir(command.workdir, command.train) as workdir:
                 from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-                return train(command.train, workdir, command=line, started=started, ending=ending)
+                return train(command.train, workdir, command=line, started=started, ending=ending, traced=traced)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return MISTAKE

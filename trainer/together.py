@@ -44,10 +44,18 @@ def train_together(
         peers = connect(launch)
         membership = Membership(peers)
         with membership:
-            require_same(peers, "config", field_values(command.train))
+            require_same(peers, "config", field_values(command.train) | {"--profile-steps": command.profile_steps})
             require_same(peers, "versions", installed_versions(_VERSIONS))
             workdir = _claim(command, peers)
-            return train(command.train, workdir, command=line, started=started, ending=ending, membership=membership)
+            return train(
+                command.train,
+                workdir,
+                command=line,
+                started=started,
+                ending=ending,
+                membership=membership,
+                traced=command.traced,
+            )
     except BaseException as error:
         if not membership.is_told:
             _tell(error, membership.peers, line)

@@ -45,6 +45,7 @@ from trainer.loop.retention import spared_steps
 from trainer.loop.saver import Saver, Snapshot
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import too_many_skipped
+from trainer.loop.step_trace import StepTrace
 from trainer.loop.watchdog import Watchdog
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
@@ -72,6 +73,7 @@ def train(
     started: float,
     ending: threading.Event | None = None,
     membership: Membership = ALONE,
+    traced: range = range(0),
 ) -> int:
     """Trains, from the workdir's newest checkpoint if there is one.
 
@@ -82,6 +84,7 @@ def train(
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
       membership: of this process among those that train together.
+      traced: steps to trace for xprof.
 
     Returns:
       The exit status: 0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -96,7 +99,7 @@ def train(
         origin = find_origin(config, this.record["init_from"], this.console)
         setup = prepare(config, this.console.note, this.peers)
         this.opened(setup, origin.get("family"))
-        loop = TrainingLoop(setup, workdir, this)
+        loop = TrainingLoop(setup, workdir, this, traced)
         try:
             loop.restore_and_compile()
             this.under_way = loop.progress.under_way
@@ -159,9 +162,10 @@ class TrainingLoop:
       setup: data, devices and step functions.
       workdir: where everything is written.
       this: the attempt: its console, record, account of time and stop signals.
+      traced: steps to trace for xprof.
     """
 
-    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt):
+    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt, traced: range = range(0)):
         self.setup, self.config, self.workdir = setup, setup.config, workdir
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.peers = this.peers
@@ -182,6 +186,7 @@ class TrainingLoop:
         self.saver = Saver(self.checkpoints, workdir, setup.config, *told)
         self.config_history = ConfigHistory(setup.config)
         self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
+        self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
         self.data_failure: TrainingFailed | None = None
         self.is_amid_skipped = False
         self.state: TrainState
@@ -198,6 +203,7 @@ class TrainingLoop:
                 self.record.put(init_from=None if initial is None else initial.origin)
         self.state, self.config_history = resumed.state, resumed.config_history
         self.progress.go_on_from(resumed.step)
+        self.trace.check(resumed.step)
         if resumed.step < self.config.num_steps:
             self.saver.rehearse([*functions.mesh.devices.flat])
         with self.account.measure("compile"), self.console.working("compiling"):
@@ -237,9 +243,12 @@ class TrainingLoop:
         return tell_ending(self.observers, self.setup, progress.step, self.evaluator, self.checkpoints.newest)
 
     def run_window(self) -> None:
-        """Steps until the device has to be waited for anyway: to log, to evaluate, to save or to stop."""
+        """Steps until the device has to be waited for: to log, to evaluate, to save, to stop, or for a trace."""
+        self.trace.begin_if_due(self.progress.step + 1)
         progress, window = self.progress, RunningWindow(self.setup, self.account, self.progress.step + 1)
         while not window.is_over(self.times, self.stop):
+            if window.num_steps > 0 and self.trace.splits(progress.step):
+                break
             progress.begin()
             try:
                 with self.account.measure("data_wait"):
@@ -249,7 +258,7 @@ class TrainingLoop:
                     raise
                 self.data_failure = failure
                 break
-            with self.account.measure("step"), running("train_step"):
+            with self.account.measure("step"), running("train_step"), self.trace.around(progress.step + 1):
                 self.state, metrics = self.programs.train_step(self.state, self.setup.put(batch))
                 progress.step += 1
                 progress.finish(window.add(batch, metrics))
@@ -263,6 +272,7 @@ class TrainingLoop:
             if done.failure is not None:
                 self.saver.finish(tries_again=False)
                 raise too_many_skipped(done.failure, self.checkpoints.newest)
+        self.trace.end_if_due(progress.step)
 
     def save_if_good(self) -> None:
         """Saves, unless the last update was skipped: such checkpoints could push out the last good one."""
@@ -277,6 +287,7 @@ class TrainingLoop:
 
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
+        self.trace.close()
         self.observers.stopped()
         self.setup.batches.close()
         self.saver.close()

@@ -62,6 +62,10 @@ class Workdir:
         return self.path / "loss.png"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,27 @@ class TrainCommand:
     """Whether several processes train together: auto (where SLURM, Open MPI or a TPU slice has started several), on
     (where JAX finds them in another way, as in a Kubernetes Job), off, or HOST:PORT,PROCESSES,INDEX: process 0's
     address, the number of processes, and which one this is."""
+    profile_steps: str | None
+    """FIRST:LAST, steps to trace for xprof, in the workdir's profile/; 10:13 are the four steps from 10 to 13."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
+
+    @property
+    def traced(self) -> range:
+        """The steps of `profile_steps`.
+
+        Raises:
+          UserMistake: it is of another form, or isn't within the run.
+        """
+        if self.profile_steps is None:
+            return range(0)
+        given = re.fullmatch(r"([0-9]{1,10})(?::([0-9]{1,10}))?", self.profile_steps)
+        first, last = (int(given[1]), int(given[2] or given[1])) if given else (0, 0)
+        if not 1 <= first <= last <= self.train.num_steps:
+            raise UserMistake(
+                f"--profile-steps {self.profile_steps}: expected FIRST:LAST, two steps from 1 to "
+                f"num_steps={self.train.num_steps}; 10:13 are the four steps from 10 to 13"
+            )
+        return range(first, last + 1)
 
 
 def parse_command_line(arguments: Sequence[str]) -> TrainCommand:
@@ -72,6 +93,7 @@ def parse_command_line(arguments: Sequence[str]) -> TrainCommand:
     parser.add_argument("--resume", type=read_path)
     parser.add_argument("--workdir", type=read_path)
     parser.add_argument("--distributed", default="auto")
+    parser.add_argument("--profile-steps")
     options, overrides = parser.parse_known_args(arguments)
     is_named = options.workdir is not None
     if options.resume is not None:
