@@ -25,8 +25,8 @@ from kernels import Target
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
+from trainer.compile.persistent_cache import cache_folder, use_compilation_cache
 from trainer.compile.programs import CompiledSteps, compile_steps
-from trainer.compile.stages import use_compilation_cache
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
@@ -169,7 +169,7 @@ class TrainingLoop:
         self.setup, self.config, self.workdir = setup, setup.config, workdir
         self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
         self.peers = this.peers
-        self.times, self.history = StepTimes(), CompileHistory(setup.config.compilation.cache_dir)
+        self.times, self.history = StepTimes(), CompileHistory(cache_folder(setup.config.compilation.cache_dir))
         listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)

@@ -1,4 +1,4 @@
-"""Compiles ahead of time in timed stages, sets up the persistent cache, and reads what a program takes in memory.
+"""Compiles ahead of time in timed stages, and reads what a program takes in memory.
 
 Events of `jax.monitoring` tell what happened inside XLA. Their names are the same from JAX 0.10.2 to 0.12.
 """
@@ -6,20 +6,16 @@ Events of `jax.monitoring` tell what happened inside XLA. Their names are the sa
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from trainer.compile.kernels import PROGRAM_NAME, compile_kernels
-from trainer.errors import UserMistake
 from trainer.terminal.units import format_seconds
 
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
@@ -93,34 +89,6 @@ def format_stages(report: CompileReport, origin: str | None = None) -> str:
 def format_origin(report: CompileReport) -> str:
     """Where a program came from."""
     return "read from the cache" if report.cache_hit else "compiled"
-
-
-def use_compilation_cache(directory: str) -> None:
-    """Keep every compiled program in a folder and look there first, in this process from now on.
-
-    Args:
-      directory: made if absent; `~` is expanded. The empty string turns the cache off.
-
-    Raises:
-      UserMistake: the folder can't be made or written to.
-    """
-    path = Path(directory).expanduser().absolute()
-    if directory:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            writable = os.access(path, os.W_OK | os.X_OK)
-        except OSError:
-            writable = False
-        if not writable:
-            raise UserMistake(
-                f"compilation.cache_dir={directory!r} is not a folder that can be written to; "
-                "name another one, or '' to compile afresh each time"
-            )
-    jax.config.update("jax_compilation_cache_dir", str(path) if directory else None)
-    # By default JAX leaves out programs that are small or quick to compile. A run has dozens of them.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # a cache that is in use already keeps its folder
 
 
 def compile_in_stages(jitted: Any, *args: Any, name: str, **kwargs: Any) -> tuple[jax.stages.Compiled, CompileReport]:

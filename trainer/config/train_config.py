@@ -358,11 +358,13 @@ class WatchdogConfig:
 class CompilationConfig:
     """How the step is compiled."""
 
-    cache_dir: str = "~/.cache/flax-longcontext/xla"
-    """Folder of XLA's persistent compilation cache; the empty string turns it off."""
+    cache_dir: str | None = None
+    """Folder of XLA's persistent compilation cache; the empty string turns it off. None: JAX_COMPILATION_CACHE_DIR
+    where that is set, otherwise ~/.cache/flax-longcontext/xla, which is held to 10 GiB."""
 
     def __post_init__(self):
-        check_path("compilation.cache_dir", self.cache_dir or "~")
+        if self.cache_dir:
+            check_path("compilation.cache_dir", self.cache_dir)
 
 
 @dataclass(frozen=True)

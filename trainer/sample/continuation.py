@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import rich.console
 
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
-from trainer.compile.stages import use_compilation_cache
+from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import MeshConfig
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from tests.trainer.conftest import compilation_cache_as_before
-from trainer.compile.stages import compile_in_stages, count_compilations, use_compilation_cache
+from trainer.compile.persistent_cache import use_compilation_cache
+from trainer.compile.stages import compile_in_stages, count_compilations
 
 
 @pytest.fixture

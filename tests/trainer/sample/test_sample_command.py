@@ -23,7 +23,7 @@ from kernels import CausalMask, FullMask
 from tests.seeds import seeded_rng
 from trainer.checkpoints.parameters import find_newest
 from trainer.checkpoints.training_state import Checkpoints
-from trainer.compile.stages import use_compilation_cache
+from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer

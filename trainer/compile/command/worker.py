@@ -89,7 +89,7 @@ def _describe_death(status: int, said: list[str]) -> str:
 def main(answer: Path) -> None:
     """The worker: reads the request from standard input, and writes the profile or the error to a file."""
     from trainer.cli.train_command import parse_command_line
-    from trainer.compile.stages import use_compilation_cache
+    from trainer.compile.persistent_cache import use_compilation_cache
     from trainer.hardware import compiling_for
 
     request: CompileRequest = pickle.load(sys.stdin.buffer)
