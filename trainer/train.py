@@ -74,6 +74,7 @@ def train(
     ending: threading.Event | None = None,
     membership: Membership = ALONE,
     traced: range = range(0),
+    owns_process: bool = True,
 ) -> int:
     """Trains, from the workdir's newest checkpoint if there is one.
 
@@ -85,6 +86,7 @@ def train(
       ending: set once a stop signal can no longer change the run's exit status.
       membership: of this process among those that train together.
       traced: steps to trace for xprof.
+      owns_process: whether a stop signal may end the process; otherwise it belongs to the caller (`trainer.run`).
 
     Returns:
       The exit status: 0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -95,7 +97,15 @@ def train(
         skipped, the data can't be read any more, no checkpoint can be read, the last can't be saved, or something
         called `sys.exit`.
     """
-    with attempt(config, workdir, command=command, started=started, ending=ending, membership=membership) as this:
+    with attempt(
+        config,
+        workdir,
+        command=command,
+        started=started,
+        ending=ending,
+        membership=membership,
+        owns_process=owns_process,
+    ) as this:
         origin = find_origin(config, this.record["init_from"], this.console)
         setup = prepare(config, this.console.note, this.peers)
         this.opened(setup, origin.get("family"))

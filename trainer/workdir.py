@@ -196,6 +196,7 @@ def _lock(path: Path) -> int:
     except OSError as error:
         # Some network file systems have no locks. There the user has to keep two runs apart.
         if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):
+            os.close(descriptor)
             raise
     return descriptor
 

@@ -59,8 +59,7 @@ def load_config(named: str | Path | Page) -> TrainConfig:
         raise UserMistake(
             f"get_config() in {path} returned {type(config).__name__}; expected a trainer.config.TrainConfig"
         )
-    for name, problem in _ill_typed(config):
-        raise UserMistake(f"config {path}: {name}{problem}")
+    check_types(config, f"config {path}: ")
     return config
 
 
@@ -110,9 +109,14 @@ def config_from_json(value: Any) -> TrainConfig:
         config = _from_json(value, TrainConfig)
     except Exception as error:  # values of any type come to the config classes here
         raise UserMistake(f"it can't be read back: {error}") from error
-    for name, problem in _ill_typed(config):
-        raise UserMistake(f"{name}{problem}")
+    check_types(config)
     return config
+
+
+def check_types(config: TrainConfig, place: str = "") -> None:
+    """Raises UserMistake, which begins with `place`, for a field whose value isn't of its type."""
+    for name, problem in _ill_typed(config):
+        raise UserMistake(f"{place}{name}{problem}")
 
 
 def require_readable(config: TrainConfig) -> None:

@@ -127,6 +127,20 @@ class InitialModel:
                     ) from None
 
 
+def with_initial_model(config: TrainConfig) -> TrainConfig:
+    """A page's config with the model and tokenizer of its `init_from`, if it has one.
+
+    Raises:
+      UserMistake: as `read_initial_model`, `InitialModel.under` and `InitialModel.check`.
+    """
+    if config.init_from is None:
+        return config
+    initial = read_initial_model(config.init_from)
+    config = initial.under(config, {})
+    initial.check(config)
+    return config
+
+
 def read_initial_model(init_from: str) -> InitialModel:
     """Reads what a folder says about its model.
 

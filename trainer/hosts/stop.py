@@ -23,6 +23,7 @@ class SharedStopRequest(StopRequest):
       on_leave: as in `StopRequest`.
       peers: the processes.
       watch: carries the signal to the others.
+      owns_process: as in `StopRequest`.
     """
 
     def __init__(
@@ -31,9 +32,12 @@ class SharedStopRequest(StopRequest):
         on_leave: Callable[[], None],
         peers: Peers,
         watch: PeerWatch,
+        *,
+        owns_process: bool = True,
     ):
         self._peers, self._told = peers, on_request
-        super().__init__(watch.announce_stop if peers.count > 1 else lambda signal: on_request(signal, None), on_leave)
+        announce = watch.announce_stop if peers.count > 1 else lambda signal: on_request(signal, None)
+        super().__init__(announce, on_leave, owns_process=owns_process)
         watch.on_stop = self._agree
         self._changed = threading.Condition()
         self._num_asked = 0

@@ -22,7 +22,7 @@ from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
-from trainer.process.event_loops import drain_event_loops
+from trainer.process.event_loops import draining_event_loops
 from trainer.process.exit_status import INTERRUPTED, PREEMPTED, STALLED
 from trainer.process.last_words import leave, print_stacks, write_stacks
 from trainer.terminal.console import Console, QuietConsole
@@ -39,6 +39,7 @@ class Attempt:
       account: of the attempt's time.
       over: set once a stop signal can no longer change the exit status.
       membership: of this process among those that train together. Only process 0 prints and writes.
+      owns_process: whether a stop signal may end the process.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Attempt:
         account: TimeAccount,
         over: threading.Event,
         membership: Membership,
+        owns_process: bool = True,
     ):
         self.account, self.over, self.peers = account, over, membership.peers
         is_first = self.peers.is_first
@@ -65,7 +67,10 @@ class Attempt:
             self.console,
             last_logged(workdir.metrics) if is_first else (0, 0.0),
         )
-        self.stop = SharedStopRequest(self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch)
+        self._owns_process = owns_process
+        self.stop = SharedStopRequest(
+            self._on_stop_signal, self._on_second_ctrl_c, self.peers, membership.watch, owns_process=owns_process
+        )
         membership.on_end = self._record_end
         self.under_way: Callable[[], str] | None = None
         """Says what a stop has to wait for before it saves; None: there is nothing to save yet."""
@@ -108,6 +113,8 @@ class Attempt:
             tell(f"{name}: the run is ending already")
         elif self.under_way is not None:
             tell(f"{name}: finishing {self.under_way()}, then saving; Ctrl-C (again) leaves at once")
+        elif not self._owns_process:
+            tell(f"{name}: stopping before the first step, once all is compiled; Ctrl-C (again) leaves at once")
         else:
             message = f"{name} before the first step of this attempt"
             self.record.update(status="preempted", message=message)
@@ -143,6 +150,7 @@ def attempt(
     started: float,
     ending: threading.Event | None,
     membership: Membership = ALONE,
+    owns_process: bool = True,
 ) -> Iterator[Attempt]:
     """Heeds stop signals inside, and records how the attempt ended.
 
@@ -153,15 +161,16 @@ def attempt(
       started: `time.perf_counter()` when the process began.
       ending: set once a stop signal can no longer change the run's exit status.
       membership: of this process among those that train together.
+      owns_process: whether a stop signal may end the process; otherwise it belongs to the caller.
 
     Raises:
       TrainingFailed: memory ran out inside, or something called `sys.exit`.
     """
     logging.getLogger("absl").addFilter(_is_no_exception_of_orbax)
-    drain_event_loops()
-    this = Attempt(config, workdir, command, TimeAccount(started), ending or threading.Event(), membership)
+    over = ending or threading.Event()
+    this = Attempt(config, workdir, command, TimeAccount(started), over, membership, owns_process)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop, recording_loss_of_first(workdir.record, membership.peers):
+    with this.stop, draining_event_loops(), recording_loss_of_first(workdir.record, membership.peers):
         try:
             with explained(config, command, this.record):
                 yield this
@@ -169,6 +178,10 @@ def attempt(
             message = f"something other than the trainer called sys.exit({exit.code!r})"
             this.fail(message)
             raise TrainingFailed(message) from exit
+        except KeyboardInterrupt:  # a second Ctrl-C, in a process that isn't the run's
+            this.over.set()
+            this.record.update(status="preempted", message="left at once by Ctrl-C, without saving")
+            raise
         except BaseException as error:
             named = isinstance(error, UserMistake | TrainingFailed)
             if not named:

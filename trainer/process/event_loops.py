@@ -8,6 +8,8 @@ them, around the run's one message, and files are still being written after the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
 
 
 class DrainingEventLoop(asyncio.SelectorEventLoop):
@@ -19,13 +21,19 @@ class DrainingEventLoop(asyncio.SelectorEventLoop):
         super().close()
 
 
-def drain_event_loops() -> None:
-    """Makes every new event loop of the process a draining one. Calling it again changes nothing.
+@contextlib.contextmanager
+def draining_event_loops() -> Iterator[None]:
+    """Makes every new event loop of the process a draining one inside.
 
     Orbax makes its loops with `asyncio.new_event_loop`, which asks the policy. Policies are deprecated since Python
     3.14 and will be removed in 3.16.
     """
+    before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_DrainingPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)
 
 
 class _DrainingPolicy(asyncio.DefaultEventLoopPolicy):
