@@ -16,6 +16,8 @@ from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory
 from trainer.config.file import load_saved_config
+from trainer.data import Tokenizer, load_tokenizer
+from trainer.data.delimiters import NONE
 from trainer.errors import UserMistake
 from trainer.observers.record import read_record
 from trainer.workdir import Workdir
@@ -75,6 +77,33 @@ def held_history(checkpoint: Path, config_history: Any, workdir: Workdir) -> Con
         return ConfigHistory.from_json(config_history)
     except UserMistake as mistake:
         raise cannot_restore(checkpoint, f"its config: {mistake}") from mistake
+
+
+def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -> Tokenizer | None:
+    """The tokenizer of a run, with the delimiters that its documents had.
+
+    Args:
+      saved: the run.
+      name: `byte`, or the path of a `tokenizer.json`; None: where the run found it.
+      setting: the flag that gave the name, for messages.
+
+    Returns:
+      None if `.bin` files were trained on, which don't say which tokenizer made them, and no name is given.
+
+    Raises:
+      UserMistake: there is no such tokenizer, or it lacks those tokens.
+    """
+    data, delimiters = saved.config.data, saved.checkpoint.delimiters
+    setting = "data.tokenizer" if name is None else setting
+    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
+    if name is None:
+        return None
+    if delimiters is None:
+        # Documents began with the token that ended them, whatever the tokenizer says.
+        end = load_tokenizer(name, data.end_of_document_token, NONE, setting=setting).delimiters.end
+        delimiters = (end, end)
+    begin_token, end_token = (NONE if token is None else token for token in delimiters)
+    return load_tokenizer(name, end_token, begin_token, setting=setting)
 
 
 def read_init_from(path: Path) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from layers import GPTConfig
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.data import Corpus, make_train_iterator
+from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE, Documents
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
@@ -52,7 +53,7 @@ def make_batches():
     length = 640
     table = np.zeros(1, DOCUMENT_DTYPE)
     table["length"] = length
-    documents = Documents((np.arange(length) % 251,), table, 256)
+    documents = Documents((np.arange(length) % 251,), table, Delimiters(256, 256))
     corpus = Corpus("text", ByteTokenizer(), documents, documents, "f" * 64, UnigramEstimate(5.0, 1))
     return make_train_iterator(corpus, sequence_length=64, batch_size=1, seed=0, num_prefetch_batches=1)
 

@@ -40,6 +40,8 @@ class FoundCheckpoint:
     step: int
     tokenizer: str | None
     """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
+    delimiters: tuple[int | None, int | None] | None
+    """Tokens that began and ended documents; None: it was saved before checkpoints said so."""
     config_history: Any
     """The run's config up to its step, as JSON values; None: it was saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
@@ -92,16 +94,29 @@ def _find_newest(folder: Path) -> FoundCheckpoint | None:
             raise _VanishedError
         if reason is None:
             metadata = read_metadata(path)
-            data = metadata.data
-            tokenizer = data.get("tokenizer") if isinstance(data, dict) else None
-            if not isinstance(tokenizer, str | None):
-                raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
+            tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
-            return FoundCheckpoint(path, step, tokenizer, metadata.config_history, tuple(damaged), digest, hold)
+            return FoundCheckpoint(
+                path, step, tokenizer, delimiters, metadata.config_history, tuple(damaged), digest, hold
+            )
         damaged.append(Damaged(path, reason))
     if damaged:
         raise all_damaged(damaged, "put a good copy back")
     return None
+
+
+def _read_tokenizer(path: Path, data: Any) -> tuple[str | None, tuple[int | None, int | None] | None]:
+    """The identity of the tokenizer, and the delimiters, that a checkpoint's data state tells."""
+    data = data if isinstance(data, dict) else {}
+    tokenizer, delimiters = data.get("tokenizer"), data.get("delimiters")
+    if not isinstance(tokenizer, str | None):
+        raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
+    match delimiters:
+        case None:
+            return tokenizer, None
+        case [int() | None as begin, int() | None as end]:
+            return tokenizer, (begin, end)
+    raise cannot_restore(path, f"its run.json names the tokens around documents by {printable(str(delimiters)[:40])}")
 
 
 def restore_params(checkpoint: FoundCheckpoint, abstract_params: Any) -> tuple[FoundCheckpoint, Any]:

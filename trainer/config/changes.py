@@ -99,6 +99,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "data.text_field": "corpus",
     "data.tokenizer": "corpus",
     "data.end_of_document_token": "tokenizer",
+    "data.begin_of_document_token": "corpus",
     "data.allow_changed": "free",
     "data.token_cache_dir": "free",
     "data.token_cache_gib": "free",

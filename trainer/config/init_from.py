@@ -39,8 +39,10 @@ class InitialModel:
     model: GPTConfig
     tokenizer: str | None
     """As `data.tokenizer`; None: unknown."""
-    end_of_document_token: int | str | None
+    end_of_document_token: int | str | None = None
     """As `data.end_of_document_token`."""
+    begin_of_document_token: int | str | None = None
+    """As `data.begin_of_document_token`."""
 
     def under(self, page: TrainConfig, flags: Mapping[str, Any], *, is_saved: bool = False) -> TrainConfig:
         """The config file's config with the folder's model and tokenizer, where nothing is set on top of them.
@@ -106,14 +108,18 @@ class InitialModel:
 
     def _data(self, data: DataConfig, flags: Mapping[str, Any]) -> DataConfig:
         if data.tokenizer is not None or flags.get("data.tokenizer") is not None:
-            return data  # another tokenizer may have another end of document, too
+            return data  # another tokenizer may have other delimiters, too
         tokenizer, own = self.tokenizer, str(self.folder / "tokenizer.json")
         if tokenizer is None and flags.get("data.source", data.source) != "bin":
             tokenizer = own  # is told to be missing where the data is opened
         if tokenizer == own:
             self._check_tokenizer()
-        end = self.end_of_document_token if data.end_of_document_token is None else data.end_of_document_token
-        return dataclasses.replace(data, tokenizer=tokenizer, end_of_document_token=end)
+        own_delimiters = {
+            name: getattr(self, name)
+            for name in ("end_of_document_token", "begin_of_document_token")
+            if getattr(data, name) is None
+        }
+        return dataclasses.replace(data, tokenizer=tokenizer, **own_delimiters)
 
     def _check_tokenizer(self) -> None:
         """Refuses a tokenizer of links out of the folder, and of pipes, which would be waited for."""
@@ -167,13 +173,14 @@ def read_initial_model(init_from: str) -> InitialModel:
     if is_workdir(folder):
         held = load_saved_config(folder / "config.json")
         tokenizer = held.data.tokenizer or (None if held.data.source == "bin" else "byte")
-        return InitialModel(folder, held.model, tokenizer, held.data.end_of_document_token)
+        end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
+        return InitialModel(folder, held.model, tokenizer, end, begin)
     try:
         model = GPTConfig.from_huggingface(folder)
     except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"
-    return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None, None)
+    return InitialModel(folder, model, str(tokenizer_file) if os.path.isfile(tokenizer_file) else None)
 
 
 def _layers(model: GPTConfig) -> Iterator[tuple[int, int]]:

@@ -38,8 +38,11 @@ class DataConfig:
     tokenizer: str | None = None
     """`byte`, or the path of a Hugging Face `tokenizer.json`. None: byte, but unknown for `bin`."""
     end_of_document_token: int | str | None = None
-    """Token (text or id) that ends a document. None: the tokenizer's own; for `bin` without one 50256, in llm.c's
-    Llama 3 files 128000."""
+    """Token (text or id) that ends a document; `none`: none does. None: the tokenizer's own; for `bin` without one
+    50256, in llm.c's Llama 3 files 128000, and none where no file has it."""
+    begin_of_document_token: int | str | None = None
+    """Token (text or id) that begins a document; `none`: none does. None: the one that the tokenizer puts before a
+    text, or else the one that ends a document."""
     token_cache_dir: str = "~/.cache/flax-longcontext/tokens"
     """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, then checked."""
     token_cache_gib: float = 100.0

@@ -118,4 +118,12 @@ def make_train_iterator(
         return iter(dataset)
 
     stream = {"corpus": corpus.fingerprint, "sequence_length": sequence_length, "seed": seed}
-    return TrainIterator(sequences, open_at, batch_size=batch_size, stream=stream, tokenizer=corpus.tokenizer.identity)
+    tokenizer = corpus.tokenizer
+    return TrainIterator(
+        sequences,
+        open_at,
+        batch_size=batch_size,
+        stream=stream,
+        tokenizer=tokenizer.identity,
+        delimiters=tokenizer.delimiters,
+    )

@@ -1,7 +1,8 @@
-"""The documents of pre-tokenized `.bin` files.
+"""The documents of pre-tokenized files.
 
 nanoGPT puts the end-of-document token after each document, llm.c before it. Here a document is what lies between two
-such tokens, or between one and an end of the file.
+such tokens, or between one and an end of the file. A token that begins documents parts them likewise, and so do the
+boundaries of Megatron's index.
 """
 
 from __future__ import annotations
@@ -11,41 +12,45 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, describe_assumptions, read_layout
+from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
+from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
 from trainer.data.errors import DataError
 from trainer.data.files import OpenFile, printable
+from trainer.data.megatron_index import read_boundaries
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files
 
-_ENTRY_FORMAT = 2
+_ENTRY_FORMAT = 3
 _TOKENS_READ_AT_ONCE = 2**24
 
 
 @dataclass(frozen=True)
 class BinFiles(TokenizedFiles):
-    """The documents of some `.bin` files.
+    """The documents of some pre-tokenized files.
 
     Args:
         largest_ids: the largest token id in each file.
+        has_delimiters: whether a token that begins or ends documents is in any of them.
     """
 
     largest_ids: tuple[int, ...]
+    has_delimiters: bool
 
 
 def open_bin_files(
-    files: Sequence[Path], end_of_document_id: int, cache: TokenCache, on_progress: OnProgress
+    files: Sequence[Path], delimiters: Delimiters, cache: TokenCache, on_progress: OnProgress
 ) -> BinFiles:
     """Opens files and finds their documents. The first time, each file is read through once.
 
     Args:
         files: the files, in order.
-        end_of_document_id: the token that separates documents.
+        delimiters: the tokens that begin and end documents.
         cache: keeps the places of the documents.
         on_progress: called with a line about what is assumed of files without a header, and about each file that is
             read through.
@@ -55,39 +60,45 @@ def open_bin_files(
         TrainingFailed: a file changes while it is read.
     """
     open_file = reopening_files()
-    tokens = tuple(_open(path, open_file) for path in files)
-    key = cache_key(files, format=_ENTRY_FORMAT, source="bin", end_of_document_id=end_of_document_id)
+    layouts = [read_layout(path) for path in files]
+    tokens = tuple(_open(path, layout, open_file) for path, layout in zip(files, layouts, strict=True))
+    indices = [layout.index for layout in layouts if layout.index is not None]
+    key = cache_key([*files, *indices], format=_ENTRY_FORMAT, source="bin", delimiters=delimiters)
     for file in tokens:
         if not file.is_at_its_path():  # The key would be another file's than the one that was opened.
             raise DataError(f"{file.path} was changed while it was opened; run again")
-    samples = {file.path: file[:NUM_SAMPLED_TOKENS] for file in tokens if not file.offset}
-    for line in describe_assumptions(samples, end_of_document_id):
+    assumed = [file for file, layout in zip(tokens, layouts, strict=True) if layout.is_assumed]
+    for line in describe_assumptions({file.path: file[:NUM_SAMPLED_TOKENS] for file in assumed}, delimiters.end):
         on_progress(line)
 
     def build(folder: Path) -> dict[str, Any]:
-        tables, largest_ids, digest = [], [], hashlib.sha256()
-        for number, file in enumerate(tokens):
+        scans, digest = [], hashlib.sha256()
+        for number, (file, layout) in enumerate(zip(tokens, layouts, strict=True)):
             on_progress(f"finding the documents of {printable(file.path)} ({len(file):,} tokens)")
-            table, largest = _scan(file, end_of_document_id, digest)
-            if not len(table):
+            boundaries = None if layout.index is None else read_boundaries(layout.index, len(file))
+            scan = _scan(file, delimiters, boundaries, digest)
+            if not len(scan.table):
                 raise DataError(
-                    f"{file.path} holds no token but end-of-document {end_of_document_id}; leave it out of data.files"
+                    f"{file.path} holds no token but those around documents, {delimiters}; leave it out of data.files"
                 )
-            table["array"] = number
-            tables.append(table)
-            largest_ids.append(largest)
-        table = np.concatenate(tables)
+            scan.table["array"] = number
+            scans.append(scan)
+        table = np.concatenate([scan.table for scan in scans])
         table["hash"] = _splitmix64(np.arange(len(table), dtype=np.uint64))
         np.save(folder / "documents.npy", table)
-        return {"digest": digest.hexdigest(), "largest_ids": largest_ids}
+        return {
+            "digest": digest.hexdigest(),
+            "largest_ids": [scan.largest_id for scan in scans],
+            "has_delimiters": any(scan.has_delimiters for scan in scans),
+        }
 
     entry = cache.get_or_build(key, build)
+    largest_ids = tuple(entry.about["largest_ids"])
     tokens = tuple(
-        dataclasses.replace(file, largest_id=largest)
-        for file, largest in zip(tokens, entry.about["largest_ids"], strict=True)
+        dataclasses.replace(file, largest_id=largest) for file, largest in zip(tokens, largest_ids, strict=True)
     )
-    documents = Documents(tokens, entry.load_array("documents.npy"), end_of_document_id)
-    return BinFiles(documents, entry.about["digest"], tuple(entry.about["largest_ids"]))
+    documents = Documents(tokens, entry.load_array("documents.npy"), delimiters)
+    return BinFiles(documents, entry.about["digest"], largest_ids, entry.about["has_delimiters"])
 
 
 def check_ids(files: Sequence[Path], opened: BinFiles, vocab_size: int, remedy: str) -> None:
@@ -105,7 +116,7 @@ def check_ids(files: Sequence[Path], opened: BinFiles, vocab_size: int, remedy: 
     for path, tokens, largest in zip(files, opened.documents.arrays, opened.largest_ids, strict=True):
         if largest >= vocab_size:
             index, token = _first_beyond(tokens, vocab_size)
-            offset = read_layout(path).num_header_bytes + index * tokens.itemsize
+            offset = getattr(tokens, "offset", 0) + index * tokens.itemsize
             raise DataError(
                 f"{path}: token {token} at index {index:,} (byte {offset:,}) is outside the vocabulary of "
                 f"{vocab_size:,}; the largest in the file is {largest}. {remedy}"
@@ -121,8 +132,7 @@ def _first_beyond(tokens: TokenFile | np.ndarray, vocab_size: int) -> tuple[int,
     raise AssertionError("the largest id was found in this file")
 
 
-def _open(path: Path, open_file: Callable[[Path], OpenFile]) -> TokenFile:
-    layout = read_layout(path)
+def _open(path: Path, layout: BinLayout, open_file: Callable[[Path], OpenFile]) -> TokenFile:
     try:
         tokens = open_tokens(path, layout.dtype, offset=layout.num_header_bytes, open_file=open_file)
     except OSError as error:
@@ -132,20 +142,41 @@ def _open(path: Path, open_file: Callable[[Path], OpenFile]) -> TokenFile:
     return tokens
 
 
-def _scan(tokens: TokenFile, end_of_document_id: int, digest: hashlib._Hash) -> tuple[np.ndarray, int]:
-    ends, largest = [], 0
+class _Scan(NamedTuple):
+    """What is found out by reading a file through."""
+
+    table: np.ndarray
+    largest_id: int
+    has_delimiters: bool
+
+
+def _scan(
+    tokens: TokenFile, delimiters: Delimiters, boundaries: Int64[np.ndarray, " B"] | None, digest: hashlib._Hash
+) -> _Scan:
+    found, largest = [], 0
     digest.update(len(tokens).to_bytes(8, "little"))
+    if boundaries is not None:
+        digest.update(boundaries.tobytes())
     for start in range(0, len(tokens), _TOKENS_READ_AT_ONCE):
         part = tokens[start : start + _TOKENS_READ_AT_ONCE]
-        ends.append(start + np.flatnonzero(part == end_of_document_id))
+        if part.dtype.kind == "i" and part.min() < 0:
+            index = int(np.argmax(part < 0))
+            raise DataError(
+                f"{tokens.path}: token {part[index]} at index {start + index:,} is negative, so no token id"
+            )
+        for token in delimiters.ids:
+            found.append(start + np.flatnonzero(part == token))
         largest = max(largest, int(part.max()))
         digest.update(part.data)
-    return _documents_between(np.concatenate(ends), len(tokens)), largest
+    places = np.sort(np.concatenate([np.zeros(0, np.int64), *found]))
+    cuts = np.zeros(0, np.int64) if boundaries is None else boundaries
+    return _Scan(_documents_between(places, cuts, len(tokens)), largest, len(places) > 0)
 
 
-def _documents_between(ends: Int64[np.ndarray, " E"], num_tokens: int) -> np.ndarray:
-    starts = np.concatenate([[0], ends + 1])
-    lengths = np.concatenate([ends, [num_tokens]]) - starts
+def _documents_between(places: Int64[np.ndarray, " E"], cuts: Int64[np.ndarray, " C"], num_tokens: int) -> np.ndarray:
+    """The documents between the tokens in some places, which belong to none, and between cuts, which have no token."""
+    starts = np.sort(np.concatenate([[0], places + 1, cuts]))
+    lengths = np.sort(np.concatenate([places, cuts, [num_tokens]])) - starts
     table = np.zeros(int((lengths > 0).sum()), DOCUMENT_DTYPE)
     table["start"], table["length"], table["num_bytes"] = starts[lengths > 0], lengths[lengths > 0], -1
     return table

@@ -1,12 +1,14 @@
-"""How pre-tokenized `.bin` files store their tokens: nanoGPT's and llm.c's.
+"""How pre-tokenized files store their tokens: nanoGPT's and llm.c's `.bin`, NumPy's `.npy`, and Megatron's `.bin`.
 
 nanoGPT writes raw uint16 ids (https://github.com/karpathy/nanoGPT, data/openwebtext/prepare.py). llm.c writes
 256 int32 of header – magic, version, number of tokens, zeros – and then the ids, uint16 for GPT-2 and uint32 for
-Llama 3 (https://github.com/karpathy/llm.c, dev/data/data_common.py). All are little-endian.
+Llama 3 (https://github.com/karpathy/llm.c, dev/data/data_common.py). Both are little-endian. NumPy's header says the
+type. Megatron-LM writes raw ids, and their type and documents into an index beside them (`megatron_index`).
 """
 
 from __future__ import annotations
 
+import io
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,10 @@ from jaxtyping import UInt16
 
 from trainer.data.errors import DataError
 from trainer.data.files import OpenFile, printable
+from trainer.data.formats import HEAD_BYTES, NUMPY, find_format
+from trainer.data.megatron_index import find_index, read_dtype
 
-_HEADER_BYTES = 256 * 4
+_LLMC_HEADER_BYTES = 256 * 4
 # Enough to tell ids from other numbers, and read soon even of thousands of files.
 NUM_SAMPLED_TOKENS = 2**14
 _FEWEST_SAMPLED_TOKENS = 32
@@ -34,86 +38,126 @@ class BinLayout:
     Args:
         name: the writer, for people.
         dtype: of one token.
-        version: of the header; None: no header.
-        end_of_document_id: the token that ends (nanoGPT) or begins (llm.c) a document.
+        num_header_bytes: before the first token.
+        end_of_document_id: the token that ends (nanoGPT) or begins (llm.c) a document; None: the writer has none of its
+            own.
+        index: what tells the documents besides; None: nothing.
+        is_assumed: whether nothing in the file says that it has this layout.
     """
 
     name: str
     dtype: np.dtype
-    version: int | None
-    end_of_document_id: int
-
-    @property
-    def num_header_bytes(self) -> int:
-        return 0 if self.version is None else _HEADER_BYTES
+    num_header_bytes: int
+    end_of_document_id: int | None
+    index: Path | None = None
+    is_assumed: bool = False
 
 
-_RAW = BinLayout("raw uint16 (nanoGPT)", np.dtype("<u2"), None, 50_256)
-_LAYOUT_OF_MAGIC = {
-    20240520: BinLayout("llm.c GPT-2", np.dtype("<u2"), 1, 50_256),
-    20240801: BinLayout("llm.c Llama 3", np.dtype("<u4"), 7, 128_000),
+_GPT2_END = 50_256
+_RAW = BinLayout("raw uint16 (nanoGPT)", np.dtype("<u2"), 0, _GPT2_END, is_assumed=True)
+_LAYOUT_AND_VERSION_OF_MAGIC = {
+    20240520: (BinLayout("llm.c GPT-2", np.dtype("<u2"), _LLMC_HEADER_BYTES, _GPT2_END), 1),
+    20240801: (BinLayout("llm.c Llama 3", np.dtype("<u4"), _LLMC_HEADER_BYTES, 128_000), 7),
 }
 
 
 def read_layout(path: Path) -> BinLayout:
-    """Finds out a file's layout from its header.
+    """Finds out a file's layout from its header, or from the index beside it.
 
     Raises:
-        DataError: the header is of another version or format, the file's size does not match it, or it can't be read.
+        DataError: it is of another format or version, its size does not match its header, or it can't be read.
     """
     try:
         file = OpenFile(path)
         size = file.stat().st_size
-        beginning = file.read(_HEADER_BYTES, offset=0)
+        head = file.read(HEAD_BYTES, offset=0)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check the file, or leave it out") from error
-    if beginning.startswith(b"\x93NUMPY"):
-        raise DataError(
-            f"{path}: a file of NumPy's, with a header of its own; write the ids alone: "
-            "`np.load(path).astype('<u2').tofile(…)`"
-        )
-    header = np.frombuffer(beginning, "<i4", count=len(beginning) // 4)
+    kind = find_format(head)
+    if kind is NUMPY:
+        return _read_numpy_layout(path, head, size)
+    if kind is not None:
+        raise DataError(f"{path} is {kind.name}, not token ids; {kind.remedy}, or leave it out")
+    if (index := find_index(path)) is not None:
+        dtype = read_dtype(index)
+        if size % dtype.itemsize:
+            raise DataError(f"{path}: {size:,} bytes is not a whole number of {dtype} tokens, as {index} promises")
+        return BinLayout("Megatron", dtype, 0, None, index)
+    header = np.frombuffer(head, "<i4", count=min(len(head), _LLMC_HEADER_BYTES) // 4)
     magic = int(header[0]) if len(header) else 0
-    if magic not in _LAYOUT_OF_MAGIC:
-        if 20_230_101 <= magic <= 20_291_231 and len(header) == 256 and not header[4:].any():
-            raise DataError(
-                f"{path}: header magic {magic} is not one of llm.c's token files "
-                f"({', '.join(map(str, _LAYOUT_OF_MAGIC))}); give files that its dev/data scripts wrote for training"
-            )
-        if size % _RAW.dtype.itemsize:
-            raise DataError(
-                f"{path}: {size:,} bytes is not a whole number of uint16 tokens; "
-                "without llm.c's header it would be nanoGPT's, so it was cut short or holds something else"
-            )
-        return _RAW
-    layout = _LAYOUT_OF_MAGIC[magic]
-    if size < _HEADER_BYTES:
+    if magic in _LAYOUT_AND_VERSION_OF_MAGIC:
+        return _read_llmc_layout(path, header, size)
+    if 20_230_101 <= magic <= 20_291_231 and len(header) == 256 and not header[4:].any():
         raise DataError(
-            f"{path}: {size:,} bytes end inside the {_HEADER_BYTES}-byte {layout.name} header; write it again"
+            f"{path}: header magic {magic} is not one of llm.c's token files "
+            f"({', '.join(map(str, _LAYOUT_AND_VERSION_OF_MAGIC))}); give files that its dev/data scripts wrote for "
+            "training"
+        )
+    if size % _RAW.dtype.itemsize:
+        raise DataError(
+            f"{path}: {size:,} bytes is not a whole number of uint16 tokens; "
+            "without llm.c's header it would be nanoGPT's, so it was cut short or holds something else"
+        )
+    return _RAW
+
+
+def _read_llmc_layout(path: Path, header: np.ndarray, size: int) -> BinLayout:
+    layout, expected_version = _LAYOUT_AND_VERSION_OF_MAGIC[int(header[0])]
+    if size < layout.num_header_bytes:
+        raise DataError(
+            f"{path}: {size:,} bytes end inside the {layout.num_header_bytes}-byte {layout.name} header; write it again"
         )
     version, num_tokens = int(header[1]), int(header[2])
-    if version != layout.version:
+    if version != expected_version:
         raise DataError(
-            f"{path}: version {version} of {layout.name}, expected {layout.version}; write it with a current llm.c"
+            f"{path}: version {version} of {layout.name}, expected {expected_version}; write it with a current llm.c"
         )
-    expected = _HEADER_BYTES + num_tokens * layout.dtype.itemsize
+    _check_size(path, size, layout, num_tokens)
+    return layout
+
+
+def _read_numpy_layout(path: Path, head: bytes, size: int) -> BinLayout:
+    file = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        shape, _, dtype = read_header[version](file)
+    except (ValueError, KeyError) as error:
+        raise DataError(f"{path}: its .npy header can't be read: {error}; write it again with `np.save`") from error
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise DataError(
+            f"{path}: an array of {dtype} and shape {shape}, expected integers and one dim: token ids end to end"
+        )
+    # The larger vocabularies that wider ids are for have different tokens at a document's end.
+    layout = BinLayout("NumPy", dtype, file.tell(), _GPT2_END if dtype.itemsize == 2 else None)
+    _check_size(path, size, layout, shape[0])
+    return layout
+
+
+def _check_size(path: Path, size: int, layout: BinLayout, num_tokens: int) -> None:
+    expected = layout.num_header_bytes + num_tokens * layout.dtype.itemsize
     if size != expected:
         raise DataError(
             f"{path}: its header promises {num_tokens:,} tokens, which make {expected:,} bytes, but it has {size:,}; "
             "the file was cut short or damaged, write or download it again"
         )
-    return layout
 
 
 def default_end_of_document_id(files: Sequence[Path]) -> int:
     """The end-of-document token of the files' layouts.
 
     Raises:
-        DataError: they differ, or a file's header is wrong.
+        DataError: they differ, a layout has none, or a file's header is wrong.
     """
     first_of_id: dict[int, Path] = {}
     for path in files:
-        first_of_id.setdefault(read_layout(path).end_of_document_id, path)
+        layout = read_layout(path)
+        if layout.end_of_document_id is None:
+            raise DataError(
+                f"{path} ({layout.name}, {layout.dtype}) doesn't say which token ends a document; set "
+                "data.end_of_document_token to its id or to none, or data.tokenizer to what made the file"
+            )
+        first_of_id.setdefault(layout.end_of_document_id, path)
     if len(first_of_id) > 1:
         (one, path), (other, other_path) = first_of_id.items()
         raise DataError(
@@ -123,17 +167,20 @@ def default_end_of_document_id(files: Sequence[Path]) -> int:
     return next(iter(first_of_id))
 
 
-def describe_assumptions(samples: Mapping[Path, UInt16[np.ndarray, " N"]], end_of_document_id: int) -> Iterator[str]:
+def describe_assumptions(
+    samples: Mapping[Path, UInt16[np.ndarray, " N"]], end_of_document_id: int | None
+) -> Iterator[str]:
     """Lines about what was assumed of files without a header, and warnings about files whose numbers contradict that.
 
     Args:
         samples: the first `NUM_SAMPLED_TOKENS` tokens of each such file, or all that it has.
-        end_of_document_id: the token that separates documents.
+        end_of_document_id: the token that separates documents; None: each file is one.
     """
     if samples:
+        documents = "each file one text" if end_of_document_id is None else f"documents ended by {end_of_document_id}"
         yield (
-            f"{_name(list(samples))}: no header, so read as nanoGPT's: uint16 ids, documents ended by "
-            f"{end_of_document_id}; ids of another width need llm.c's header"
+            f"{_name(list(samples))}: no header, so read as nanoGPT's: uint16 ids, {documents}; "
+            "ids of another width need llm.c's header, or NumPy's"
         )
     doubted: dict[str, list[Path]] = {}
     for path, tokens in samples.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import numpy as np
 from trainer.config import DataConfig
 from trainer.data.bin_files import BinFiles, check_ids, open_bin_files
 from trainer.data.bin_layout import default_end_of_document_id
+from trainer.data.delimiters import NONE, Delimiters
 from trainer.data.documents import Documents, TokenizedFiles
 from trainer.data.errors import DataError
 from trainer.data.files import find_files
@@ -60,6 +63,8 @@ class Corpus:
             "source": self.source,
             "tokenizer": self.tokenizer.name,
             "tokenizer_vocab_size": self.tokenizer.vocab_size,
+            "begin_of_document_id": self.tokenizer.delimiters.begin,
+            "end_of_document_id": self.tokenizer.delimiters.end,
             "fingerprint": self.fingerprint,
             **{
                 split: {
@@ -104,8 +109,16 @@ def load_corpus(config: DataConfig, *, vocab_size: int, on_progress: OnProgress 
             loaded = _load_text(config, vocab_size, on_progress)
     tokenizer, tokenized, validation_tokenized = loaded
     train, validation, digests = _split(config, tokenized, validation_tokenized, on_progress)
+    for documents, what in ((train, "train on"), (validation, "validate with")):
+        if not documents.num_tokens:
+            raise DataError(
+                f"data.source={config.source!r}: no token to {what} follows another, as the documents have one token "
+                "each and no token begins or ends them; add text, or set data.end_of_document_token"
+            )
     # The digests tell the tokens, so the library version in the tokenizer's identity is left out on purpose.
-    known = [config.source, tokenizer.vocab_size, tokenizer.end_of_document_id, *digests]
+    begin, end = tokenizer.delimiters
+    # Most documents begin with the token that ends them. It was once said only here that they do.
+    known = [config.source, tokenizer.vocab_size, end, *digests, *(() if begin == end else [begin])]
     return Corpus(
         source=config.source,
         tokenizer=tokenizer,
@@ -130,7 +143,7 @@ def _load_stdlib(config: DataConfig, vocab_size: int) -> _Loaded:
         )
     chunks, tables = zip(*encode_documents(texts, tokenizer), strict=True)
     tokens = np.concatenate(chunks)
-    documents = Documents((tokens,), np.concatenate(tables), tokenizer.end_of_document_id)
+    documents = Documents((tokens,), np.concatenate(tables), tokenizer.delimiters)
     digest.update(tokens.data)
     return tokenizer, TokenizedFiles(documents, digest.hexdigest()), None
 
@@ -149,37 +162,53 @@ def _load_text(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> 
 def _load_bin(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _Loaded:
     files, validation_files = _find_files(config)
     named = None if config.tokenizer is None else _load_tokenizer(config, vocab_size)
-    if named is not None:
-        end_of_document_id = named.end_of_document_id
-    elif isinstance(config.end_of_document_token, str):
-        raise DataError(
-            f"data.end_of_document_token={config.end_of_document_token!r} is text, which a .bin file does not know; "
-            "give its id, or set data.tokenizer"
-        )
-    elif config.end_of_document_token is not None:
-        end_of_document_id = config.end_of_document_token
-    else:
-        end_of_document_id = default_end_of_document_id(files + validation_files)
-    if not 0 <= end_of_document_id < vocab_size:
-        raise DataError(
-            f"{files[0]}: its end-of-document token {end_of_document_id} is outside the vocabulary of {vocab_size:,}; "
-            f"set model.vocab_size to at least {end_of_document_id + 1}, or data.end_of_document_token to another id"
-        )
+    is_assumed = named is None and config.end_of_document_token is None
+    delimiters = _bin_delimiters(config, files + validation_files) if named is None else named.delimiters
     cache = _token_cache(config, on_progress)
 
     def open_files(files: tuple[Path, ...]) -> BinFiles:
-        opened = open_bin_files(files, end_of_document_id, cache, on_progress)
+        opened = open_bin_files(files, delimiters, cache, on_progress)
         check_ids(files, opened, vocab_size, f"Set model.vocab_size to at least {max(opened.largest_ids) + 1}")
         if named is not None:
             check_ids(files, opened, named.vocab_size, f"data.tokenizer={named.name} did not make this file")
         return opened
 
-    opened = open_files(files)
-    opened_validation = open_files(validation_files) if validation_files else None
-    if named is not None:
-        return named, opened, opened_validation
-    largest_ids = opened.largest_ids + (opened_validation.largest_ids if opened_validation else ())
-    return PretokenizedIds(max(*largest_ids, end_of_document_id) + 1, end_of_document_id), opened, opened_validation
+    opened = [open_files(group) for group in (files, validation_files) if group]
+    if is_assumed and not any(each.has_delimiters for each in opened):
+        on_progress(
+            f"no token {delimiters.end} ends a document in data.files: each is trained on as one text, without a token "
+            "to end it (data.end_of_document_token)"
+        )
+        delimiters = Delimiters(None if config.begin_of_document_token is None else delimiters.begin, None)
+        opened = [
+            dataclasses.replace(each, documents=dataclasses.replace(each.documents, delimiters=delimiters))
+            for each in opened
+        ]
+    if beyond := [token for token in delimiters.ids if not 0 <= token < vocab_size]:
+        raise DataError(
+            f"{files[0]}: the token {beyond[0]} that begins or ends its documents is outside the vocabulary of "
+            f"{vocab_size:,}; set model.vocab_size to at least {beyond[0] + 1}, or data.end_of_document_token to "
+            "another id or to none"
+        )
+    if named is None:
+        largest_ids = [largest for each in opened for largest in each.largest_ids]
+        named = PretokenizedIds(max(*largest_ids, *delimiters.ids, 0) + 1, delimiters)
+    return named, opened[0], opened[1] if validation_files else None
+
+
+def _bin_delimiters(config: DataConfig, files: tuple[Path, ...]) -> Delimiters:
+    """What begins and ends the documents of files whose tokenizer isn't known."""
+
+    def find(which: str, token: int | str | None, otherwise: Callable[[], int | None]) -> int | None:
+        if isinstance(token, str) and token != NONE:
+            raise DataError(
+                f"data.{which}_of_document_token={token!r} is text, which a .bin file does not know; "
+                "give its id, or set data.tokenizer"
+            )
+        return otherwise() if token is None else token if isinstance(token, int) else None
+
+    end = find("end", config.end_of_document_token, lambda: default_end_of_document_id(files))
+    return Delimiters(find("begin", config.begin_of_document_token, lambda: end), end)
 
 
 def _token_cache(config: DataConfig, on_progress: OnProgress) -> TokenCache:
@@ -187,7 +216,7 @@ def _token_cache(config: DataConfig, on_progress: OnProgress) -> TokenCache:
 
 
 def _load_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer:
-    tokenizer = load_tokenizer(config.tokenizer or "byte", config.end_of_document_token)
+    tokenizer = load_tokenizer(config.tokenizer or "byte", config.end_of_document_token, config.begin_of_document_token)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(
             f"data.tokenizer={tokenizer.name} has {tokenizer.vocab_size:,} ids, more than "
@@ -240,15 +269,16 @@ def _split(
 def _cut_in_two(documents: Documents, fraction: float, source: str) -> tuple[Documents, Documents]:
     """The first part of a single document, and its last."""
     length = int(documents.table["length"][0])
-    if length < 2:
+    least = max(1, 2 - (int(documents.num_targets[0]) - length + 1))  # tokens that have a target
+    if length < 2 * least:
         raise DataError(
             f"data.source={source!r}: the only document has {length} tokens, too few to train on and to validate with; "
             "add documents"
         )
-    held_out = min(max(round(length * fraction), 1), length - 1)
+    held_out = min(max(round(length * fraction), least), length - least)
     table = documents.table.repeat(2)
     table["start"][1] += length - held_out
     table["length"] = length - held_out, held_out
     table["num_bytes"] = -1  # the cut may lie within a character
-    first, last = (Documents(documents.arrays, table[part : part + 1], documents.end_of_document_id) for part in (0, 1))
+    first, last = (Documents(documents.arrays, table[part : part + 1], documents.delimiters) for part in (0, 1))
     return first, last

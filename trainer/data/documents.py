@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
+from trainer.data.delimiters import Delimiters
 from trainer.data.token_files import TokenFile, check_tokens
 
 # One record for each document. `array` says which token array holds it, `num_bytes` is the size of its
@@ -24,31 +25,31 @@ DOCUMENT_DTYPE = np.dtype(
 class Documents:
     """Documents as slices of a few flat token arrays, in memory or in files.
 
-    A document of tokens b0 … bn-1 stands for the stream [eod, b0, …, bn-1, eod], in which each token
-    after the first is a target: n + 1 targets.
+    A document of tokens b0 … bn-1 stands for the stream [begin, b0, …, bn-1, end], in which each token after the first
+    is a target. Either delimiter may be absent.
 
     Args:
         arrays: flat arrays of token ids. Those in files are read a slice at a time.
         table: [D] records of `DOCUMENT_DTYPE`.
-        end_of_document_id: the token eod.
+        delimiters: the tokens begin and end.
     """
 
     arrays: tuple[np.ndarray | TokenFile, ...]
     table: np.ndarray
-    end_of_document_id: int
+    delimiters: Delimiters
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
     def num_targets(self) -> Int64[np.ndarray, " D"]:
-        """Targets in each document: its tokens and one end-of-document."""
-        return self.table["length"] + 1
+        """Targets in each document."""
+        return self.table["length"] + (sum(token is not None for token in self.delimiters) - 1)
 
     @property
     def num_tokens(self) -> int:
         """Targets in all documents."""
-        return int(self.table["length"].sum()) + len(self)
+        return int(self.num_targets.sum())
 
     @property
     def num_bytes(self) -> int | None:
@@ -57,10 +58,10 @@ class Documents:
 
     def select(self, chosen: Bool[np.ndarray, " D"]) -> Documents:
         """The chosen documents, sharing the tokens."""
-        return Documents(self.arrays, self.table[chosen], self.end_of_document_id)
+        return Documents(self.arrays, self.table[chosen], self.delimiters)
 
     def tokens(self, document: int, num_tokens: int | None = None) -> np.ndarray:
-        """The first tokens of one document, without end-of-document; all of them by default.
+        """The first tokens of one document, without delimiters; all of them by default.
 
         Raises:
             TrainingFailed: they are in a file that has changed since it was opened.
@@ -70,22 +71,27 @@ class Documents:
         return self.arrays[record["array"]][start : start + (length if num_tokens is None else min(num_tokens, length))]
 
     def stream(self, document: int, start: int, stop: int) -> Int32[np.ndarray, " L"]:
-        """Part [start, stop) of one document's stream [eod, b0, …, bn-1, eod]; raises as `tokens` does."""
+        """Part [start, stop) of one document's stream [begin, b0, …, bn-1, end]; raises as `tokens` does."""
         return self.streams([(document, start, stop)])
 
     def streams(self, parts: Sequence[tuple[int, int, int]]) -> Int32[np.ndarray, " L"]:
         """Parts (document, start, stop) of several documents' streams, end to end; raises as `tokens` does."""
-        flat = np.full(sum(stop - start for _, start, stop in parts), self.end_of_document_id, np.int32)
+        begin, end = self.delimiters
+        lead = 0 if begin is None else 1
+        # Where no document's token goes, a delimiter stands.
+        flat = np.full(sum(stop - start for _, start, stop in parts), -1 if end is None else end, np.int32)
         offset, from_files = 0, []
         for document, start, stop in parts:
             array, place, length, _, _ = self.table[document].item()
-            first, last = max(start, 1), min(stop, length + 1)
+            first, last = max(start, lead), min(stop, length + lead)
+            if begin is not None and start < first:
+                flat[offset] = begin
             source, of_flat = self.arrays[array], flat[offset + first - start : offset + last - start]
             if isinstance(source, TokenFile):
-                of_flat[:] = source.read(place + first - 1, place + last - 1)
+                of_flat[:] = source.read(place + first - lead, place + last - lead)
                 from_files.append((source, of_flat))
             else:
-                of_flat[:] = source[place + first - 1 : place + last - 1]
+                of_flat[:] = source[place + first - lead : place + last - lead]
             offset += stop - start
         check_tokens(from_files)
         return flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import stat
@@ -80,7 +81,7 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
     """Expands globs into non-empty files, sorted by path, each once.
 
     Args:
-        patterns: globs; `**` and `~` are understood.
+        patterns: globs; `**` and `~` are understood. The name of what is there means that, whatever characters it has.
         field: the config field that holds them, for error messages.
 
     Raises:
@@ -89,7 +90,7 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
     file_of_target: dict[str, Path] = {}  # Two names of one file count once.
     for pattern in patterns:
         others, any_file = [], False
-        for path in sorted({Path(match).absolute() for match in _expand(os.path.expanduser(pattern))}):
+        for path in sorted({Path(match).absolute() for match in _matches(pattern)}):
             try:
                 mode = path.stat().st_mode
             except PermissionError as error:
@@ -120,27 +121,36 @@ def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:
     return files
 
 
-def _expand(pattern: str) -> Iterator[str]:
-    """What a glob matches.
+def _matches(pattern: str) -> Iterator[str]:
+    expanded = os.path.expanduser(pattern)
+    return _expand("/" if expanded.startswith("/") else "", [part for part in expanded.split("/") if part])
 
-    `**` enters each folder once, even if it has several names. `glob` would follow links in circles, perhaps for ever.
+
+def _expand(folder: str, parts: Sequence[str]) -> Iterator[str]:
+    """What the parts of a glob match in a folder; "" is the working folder.
+
+    A part that is the name of what is there, brackets and all, means that: `a[1].txt` isn't `a1.txt`. `**` enters each
+    folder once, even if it has several names. `glob` would follow links in circles, perhaps for ever.
     """
-    parts = pattern.split("/")
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
+    if not parts:
+        yield folder
         return
-    at = parts.index("**")
-    head, tail = "/".join(parts[:at]), "/".join(parts[at + 1 :]) or "*"
-    entered = set()
-    for top in glob.iglob(head or "/") if at else ["."]:
-        for folder, subfolders, _ in os.walk(top, followlinks=True):
-            target = os.path.realpath(folder)
+    part, rest = parts[0], parts[1:]
+    if part == "**":
+        entered = set()
+        for inner, subfolders, _ in os.walk(folder or ".", followlinks=True):
+            target = os.path.realpath(inner)
             if target in entered:
                 subfolders.clear()
                 continue
             entered.add(target)
             subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-            yield from _expand(f"{glob.escape(folder)}/{tail}")
+            yield from _expand(inner, rest or ["*"])
+        return
+    # A name of `*` and `?` alone matches itself, among others.
+    is_name = os.path.lexists(os.path.join(folder, part)) and not fnmatch.fnmatchcase(part, part)
+    for name in [part] if is_name else glob.iglob(part, root_dir=folder or None):
+        yield from _expand(os.path.join(folder, name), rest)
 
 
 def _file_type(mode: int) -> str:

@@ -1,4 +1,4 @@
-"""Text, JSON-lines and Parquet files, as streams of documents.
+"""Text and JSON-lines, compressed or not, and Parquet files, as streams of documents.
 
 A reader yields each document's text as valid UTF-8 bytes, in file order, and holds one document (Parquet:
 one record batch) in memory at a time. A document has a largest size, so that a file that is not what it
@@ -13,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.data.content import open_content
 from trainer.data.errors import DataError
-from trainer.data.files import OpenFile, read_at_most
+from trainer.data.files import OpenFile
+from trainer.data.formats import HEAD_BYTES, find_format, find_wide_encoding
 
 # A text file, of which a few copies are in memory while it is tokenized, and a line of JSON, whose text Python holds
 # with up to 4 bytes for each character.
@@ -31,7 +33,8 @@ def read_documents(path: Path, source: str, text_field: str) -> Iterator[bytes]:
 
     Args:
         path: the file.
-        source: `text` (a file is a document), `jsonl` (a line is) or `parquet` (a row is).
+        source: `text` (a file is a document), `jsonl` (a line is) or `parquet` (a row is). The first two read through
+            gzip and Zstandard.
         text_field: field or column that holds the text; unused by `text`.
 
     Raises:
@@ -48,43 +51,41 @@ def read_documents(path: Path, source: str, text_field: str) -> Iterator[bytes]:
 
 
 def read_text(path: Path) -> Iterator[bytes]:
-    """The whole file as one document, its bytes unchanged."""
-    try:
-        OpenFile(path)  # Refuses what need not end.
-        data = read_at_most(path, _MAX_TEXT_BYTES)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if data is None:
+    """The whole file as one document: its bytes unchanged, but for a byte order mark before them."""
+    with open_content(path) as content:
+        data = content.read(_MAX_TEXT_BYTES + 1)
+    if len(data) > _MAX_TEXT_BYTES:
         raise DataError(
             f"{path} has more than {_MAX_TEXT_BYTES:,} bytes, the most that one document may have; "
             "cut it into several files"
         )
+    if (place := data.find(b"\0")) >= 0:
+        encoding = find_wide_encoding(data)
+        is_what = f"as {encoding.upper()} has them" if encoding else "which text doesn't have"
+        remedy = f"convert the file (`iconv -f {encoding} -t utf-8`)" if encoding else "take it out (`tr -d '\\0'`)"
+        raise DataError(f"{path}: a NUL byte at offset {place:,}, {is_what}; {remedy}, or leave the file out")
     if not _is_utf8(data):
         _decode(data, path)
-    yield data
+    yield data.removeprefix(_BYTE_ORDER_MARK)
 
 
 def read_jsonl(path: Path, text_field: str) -> Iterator[bytes]:
     """The text of each line's object. Lines of white space alone separate nothing and are passed over."""
     offset = number = 0
-    try:
-        OpenFile(path)  # Refuses what need not end.
-        with path.open("rb") as file:
-            while line := file.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > _MAX_LINE_BYTES:
-                    raise DataError(
-                        f"{path}:{number}: the line at offset {offset} has more than {_MAX_LINE_BYTES:,} bytes, the "
-                        "most that one may have; is this one object to a line? Cut long documents"
-                    )
-                text = _text_of_line(line, path, number, offset, text_field)
-                offset += len(line)
-                del line  # It may be large, and need not wait here until its text is tokenized.
-                if text is not None:
-                    yield text
-                del text
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with open_content(path) as file:
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > _MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}:{number}: the line at offset {offset} has more than {_MAX_LINE_BYTES:,} bytes, the "
+                    "most that one may have; is this one object to a line? Cut long documents"
+                )
+            text = _text_of_line(line, path, number, offset, text_field)
+            offset += len(line)
+            del line  # It may be large, and need not wait here until its text is tokenized.
+            if text is not None:
+                yield text
+            del text
 
 
 def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
@@ -98,7 +99,9 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         ) from error
     row = 0
     try:
-        OpenFile(path)  # Refuses what need not end.
+        head = OpenFile(path).read(HEAD_BYTES, offset=0)  # Refuses what need not end.
+        if (kind := find_format(head)) is not None and kind.source != "parquet":
+            raise DataError(f"{path} is {kind.name}, not Parquet; {kind.remedy}, or leave it out")
         with parquet.ParquetFile(path) as file:
             _check_column(path, file.schema_arrow, text_field)
             # As bytes, because what a file calls text need not be UTF-8.
@@ -192,18 +195,13 @@ def _decode(data: bytes, path: Path, *, first_line: int = 1, offset: int = 0) ->
         return data.decode()
     except UnicodeDecodeError as error:
         line = first_line + data.count(b"\n", 0, error.start)
-        is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) and not offset
         raise DataError(
             f"{path}:{line}: byte 0x{data[error.start]:02x} at offset {offset + error.start} is not UTF-8 "
-            f"({error.reason}); convert the file (`iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8`) "
-            "or leave it out"
+            f"({error.reason}); if it is text of another encoding, convert the file (Latin-1: "
+            "`iconv -f latin1 -t utf-8`), or leave it out"
         ) from error
 
 
 def _names(names: Sequence[str]) -> str:
     shown = [name[:60] for name in names[:_NUM_NAMES_SHOWN]]
     return ", ".join(shown + ["…"] * (len(names) > _NUM_NAMES_SHOWN)) or "none"
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path} cannot be read: {error.strerror}; check the file, or leave it out")

@@ -20,7 +20,7 @@ from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.tokenizers import Tokenizer, token_dtype
 
 # Part of every key. It changes with the layout of entries and with the rules by which documents are cut.
-_ENTRY_FORMAT = 2
+_ENTRY_FORMAT = 3
 # Text handed to the tokenizer at a time: enough to keep its threads busy, little next to a model.
 _CHUNK_BYTES = 4 * 2**20
 _SECONDS_BETWEEN_REPORTS = 5.0
@@ -90,6 +90,7 @@ def tokenize_files(
         source=source,
         text_field=None if source == "text" else text_field,
         tokenizer=tokenizer.identity,
+        delimiters=tokenizer.delimiters,  # text that spells them has other tokens
     )
 
     def build(folder: Path) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def tokenize_files(
 
     entry = cache.get_or_build(key, build)
     tokens = entry.open_tokens("tokens.bin", token_dtype(tokenizer.vocab_size))
-    documents = Documents((tokens,), entry.load_array("documents.npy"), tokenizer.end_of_document_id)
+    documents = Documents((tokens,), entry.load_array("documents.npy"), tokenizer.delimiters)
     return TokenizedFiles(documents, entry.about["digest"])
 
 

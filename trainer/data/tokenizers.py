@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from trainer.data.delimiters import NONE, Delimiters
 from trainer.data.errors import DataError
 from trainer.data.files import read_at_most
 from trainer.data.partial_characters import (
@@ -19,9 +21,15 @@ from trainer.data.partial_characters import (
     keep_characters_apart,
     num_unfinished_bytes,
 )
+from trainer.data.tokenizer_file import (
+    CONFIG_NAME,
+    MAX_FILE_BYTES,
+    read_stated,
+    stated_token,
+    tokens_around_text,
+    without_spelling,
+)
 
-# Published ones have up to 35 MB.
-_MAX_FILE_BYTES = 2**28
 # Far above any published one; a table of that many entries is still small.
 _MAX_VOCAB_SIZE = 2**24
 _NUM_SHOWN_CHARACTERS = 60
@@ -35,19 +43,19 @@ class Tokenizer(Protocol):
     Attributes:
         name: short description for people.
         identity: names the mapping from text to ids; equal only if the mapping is.
-        vocab_size: every id is below it, end_of_document_id among them.
-        end_of_document_id: the token put before and after each document.
+        vocab_size: every id is below it, those of the delimiters among them.
+        delimiters: the tokens put before and after each document.
         skipped_ids: what `decode` leaves out: special tokens, and ids that are no token.
     """
 
     name: str
     identity: str
     vocab_size: int
-    end_of_document_id: int
+    delimiters: Delimiters
     skipped_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; text that spells a special token is text."""
+        """Ids of a text; text that spells a delimiter or another special token is text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without the special tokens. U+FFFD stands for bytes that are no character, or not yet."""
@@ -85,8 +93,14 @@ def _refusing(what: str) -> Iterator[None]:
         raise
 
 
+_BYTE_DELIMITERS = Delimiters(256, 256)
+
+
 class ByteTokenizer:
-    """One token for each byte of UTF-8, and end-of-document: 257 ids, nothing to install.
+    """One token for each byte of UTF-8, and one that ends documents: 257 ids, nothing to install.
+
+    Args:
+        delimiters: the tokens put before and after each document: either is 256 or None.
 
     Example:
         >>> ByteTokenizer().encode("né")
@@ -95,8 +109,10 @@ class ByteTokenizer:
 
     name = identity = "byte"
     vocab_size = 257
-    end_of_document_id = 256
-    skipped_ids = frozenset({end_of_document_id})
+
+    def __init__(self, delimiters: Delimiters = _BYTE_DELIMITERS):
+        self.delimiters = delimiters
+        self.skipped_ids = frozenset({256})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -118,34 +134,46 @@ class ByteTokenizer:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
-        return bytes(i for i in token_ids if i != self.end_of_document_id)
+        return bytes(i for i in token_ids if i not in self.skipped_ids)
 
 
 class HuggingFaceTokenizer:
     """A Hugging Face `tokenizer.json`, through `tokenizers`.
 
-    The file's own truncation, padding and template (added begin and end tokens) are turned off: documents
-    are cut and delimited by packing. Byte tokens (`<0xE6>`) are decoded as SentencePiece does, a character at a time:
-    an invalid byte is U+FFFD, and the characters beside it stay.
+    The file's own truncation and padding are turned off, and so is its post-processor: packing cuts and delimits
+    documents. They begin with the token that the post-processor adds, unless `add_bos_token` in the
+    `tokenizer_config.json` beside it says otherwise, as it does for transformers. Byte tokens (`<0xE6>`) are decoded as
+    SentencePiece does, a character at a time: an invalid byte is U+FFFD, and the characters beside it stay.
 
     Args:
         path: the `tokenizer.json`.
-        end_of_document_token: text or id of the token that ends a document; None: the file's own.
+        end_of_document_token: text or id of the token that ends a document; `none`: none does; None: the file's own.
+        begin_of_document_token: text or id of the token that begins a document; `none`: none does; None: the one that
+            the file has put before a text, otherwise the one that ends a document.
         setting: what named the file, for messages.
+
+    Attributes:
+        before_text: the tokens, by name and id, that the file has put before a text.
 
     Raises:
         DataError: the file can't be read or is not a tokenizer, `tokenizers` is not installed, or it has no such token.
     """
 
-    def __init__(self, path: Path, end_of_document_token: str | int | None, setting: str):
+    def __init__(
+        self,
+        path: Path,
+        end_of_document_token: str | int | None,
+        begin_of_document_token: str | int | None,
+        setting: str,
+    ):
         try:
-            content = read_at_most(path, _MAX_FILE_BYTES)
+            content = read_at_most(path, MAX_FILE_BYTES)
         except OSError as error:
             raise DataError(
                 f"{setting}={str(path)!r} cannot be read: {error.strerror}; give `byte` or a tokenizer.json's path"
             ) from error
         if content is None:
-            raise DataError(f"{path}: not a Hugging Face tokenizer.json: it has more than {_MAX_FILE_BYTES:,} bytes")
+            raise DataError(f"{path}: not a Hugging Face tokenizer.json: it has more than {MAX_FILE_BYTES:,} bytes")
         try:
             import tokenizers
         except ImportError as error:
@@ -167,22 +195,33 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         if self.vocab_size > _MAX_VOCAB_SIZE:
             raise DataError(f"{path}: it has a token {self.vocab_size - 1}; ids may be below {_MAX_VOCAB_SIZE}")
-        self.end_of_document_id = self._find_end_of_document(end_of_document_token, vocabulary)
-        special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
-        spoken = set(vocabulary.values()) - special - {self.end_of_document_id}
+        parts = json.loads(self._tokenizer.to_str())
+        stated = read_stated(path)
+        special = {i: added.content for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        end = self._find_end(end_of_document_token, vocabulary, stated, special)
+        self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
+        begin = self._find_begin(begin_of_document_token, vocabulary, told_by, end)
+        self.delimiters = Delimiters(begin, end)
+        spoken = set(vocabulary.values()) - special.keys() - {*self.delimiters.ids}
         self.skipped_ids = frozenset(range(self.vocab_size)) - spoken
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
+        decoder = parts["decoder"] or {}
         self._decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
+        self._tokenizer.post_processor = None  # which changes offsets even where it adds nothing
+        # What no text may become. The token of text that the vocabulary lacks stands for text.
+        reserved = {*special, *self.delimiters.ids} - ({_unknown_id(parts["model"])} - {*self.delimiters})
+        self._is_reserved = np.zeros(self.vocab_size, bool)
+        self._is_reserved[list(reserved)] = True
 
     def encode(self, text: str) -> list[int]:
         with _refusing(self._cannot_encode(text)):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids if self._stays_text(ids) else self._encode_literally(text, ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         with _refusing(f"{self.name}: cannot decode tokens"):
             if "ByteFallback" in self._decoders:
                 return self._tokenizer.decoder.decode(keep_characters_apart(self._spoken(token_ids)))
-            return self._tokenizer.decode([int(i) for i in token_ids if i != self.end_of_document_id])
+            return self._tokenizer.decode([int(i) for i in token_ids if i not in self.delimiters.ids])
 
     def num_unfinished(self, token_ids: Sequence[int]) -> int:
         if "ByteFallback" in self._decoders:  # which makes one U+FFFD of each byte
@@ -211,7 +250,49 @@ class HuggingFaceTokenizer:
             for text in texts:
                 self.encode(text)  # Raises for the one at fault, whose beginning it shows.
             raise
-        return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+        encoded = [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
+        return [
+            ids if self._stays_text(ids) else np.array(self.encode(text), ids.dtype)
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
+    def token(self, token_id: int | None) -> str | None:
+        """The name of a token."""
+        return None if token_id is None else self._tokenizer.id_to_token(token_id)
+
+    def _stays_text(self, ids: Sequence[int] | np.ndarray) -> bool:
+        return not self._is_reserved[np.asarray(ids, np.int64)].any()
+
+    def _encode_literally(self, text: str, ids: Sequence[int]) -> list[int]:
+        """Ids of a text that the model, or an added token that isn't special, takes for a reserved token."""
+        literal, unspellable = self._literal
+        lost = unspellable.intersection(ids)
+        if not lost:
+            ids = literal.encode(text, add_special_tokens=False).ids
+            lost = frozenset(i for i in ids if self._is_reserved[i])
+        if lost:
+            token = min(lost)
+            raise ValueError(
+                f"only token {token} ({self._tokenizer.id_to_token(token)!r}) can stand for a part of it, and that is "
+                f"special or begins or ends documents ({self.delimiters})"
+            )
+        return list(ids)
+
+    @functools.cached_property
+    def _literal(self) -> tuple[Any, frozenset[int]]:
+        """A tokenizer that makes no reserved tokens of text, and those without which it would lose text."""
+        named = {int(i): self.token(int(i)) for i in np.flatnonzero(self._is_reserved)}
+        tokens = {i: token for i, token in named.items() if token is not None}
+        literal = type(self._tokenizer).from_str(without_spelling(self._tokenizer.to_str(), tokens.values()))
+        literal.encode_special_tokens = True
+        added = self._tokenizer.get_added_tokens_decoder()
+        unspellable = set()
+        for i, token in tokens.items():
+            text = token if i in added else self._tokenizer.decode([i], skip_special_tokens=False)
+            with contextlib.suppress(Exception):  # `encode` tells what the model can't encode.
+                if "\ufffd" in text or not _places(literal, text) >= _places(self._tokenizer, text):
+                    unspellable.add(i)
+        return literal, frozenset(unspellable)
 
     def _spoken(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens, by name, that `decode` doesn't leave out."""
@@ -229,40 +310,69 @@ class HuggingFaceTokenizer:
         shown = text if len(text) <= _NUM_SHOWN_CHARACTERS else f"{text[:_NUM_SHOWN_CHARACTERS]}…"
         return f"{self.name}: cannot encode the text {shown!r}, so mend the tokenizer or take another"
 
-    def _find_end_of_document(self, token: str | int | None, vocabulary: dict[str, int]) -> int:
-        if isinstance(token, int):
-            if not 0 <= token < self.vocab_size:
-                raise DataError(
-                    f"data.end_of_document_token={token} is not an id of {self.name}; give one below {self.vocab_size}"
-                )
-            return token
+    def _find_end(
+        self, token: str | int | None, vocabulary: dict[str, int], stated: dict[str, Any], special: dict[int, str]
+    ) -> int | None:
         if token is not None:
-            if token not in vocabulary:
-                raise DataError(
-                    f"data.end_of_document_token={token!r} is not a token of {self.name}; give one of its tokens or ids"
-                )
-            return vocabulary[token]
+            return self._find_named("end", token, vocabulary)
         found = [candidate for candidate in _END_OF_DOCUMENT_TOKENS if candidate in vocabulary]
         if len(found) > 1:  # Gemma's vocabulary, for one, has HTML's tags
-            stated = _stated_end_of_text(Path(self.name))
-            found = [candidate for candidate in found if candidate == stated] or found
+            found = [candidate for candidate in found if candidate == stated_token(stated, "eos_token")] or found
         if len(found) != 1:
-            special = [added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special]
             raise DataError(
                 f"{self.name}: cannot tell which token ends a document ({' or '.join(found) or 'no usual one'}); "
-                f"set data.end_of_document_token. Its special tokens: {', '.join(special[:20]) or 'none'}"
+                "set data.end_of_document_token, to none if there is none. "
+                f"Its special tokens: {', '.join([*special.values()][:20]) or 'none'}"
             )
         return vocabulary[found[0]]
 
+    def _find_begin(
+        self, token: str | int | None, vocabulary: dict[str, int], told_by: str, end: int | None
+    ) -> int | None:
+        if token is not None:
+            return self._find_named("begin", token, vocabulary)
+        if len(self.before_text) > 1 or not vocabulary.items() >= {*self.before_text}:
+            told = " ".join(name for name, _ in self.before_text)
+            raise DataError(
+                f"{self.name}: cannot tell which token begins a document: {told_by} puts {told} before a text, "
+                "expected one of its tokens; set data.begin_of_document_token, to none if there is none"
+            )
+        return self.before_text[0][1] if self.before_text else end
 
-def _stated_end_of_text(tokenizer_file: Path) -> str | None:
-    """The `eos_token` of the `tokenizer_config.json` beside a tokenizer; None if nothing there says it."""
-    try:
-        content = read_at_most(tokenizer_file.with_name("tokenizer_config.json"), _MAX_FILE_BYTES)
-        stated = json.loads(content or b"")["eos_token"]
-        return stated if isinstance(stated, str) else stated["content"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    def _find_named(self, which: str, token: str | int, vocabulary: dict[str, int]) -> int | None:
+        """The id of a token that the config names."""
+        setting = f"data.{which}_of_document_token"
+        if token == NONE:
+            return None
+        if isinstance(token, str):
+            if token not in vocabulary:
+                raise DataError(f"{setting}={token!r} is not a token of {self.name}; give one of its tokens or ids")
+            return vocabulary[token]
+        if not 0 <= token < self.vocab_size:
+            raise DataError(f"{setting}={token} is not an id of {self.name}; give one below {self.vocab_size}")
+        return token
+
+
+def _before_text(
+    post_processor: Any, stated: dict[str, Any], vocabulary: dict[str, int]
+) -> tuple[list[tuple[str, int]], str]:
+    """The tokens, by name and id, that a tokenizer's files have put before a text, and which file says so."""
+    adds = stated.get("add_bos_token")
+    if not isinstance(adds, bool):
+        return tokens_around_text(post_processor)[0], "its post-processor"
+    bos = str(stated_token(stated, "bos_token"))
+    return [(bos, vocabulary.get(bos, -1))] if adds else [], f"add_bos_token in {CONFIG_NAME}"
+
+
+def _unknown_id(model: dict[str, Any]) -> int | None:
+    """The token that a model makes of what its vocabulary lacks."""
+    return model["unk_id"] if model["type"] == "Unigram" else model["vocab"].get(model["unk_token"])
+
+
+def _places(tokenizer: Any, text: str) -> set[int]:
+    """The characters of a text that have tokens."""
+    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
+    return {place for start, stop in offsets for place in range(start, stop)}
 
 
 class PretokenizedIds:
@@ -270,15 +380,15 @@ class PretokenizedIds:
 
     Args:
         vocab_size: one more than the largest id in the files.
-        end_of_document_id: the token that ends a document.
+        delimiters: the tokens that begin and end a document.
     """
 
     name = identity = "pretokenized"
 
-    def __init__(self, vocab_size: int, end_of_document_id: int):
+    def __init__(self, vocab_size: int, delimiters: Delimiters):
         self.vocab_size = vocab_size
-        self.end_of_document_id = end_of_document_id
-        self.skipped_ids = frozenset({end_of_document_id})
+        self.delimiters = delimiters
+        self.skipped_ids = frozenset(delimiters.ids)
 
     def encode(self, text: str) -> list[int]:
         raise DataError(self._no_text("encode"))
@@ -305,22 +415,34 @@ class PretokenizedIds:
 
 
 def load_tokenizer(
-    name: str, end_of_document_token: str | int | None = None, *, setting: str = "data.tokenizer"
+    name: str,
+    end_of_document_token: str | int | None = None,
+    begin_of_document_token: str | int | None = None,
+    *,
+    setting: str = "data.tokenizer",
 ) -> ByteTokenizer | HuggingFaceTokenizer:
     """The tokenizer of a name: `byte`, or the path of a `tokenizer.json`.
 
     Args:
-        end_of_document_token: text or id of the token that ends a document; None: the tokenizer's own.
+        end_of_document_token: text or id of the token that ends a document; `none`: none does; None: the tokenizer's
+            own.
+        begin_of_document_token: text or id of the token that begins a document; `none`: none does; None: the one that
+            the tokenizer puts before a text, or else the one that ends a document.
         setting: the field or flag that gave the name, for messages.
 
     Raises:
-        DataError: there is no such tokenizer, or it has no such end-of-document token.
+        DataError: there is no such tokenizer, or it has no such tokens.
     """
     if name != "byte":
-        return HuggingFaceTokenizer(Path(name).expanduser(), end_of_document_token, setting)
-    if end_of_document_token not in (None, ByteTokenizer.end_of_document_id):
-        raise DataError(
-            f"data.end_of_document_token={end_of_document_token!r} has no effect with {setting}=byte, "
-            f"whose documents end with {ByteTokenizer.end_of_document_id}; leave it unset"
-        )
-    return ByteTokenizer()
+        path = Path(name).expanduser()
+        return HuggingFaceTokenizer(path, end_of_document_token, begin_of_document_token, setting)
+    [own] = ByteTokenizer().delimiters.ids
+    for which, token in (("end", end_of_document_token), ("begin", begin_of_document_token)):
+        if token not in (None, NONE, own):
+            raise DataError(
+                f"data.{which}_of_document_token={token!r} has no effect with {setting}=byte, "
+                f"whose documents {which} with {own}; leave it unset"
+            )
+    end = None if end_of_document_token == NONE else own
+    begin = end if begin_of_document_token is None else None if begin_of_document_token == NONE else own
+    return ByteTokenizer(Delimiters(begin, end))

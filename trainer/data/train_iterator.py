@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.data.batch_reader import BatchShare
+from trainer.data.delimiters import Delimiters
 from trainer.data.errors import DataError
 from trainer.data.packing import PackedSequences
 
@@ -36,6 +37,7 @@ class TrainIterator:
         batch_size: int,
         stream: dict[str, Any],
         tokenizer: str,
+        delimiters: Delimiters,
     ):
         self.num_sequences = len(sequences)
         self.padding_fraction = sequences.padding_fraction
@@ -43,6 +45,7 @@ class TrainIterator:
         self._batch_size = batch_size
         self._stream = stream
         self._tokenizer = tokenizer
+        self._delimiters = delimiters
         self._start = 0
         self._batches = open_at(0)
 
@@ -57,11 +60,12 @@ class TrainIterator:
 
         `position` counts the sequences, of all epochs, before the next batch, so that batches of another size can go
         on from there. The state also holds the tokenizer's identity, which tells a reader of a checkpoint what its ids
-        mean.
+        mean, and the tokens that begin and end documents.
         """
         return {
             "stream": dict(self._stream),
             "tokenizer": self._tokenizer,
+            "delimiters": list(self._delimiters),
             "position": self._start + self._batches.get_state()["next_index"] * self._batch_size,
             "num_sequences": self.num_sequences,
         }
@@ -128,6 +132,14 @@ class TrainIterator:
                 f"the checkpoint's tokens were made by tokenizer {state.get('tokenizer')!r}, and this run's by "
                 f"{self._tokenizer!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
                 "back to that tokenizer, or start in a new workdir"
+            )
+        # Older states lack the delimiters. Documents then began with the token that ended them.
+        delimiters = state.get("delimiters", [self._delimiters.end] * 2)
+        if "corpus" in changed and not allow_changed and delimiters != list(self._delimiters):
+            raise DataError(
+                f"the checkpoint's documents begin and end with tokens {str(delimiters)[:40]}, and this run's with "
+                f"{list(self._delimiters)}; set data.begin_of_document_token and data.end_of_document_token to the "
+                "former, or go on with a new epoch of what is there now: --data.allow-changed True"
             )
         if "corpus" in changed and not allow_changed:
             raise DataError(

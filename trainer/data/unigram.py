@@ -15,7 +15,7 @@ _TOKENS_COUNTED_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class UnigramEstimate:
-    """Entropy of the distribution of targets, end-of-document among them.
+    """Entropy of the distribution of targets, the tokens that end documents among them.
 
     Args:
         nats_per_token: the entropy.
@@ -58,7 +58,7 @@ def _targets(documents: Documents, ends: Int64[np.ndarray, " D"], start: int, st
     parts = []
     document = int(np.searchsorted(ends, start, side="right"))
     while start < stop:
-        first = int(ends[document]) - int(documents.table["length"][document]) - 1
+        first = int(ends[document - 1]) if document else 0
         part_stop = min(stop, int(ends[document]))
         parts.append(documents.stream(document, start - first + 1, part_stop - first + 1))
         start, document = part_stop, document + 1

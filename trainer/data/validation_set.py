@@ -83,15 +83,17 @@ class ValidationSet:
             tokenizer: of the corpus.
         """
         documents, pieces, num_bytes = self.sequences.documents, self.sequences.pieces, 0
+        num_before = int(documents.delimiters.begin is not None)
         for piece in (piece for number in self.chosen for piece in self.sequences.pieces_of(number).tolist()):
-            document, start = pieces.document.item(piece), pieces.start.item(piece)
+            # In tokens of the document. The first is a target only where a token begins documents.
+            document, start = pieces.document.item(piece), pieces.start.item(piece) + 1 - num_before
             length, known = documents.table["length"].item(document), documents.table["num_bytes"].item(document)
-            stop = min(start + pieces.length.item(piece), length)  # end-of-document, a target, has no text
+            stop = min(start + pieces.length.item(piece), length)  # the token that ends it, a target, has no text
             if (start, stop) == (0, length) and known >= 0:
                 num_bytes += known
             else:
                 first = max(start - _NUM_TOKENS_BEFORE, 0)
-                tokens = documents.stream(document, first + 1, stop + 1).tolist()
+                tokens = documents.stream(document, first + num_before, stop + num_before).tolist()
                 decoded = tokenizer.num_bytes(tokens, start - first)
                 if decoded is None:
                     return None

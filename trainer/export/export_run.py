@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from layers.pretrained import write_huggingface
+from layers.pretrained.save import GENERATION_NAME
 from layers.pretrained.table import parameter_shapes
 from trainer.checkpoints.parameters import FoundCheckpoint, stream_params
 from trainer.compile.out_of_memory import OutOfMemory, describe_host, running
-from trainer.config import DataConfig
-from trainer.data import Tokenizer, load_tokenizer
+from trainer.data import Tokenizer
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.export_command import ExportCommand
 from trainer.export.family import choose_family
-from trainer.saved_run import open_saved_run, read_init_from
+from trainer.export.tokenizer_folder import special_token_ids, tokenizer_folder
+from trainer.saved_run import load_trained_tokenizer, open_saved_run, read_init_from
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
@@ -49,10 +45,12 @@ def run(command: ExportCommand) -> None:
     if left:
         console.warning(left)
     context_length = max(saved.config.sequence_length, init_from.get("context_length", 0))
-    tokenizer = _load_tokenizer(command.tokenizer, saved.config.data, saved.checkpoint)
-    end = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_document_id}
+    tokenizer = load_trained_tokenizer(saved, command.tokenizer, setting="--tokenizer")
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer, saved.checkpoint)
     try:
-        with running("exporting"), _tokenizer_folder(tokenizer) as folder:
+        with running("exporting"), tokenizer_folder(tokenizer) as folder:
+            special = {} if tokenizer is None else special_token_ids(tokenizer.delimiters)
 
             def write(params: Any) -> None:
                 command.output.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +62,7 @@ def run(command: ExportCommand) -> None:
                     shard_size=command.shard_bytes,
                     tokenizer_dir=folder,
                     # A folder's own tells more, and is copied.
-                    generation_config=None if folder and (folder / "generation_config.json").is_file() else end,
+                    generation_config=None if folder and (folder / GENERATION_NAME).is_file() else special,
                     model_type=model_type,
                     context_length=context_length,
                 )
@@ -89,38 +87,17 @@ def run(command: ExportCommand) -> None:
         console.note("without a tokenizer: the run's is no tokenizer.json")
 
 
-def _load_tokenizer(name: str | None, data: DataConfig, checkpoint: FoundCheckpoint) -> Tokenizer | None:
-    """The tokenizer of training; None: a run on `.bin` files doesn't know it."""
-    setting = "data.tokenizer" if name is None else "--tokenizer"
-    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
-    if name is None:
-        return None
-    tokenizer = load_tokenizer(name, data.end_of_document_token, setting=setting)
-    trained = checkpoint.tokenizer or tokenizer.identity  # what `.bin` files were made with, nobody knows
+def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint) -> None:
+    """Refuses a tokenizer that isn't training's. What `.bin` files were made with, nobody knows."""
+    trained = checkpoint.tokenizer or tokenizer.identity
     if trained != "pretokenized" and _digest(trained) != _digest(tokenizer.identity):
         raise UserMistake(
             f"the {tokenizer.name} tokenizer is not the one that the run was trained with: expected "
             f"{_digest(trained)!r}, got {_digest(tokenizer.identity)!r}; give the tokenizer.json of training with "
             "--tokenizer"
         )
-    return tokenizer
 
 
 def _digest(identity: str) -> str:
     """A tokenizer's identity without the version of the library, which no file depends on."""
     return identity.rpartition(" ")[2]
-
-
-@contextlib.contextmanager
-def _tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
-    """A folder that holds the tokenizer as Hugging Face names its files; None: it is no such tokenizer."""
-    if tokenizer is None or tokenizer.name == "byte":
-        yield None
-        return
-    path = Path(tokenizer.name).absolute()
-    if path.name == "tokenizer.json":
-        yield path.parent
-        return
-    with tempfile.TemporaryDirectory(prefix="trainer-export-") as folder:
-        shutil.copyfile(path, Path(folder) / "tokenizer.json")
-        yield Path(folder)

@@ -152,7 +152,10 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
                     f"--prompt-file {path} has more than {limit:,} bytes, which is more than the context of "
                     f"{context_length:,} tokens can hold; shorten it"
                 )
-            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()  # Any line end becomes \n.
+            if (place := content.find(b"\0")) >= 0:
+                raise UserMistake(f"--prompt-file {path} is no text in UTF-8: it has a NUL at byte {place:,}")
+            # Any line end becomes \n, and a byte order mark is left out.
+            yield io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
         except OSError as error:
             raise UserMistake(f"--prompt-file {path} can't be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -162,7 +165,7 @@ def _read_prompts(command: SampleCommand, context_length: int) -> Iterator[str]:
 def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, trained: TrainedRun) -> int:
     """How many to add to a prompt's tokens. What lies past the context was never trained, so that is refused."""
     length = len(tokens)
-    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.end_of_document_id else ""
+    begun = " and the one that begins a document" if tokens[0] == trained.tokenizer.delimiters.begin else ""
     context, scaling = trained.context_length, trained.model.rope_scaling
     limit = f"the {context:,} tokens that the model was trained on"
     if context > trained.config.sequence_length:

@@ -39,7 +39,7 @@ class Samples:
                     "shorten it"
                 )
             num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
-            self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.end_of_document_id))
+            self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.delimiters.end))
         self._generator = Generator(config.model, vocab_size=tokenizer.vocab_size, choice=samples)
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ class Samples:
         growing = [GrowingText(self._tokenizer, request.tokens) for request in self._requests]
         texts = [""] * len(growing)
         for new in self._generator.generate(laid_out, self._requests):
-            if new.token != self._tokenizer.end_of_document_id:
+            if new.token != self._tokenizer.delimiters.end:
                 texts[new.request] += growing[new.request].add(new.token)
             if new.is_last:
                 texts[new.request] += growing[new.request].end()

@@ -26,6 +26,7 @@ from trainer.sample.choice import choose_tokens
 # mean another program to compile.
 _SHORTEST_PROMPT = 64
 _CACHE_MULTIPLE = 256
+_NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class SampleRequest:
     """Tokens to add at most, at least one."""
     seed: int
     """Of the random choices. Prompt and seed alone determine a text, whatever is written beside it."""
-    stop_token: int
-    """Ends the text."""
+    stop_token: int | None
+    """Ends the text; None: its length alone does."""
 
 
 class NewToken(NamedTuple):
@@ -171,7 +172,9 @@ class Generator:
             newest=jnp.zeros(len(requests), jnp.int32),
             num_left=jnp.zeros(len(requests), jnp.int32),
             seeds=jnp.array([_text_seed(request) for request in requests], jnp.uint32),
-            stop_tokens=jnp.array([request.stop_token for request in requests], jnp.int32),
+            stop_tokens=jnp.array(
+                [_NO_TOKEN if request.stop_token is None else request.stop_token for request in requests], jnp.int32
+            ),
         )
 
     def _no_caches(self, requests: Sequence[SampleRequest]) -> tuple[SlabCache, ...]:

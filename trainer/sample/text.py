@@ -17,8 +17,8 @@ _REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no character, 
 def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple[int, ...]:
     """Tokens of a prompt, as training would have them.
 
-    A document begins with the token that ends the one before; only a piece that fills the context, cut from a longer
-    document, may do without.
+    A document begins with a token of its own, or with the one that ends the one before; only a piece that fills the
+    context, cut from a longer document, may do without.
 
     Args:
       text: the prompt.
@@ -27,13 +27,21 @@ def encode_prompt(text: str, tokenizer: Tokenizer, context_length: int) -> tuple
 
     Returns:
       At least one token. More than the context holds, if the prompt is that long.
+
+    Raises:
+      UserMistake: the prompt has no token, and no token begins a document.
     """
     tokens = tuple(tokenizer.encode(text))
-    return tokens if len(tokens) >= context_length else (tokenizer.end_of_document_id, *tokens)
+    begin = tokenizer.delimiters.begin
+    if begin is None or len(tokens) >= context_length:
+        if not tokens:
+            raise UserMistake(f"the prompt {text!r} has no token to begin with, nor have documents; give some text")
+        return tokens
+    return (begin, *tokens)
 
 
-def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int:
-    """The token that ends a text.
+def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int | None:
+    """The token that ends a text; None: no token does.
 
     Args:
       stop: its id or text; None: the token that ends a document.
@@ -43,7 +51,7 @@ def find_stop_token(stop: int | str | None, tokenizer: Tokenizer) -> int:
       UserMistake: the tokenizer has no such token.
     """
     if stop is None:
-        return tokenizer.end_of_document_id
+        return tokenizer.delimiters.end
     if isinstance(stop, int):
         if not 0 <= stop < tokenizer.vocab_size:
             raise UserMistake(

@@ -12,11 +12,11 @@ import jax
 
 from layers import GPTConfig, RopeScaling
 from trainer.checkpoints.parameters import FoundCheckpoint, restore_params
-from trainer.config import DataConfig, TrainConfig
-from trainer.data import Tokenizer, load_tokenizer
+from trainer.config import TrainConfig
+from trainer.data import Tokenizer
 from trainer.data.tokenizers import PretokenizedIds
 from trainer.errors import UserMistake
-from trainer.saved_run import abstract_params, open_saved_run
+from trainer.saved_run import abstract_params, load_trained_tokenizer, open_saved_run
 
 
 @dataclass(frozen=True)
@@ -79,20 +79,14 @@ def open_run(
         model.check_looks_back_only()
     except ValueError as error:
         raise UserMistake(str(error)) from error
-    loaded = _load_tokenizer(tokenizer, config.data)
-    _check_tokenizer(loaded, checkpoint, model)
-    return TrainedRun(config, model, loaded, checkpoint)
-
-
-def _load_tokenizer(name: str | None, data: DataConfig) -> Tokenizer:
-    setting = "data.tokenizer" if name is None else "--tokenizer"
-    name = name or data.tokenizer or (None if data.source == "bin" else "byte")
-    if name is None:
+    loaded = load_trained_tokenizer(saved, tokenizer, setting="--tokenizer")
+    if loaded is None:
         raise UserMistake(
             "the run was trained on .bin files, which don't say which tokenizer made them; "
             "give its tokenizer.json with --tokenizer"
         )
-    return load_tokenizer(name, data.end_of_document_token, setting=setting)
+    _check_tokenizer(loaded, checkpoint, model)
+    return TrainedRun(config, model, loaded, checkpoint)
 
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:

@@ -71,6 +71,7 @@ CHANGED = dataclasses.replace(
         tokenizer="other.json",
         token_cache_dir="tokens",
         token_cache_gib=50.0,
+        begin_of_document_token=1,
         keep_documents_apart=False,
         num_prefetch_batches=2,
         allow_changed=True,

@@ -118,7 +118,8 @@ def test_the_tokenizer_is_the_folders_unless_the_config_names_one(folder, config
 @pytest.mark.parametrize("tokenizer", [None, "byte", "other.json"])
 def test_of_another_run_its_config_tells_model_and_tokenizer(tmp_path, config_file, tokenizer):
     masks = (WINDOW, WINDOW, WINDOW, CausalMask())
-    data = DataConfig(tokenizer=tokenizer, end_of_document_token=None if tokenizer != "other.json" else 7)
+    delimiters = {"end_of_document_token": 7, "begin_of_document_token": "none"} if tokenizer == "other.json" else {}
+    data = DataConfig(tokenizer=tokenizer, **delimiters)
     model = dataclasses.replace(OTHER, masks=masks, remat="none")
     held = TrainConfig("other", model, num_steps=200, sequence_length=64, data=data)
     workdir = claim_workdir(tmp_path / "run", held)

@@ -11,6 +11,7 @@ import pytest
 
 from trainer.config import DataConfig
 from trainer.data import Corpus, Documents, make_train_iterator
+from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE
 from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
@@ -40,7 +41,7 @@ def make_documents() -> Callable[..., Documents]:
         table["length"] = [len(tokens) for tokens in token_lists]
         table["start"] = np.cumsum(table["length"]) - table["length"]
         tokens = np.concatenate([np.asarray(tokens, np.uint16) for tokens in token_lists])
-        return Documents((tokens,), table, end_of_document_id)
+        return Documents((tokens,), table, Delimiters(end_of_document_id, end_of_document_id))
 
     return make
 

@@ -9,7 +9,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from trainer.data import DataError, PackedSequences, ValidationSet
+from trainer.data import ByteTokenizer, DataError, PackedSequences, ValidationSet
+from trainer.data.delimiters import Delimiters
 
 T = 64
 
@@ -151,6 +152,21 @@ def test_other_documents_begin_an_epoch_if_that_is_asked_for(make_iterator, corp
     assert "the validation documents may be other ones" in notes[1]
     again = make_iterator(grown)
     assert again.set_state(iterator.get_state()) == [], "the new documents are the run's own from then on"
+
+
+def test_other_delimiters_are_refused_by_name(make_iterator, corpus):
+    state = make_iterator().get_state()
+    assert state["delimiters"] == [256, 256]
+    begun = dataclasses.replace(corpus, fingerprint="e" * 64, tokenizer=ByteTokenizer(Delimiters(None, 256)))
+    earlier = {name: value for name, value in state.items() if name != "delimiters"}
+    for each in (state, earlier, state | {"delimiters": "x" * 999}):
+        with pytest.raises(
+            DataError,
+            match=r"documents begin and end with tokens .*, and this run's with \[None, 256\]; set data.begin",
+        ) as refused:
+            make_iterator(begun).set_state(each)
+        assert len(str(refused.value)) < 500
+    assert make_iterator(begun).set_state(state, allow_changed=True)
 
 
 def test_another_tokenizers_documents_are_refused_whatever_is_allowed(make_iterator, corpus):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -45,7 +48,7 @@ def test_every_writers_documents_are_found(tmp_path, documents, data_config, wri
         assert sorted(_contents(corpus.train) + _contents(corpus.validation)) == sorted(documents)
         assert isinstance(corpus.train.arrays[0], TokenFile)
         assert corpus.train.num_bytes is None
-        assert corpus.tokenizer.end_of_document_id == END
+        assert corpus.tokenizer.delimiters.end == END
         assert corpus.tokenizer.vocab_size == END + 1
         assert corpus.summary()["tokenizer"] == "pretokenized"
 
@@ -156,7 +159,7 @@ def _no_documents(path, write_llmc):
         (_version, r"a.bin: version 2 of llm.c GPT-2, expected 1"),
         (_evaluation, r"a.bin: header magic 20240522 is not one of llm.c's token files \(20240520, 20240801\)"),
         (_no_tokens, r"a.bin has a header but no tokens"),
-        (_no_documents, r"a.bin holds no token but end-of-document 50256"),
+        (_no_documents, r"a.bin holds no token but those around documents, \[50256, …, 50256\]"),
     ],
 )
 def test_broken_files_are_refused(tmp_path, data_config, write_llmc, spoil, message):
@@ -174,12 +177,73 @@ def test_files_of_different_tokenizers_are_refused(tmp_path, data_config, write_
         load_corpus(data_config(source="bin", files=["*.bin"]), vocab_size=128_256)
 
 
-def test_an_end_of_document_past_the_vocabulary_is_refused(tmp_path, data_config):
-    np.array([1, 2], "<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(
-        DataError, match=r"a.bin: its end-of-document token 50256 is outside the vocabulary of 100; .*50257"
-    ):
+def test_a_delimiter_past_the_vocabulary_is_refused(tmp_path, data_config):
+    np.array([1, 2, END], "<u2").tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"a.bin: token 50256 at index 2 .* is outside the vocabulary of 100; "):
         load_corpus(data_config(source="bin", files=["a.bin"]), vocab_size=100)
+    np.array([1, 2], "<u2").tofile(tmp_path / "a.bin")
+    for fields in ({"end_of_document_token": 100}, {"begin_of_document_token": 100}):
+        with pytest.raises(
+            DataError, match=r"a.bin: the token 100 that begins or ends its documents is outside .* of 100; .* 101, or"
+        ):
+            load_corpus(data_config(source="bin", files=["a.bin"], **fields), vocab_size=100)
+
+
+@pytest.mark.parametrize("token", [None, "none"])
+def test_without_a_token_to_end_documents_a_file_is_one_text(tmp_path, data_config, rng, token):
+    # nanoGPT's shakespeare_char: 65 characters, train.bin and val.bin, no delimiter.
+    texts = {name: rng.integers(0, 65, 1000).astype("<u2") for name in ("train.bin", "val.bin")}
+    for name, text in texts.items():
+        text.tofile(tmp_path / name)
+    config = data_config(source="bin", files=["train.bin"], validation_files=["val.bin"], end_of_document_token=token)
+    said: list[str] = []
+    corpus = load_corpus(config, vocab_size=65, on_progress=said.append)
+    assert any("no token 50256 ends a document" in line and "one text" in line for line in said) == (token is None)
+    assert corpus.tokenizer.delimiters == (None, None)
+    assert corpus.tokenizer.vocab_size == max(text.max() for text in texts.values()) + 1
+    for documents, text in ((corpus.train, texts["train.bin"]), (corpus.validation, texts["val.bin"])):
+        assert documents.num_tokens == 999
+        assert documents.stream(0, 0, 1000).tolist() == text.tolist()
+    with pytest.raises(DataError, match=r"token 64 at index \d+ .* is outside the vocabulary of 64"):
+        load_corpus(config, vocab_size=64)
+
+
+def test_one_file_with_a_token_that_ends_documents_makes_it_everybodys(tmp_path, data_config):
+    np.array([1, 2, END, 3], "<u2").tofile(tmp_path / "a.bin")
+    np.array([4, 5], "<u2").tofile(tmp_path / "v.bin")
+    config = data_config(source="bin", files=["a.bin"], validation_files=["v.bin"])
+    corpus = load_corpus(config, vocab_size=50_304)
+    assert corpus.tokenizer.delimiters == (END, END)
+    assert corpus.validation.stream(0, 0, 4).tolist() == [END, 4, 5, END]
+
+
+def test_a_text_too_short_to_be_learnt_is_refused(tmp_path, data_config):
+    for length, message in ((3, "the only document has 3 tokens"), (1, "the only document has 1 tokens")):
+        np.arange(length, dtype="<u2").tofile(tmp_path / "a.bin")
+        with pytest.raises(DataError, match=message):
+            load_corpus(data_config(source="bin", files=["a.bin"]), vocab_size=100)
+    for name in ("a.bin", "v.bin"):
+        np.arange(1, dtype="<u2").tofile(tmp_path / name)
+    with pytest.raises(DataError, match=r"no token to train on follows another"):
+        load_corpus(data_config(source="bin", files=["a.bin"], validation_files=["v.bin"]), vocab_size=100)
+
+
+def test_documents_with_a_token_at_either_end_lose_both(tmp_path, data_config):
+    documents = [[5, 6, 7], [8], [9, 10]]
+    np.array([token for each in documents for token in (1, *each, 2)], "<u2").tofile(tmp_path / "a.bin")
+    config = data_config(
+        source="bin",
+        files=["a.bin"],
+        begin_of_document_token=1,
+        end_of_document_token=2,
+        validation_fraction=0.4,
+    )
+    corpus = load_corpus(config, vocab_size=11)
+    assert sorted(_contents(corpus.train) + _contents(corpus.validation)) == documents
+    assert corpus.train.stream(0, 0, 2).tolist()[0] == 1
+    assert corpus.train.stream(0, 0, int(corpus.train.num_targets[0]) + 1).tolist()[-1] == 2
+    other = load_corpus(dataclasses.replace(config, begin_of_document_token="none"), vocab_size=11)
+    assert other.fingerprint != corpus.fingerprint
 
 
 def test_an_end_of_document_as_text_needs_the_tokenizer(tmp_path, data_config):
@@ -213,7 +277,7 @@ def test_ids_of_another_width_without_a_header_are_doubted(tmp_path, data_config
     assumed, warning, *_ = said
     assert re.fullmatch(
         r"\S+a.bin and 1 more: no header, so read as nanoGPT's: uint16 ids, documents ended by 50256; "
-        r"ids of another width need llm.c's header",
+        r"ids of another width need llm.c's header, or NumPy's",
         assumed,
     )
     assert re.fullmatch(rf"warning: \S+a.bin and 1 more: {doubt}; look at what wrote it", warning)
@@ -241,10 +305,145 @@ def test_uint16_ids_are_not_doubted(tmp_path, data_config, rng, write_llmc, num_
     assert not any("no header" in line or "warning" in line for line in said)
 
 
-def test_a_file_of_numpys_is_refused(tmp_path, data_config):
-    np.save(tmp_path / "a.bin.npy", np.arange(100, dtype="<u2"))
-    with pytest.raises(DataError, match=r"a.bin.npy: a file of NumPy's, with a header of its own; write the ids alone"):
-        load_corpus(data_config(source="bin", files=["a.*"]), vocab_size=50_304)
+@pytest.mark.parametrize("dtype", ["<u2", ">u2", "<u4", ">u4", "<i4", "<i8", ">i8", "<u8"])
+def test_files_of_numpys_are_read_by_their_header(tmp_path, data_config, rng, dtype):
+    largest = 2**16 if dtype.endswith("2") else 2**17
+    documents = [rng.integers(END + 1, largest, length).tolist() for length in (5, 1, 30, 2)]
+    np.save(tmp_path / "a.npy", _nanogpt(documents).astype(dtype))
+    config = data_config(source="bin", files=["a.npy"], validation_fraction=0.4)
+    if not dtype.endswith("2"):
+        with pytest.raises(
+            DataError, match=r"a.npy \(NumPy, .*\) doesn't say which token ends a document; set data.end"
+        ):
+            load_corpus(config, vocab_size=2**17)
+        config = dataclasses.replace(config, end_of_document_token=END)
+    said: list[str] = []
+    corpus = load_corpus(config, vocab_size=2**17, on_progress=said.append)
+    assert sorted(_contents(corpus.train) + _contents(corpus.validation)) == sorted(documents)
+    assert not any("no header" in line for line in said)
+    stream = corpus.train.stream(0, 0, 3)
+    assert stream.dtype == np.int32
+    assert stream.tolist() == [END, *_contents(corpus.train)[0], END][:3]
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.ones(9, "<f4"), r"a.npy: an array of float32 and shape \(9,\), expected integers and one dim"),
+        (np.ones((3, 3), "<u2"), r"a.npy: an array of uint16 and shape \(3, 3\), expected integers and one dim"),
+        (np.array(3, "<u2"), r"a.npy: an array of uint16 and shape \(\), expected"),
+        (np.array([1, -5, 2], "<i4"), r"a.npy: token -5 at index 1 is negative, so no token id"),
+        (np.array(["a"], object), r"a.npy: an array of object and shape \(1,\), expected integers"),
+    ],
+)
+def test_odd_files_of_numpys_are_refused(tmp_path, data_config, array, message):
+    np.save(tmp_path / "a.npy", array)
+    with pytest.raises(DataError, match=message):
+        load_corpus(data_config(source="bin", files=["a.npy"], end_of_document_token=9), vocab_size=50_304)
+
+
+def test_a_file_of_numpys_that_was_cut_short_is_refused(tmp_path, data_config):
+    np.save(tmp_path / "a.npy", np.arange(100, dtype="<u2"))
+    content = (tmp_path / "a.npy").read_bytes()
+    for length, message in (
+        (len(content) - 1, "its header promises 100 tokens"),
+        (20, "its .npy header can't be read"),
+    ):
+        (tmp_path / "a.npy").write_bytes(content[:length])
+        with pytest.raises(DataError, match=rf"a.npy: {message}"):
+            load_corpus(data_config(source="bin", files=["a.npy"]), vocab_size=50_304)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(bytes(100)), r"a.bin is gzip-compressed, not token ids; decompress it \(`gunzip`\)"),
+        (b"\x28\xb5\x2f\xfd" + bytes(20), r"a.bin is Zstandard-compressed, not token ids; decompress it"),
+        (b"PAR1\x15" + bytes(31), r"a.bin is a Parquet file, not token ids; set data.source=parquet"),
+        (b"PK\x03\x04" + bytes(20), r"a.bin is a ZIP archive .*, not token ids; unpack it"),
+        (
+            b"MMIDIDX\0\0\1" + bytes(30),
+            r"a.bin is the index of a Megatron .bin, not token ids; .* name the .bin beside",
+        ),
+    ],
+)
+def test_files_of_other_formats_are_no_ids(tmp_path, data_config, content, message):
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_corpus(data_config(source="bin", files=["a.bin"]), vocab_size=50_304)
+
+
+def _write_megatron(path, documents, code_and_dtype=(8, "<u2"), *, end=(), sequences_per_document=1, modes=False):
+    """Documents as Megatron-LM's IndexedDatasetBuilder writes them."""
+    code, dtype = code_and_dtype
+    sequences = [part for each in documents for part in np.array_split([*each, *end], sequences_per_document)]
+    lengths = np.array([len(sequence) for sequence in sequences], "<i4")
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * np.dtype(dtype).itemsize
+    boundaries = np.arange(len(documents) + 1, dtype="<i8") * sequences_per_document
+    np.concatenate(sequences).astype(dtype).tofile(path.with_suffix(".bin"))
+    header = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, code, len(lengths), len(boundaries))
+    arrays = (lengths, pointers.astype("<i8"), boundaries, *((np.zeros(len(lengths), "i1"),) if modes else ()))
+    path.with_suffix(".idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+
+
+@pytest.mark.parametrize("code_and_dtype", [(8, "<u2"), (4, "<i4"), (5, "<i8")])
+@pytest.mark.parametrize("options", [{}, {"end": (2,)}, {"sequences_per_document": 3, "modes": True}])
+def test_megatrons_index_tells_the_documents(tmp_path, data_config, rng, code_and_dtype, options):
+    documents = [rng.integers(3, 60_000, length).tolist() for length in (5, 1, 30, 2, 400)]
+    _write_megatron(tmp_path / "a.bin", documents, code_and_dtype, **options)
+    config = data_config(source="bin", files=["a.bin"], validation_fraction=0.4)
+    with pytest.raises(
+        DataError, match=r"a.bin \(Megatron, .*\) doesn't say which token ends a document; set data.end"
+    ):
+        load_corpus(config, vocab_size=60_000)
+    said: list[str] = []
+    for end in (2, "none"):
+        config = dataclasses.replace(config, end_of_document_token=end)
+        corpus = load_corpus(config, vocab_size=60_000, on_progress=said.append)
+        stored = [[*each, *options.get("end", ())] for each in documents] if end == "none" else documents
+        assert sorted(_contents(corpus.train) + _contents(corpus.validation)) == sorted(stored)
+        assert corpus.tokenizer.delimiters == ((2, 2) if end == 2 else (None, None))
+    assert not any("no header" in line for line in said)
+    with pytest.raises(DataError, match=r"a.idx is the index of a Megatron .bin, not token ids"):
+        load_corpus(dataclasses.replace(config, files=(str(tmp_path / "a.*"),)), vocab_size=60_000)
+
+
+def test_another_index_is_another_corpus(tmp_path, data_config):
+    tokens = list(range(3, 43))
+    config = data_config(source="bin", files=["a.bin"], validation_fraction=0.4, end_of_document_token="none")
+    fingerprints = set()
+    for length in (10, 20):
+        _write_megatron(tmp_path / "a.bin", [tokens[start : start + length] for start in range(0, 40, length)])
+        corpus = load_corpus(config, vocab_size=99)
+        fingerprints.add(corpus.fingerprint)
+        assert len(corpus.train) + len(corpus.validation) == 40 // length
+    assert len(fingerprints) == 2
+
+
+def test_a_damaged_index_is_refused(tmp_path, data_config):
+    _write_megatron(tmp_path / "a.bin", [[1, 2, 3], [4, 5]])
+    good = (tmp_path / "a.idx").read_bytes()
+    config = data_config(source="bin", files=["a.bin"], end_of_document_token=9)
+
+    def spoilt(place: int, new: bytes) -> bytes:
+        return good[:place] + new + good[place + len(new) :]
+
+    for content, message in (
+        (b"TNTIDX\0\0" + good, r"a.idx is of Megatron's first form; expected MMIDIDX"),
+        (good[:20], r"a.idx: 20 bytes end inside the header"),
+        (good[:-1], r"a.idx: 2 sequences and 3 boundaries make 82 bytes, but it has 81; it was cut short"),
+        (spoilt(9, b"\2"), r"a.idx: version 2 and type 8, expected version 1 and integers"),
+        (spoilt(17, b"\7"), r"a.idx: version 1 and type 7, expected version 1 and integers"),
+        (spoilt(34, b"\4"), r"a.idx: its sequences don't lie end to end"),
+        (spoilt(38, b"\1"), r"a.idx is of 4 tokens, and the .bin beside it has 5; one was cut short"),
+        (spoilt(58, b"\3"), r"a.idx: its documents aren't in order"),
+        (spoilt(66, b"\3"), r"a.idx: its documents aren't in order"),
+    ):
+        (tmp_path / "a.idx").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            load_corpus(config, vocab_size=99)
+    (tmp_path / "a.idx").write_bytes(b"an index of something else")
+    assert load_corpus(config, vocab_size=99).train.num_tokens > 0
 
 
 def test_a_file_that_is_replaced_while_it_is_opened_is_refused(tmp_path, data_config, documents, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -323,13 +324,42 @@ def test_an_empty_file_is_refused(tmp_path, data_config, source):
         load_corpus(data_config(source=source, files=["a", "b"]), vocab_size=60_000)
 
 
+def test_documents_begin_and_end_as_the_config_says(tmp_path, data_config, tokenizer_file):
+    texts = ["the cat", "a hat", "and the hat"] * 4
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text + str(number))
+    config = data_config(source="text", files=["*.txt"], tokenizer=str(tokenizer_file), validation_fraction=0.3)
+    said: list[str] = []
+    fingerprints, streams = set(), []
+    for begin, end in ((None, None), (5, None), ("none", None), (None, "none"), (5, "none")):
+        corpus = load_corpus(
+            dataclasses.replace(config, begin_of_document_token=begin, end_of_document_token=end),
+            vocab_size=512,
+            on_progress=said.append,
+        )
+        fingerprints.add(corpus.fingerprint)
+        around = [[] if token is None else [token] for token in corpus.tokenizer.delimiters]
+        for documents in (corpus.train, corpus.validation):
+            tokens = documents.tokens(0).tolist()
+            stream = documents.stream(0, 0, int(documents.num_targets[0]) + 1).tolist()
+            assert stream == [*around[0], *tokens, *around[1]]
+        streams.append(stream)
+        summary = corpus.summary()
+        assert (summary["begin_of_document_id"], summary["end_of_document_id"]) == corpus.tokenizer.delimiters
+    assert len(fingerprints) == len({str(stream) for stream in streams}) == 5
+    # Text that spells them has other tokens, so that entries of the cache are told apart by them.
+    assert sum(line.startswith("tokenizing") for line in said) == 5
+
+
 @pytest.mark.parametrize("tokenizer", ["byte", "hugging face"])
 def test_undecodable_text_is_refused(tmp_path, data_config, tokenizer, tokenizer_file):
     (tmp_path / "a.txt").write_bytes("é\nok\nlatin ".encode() + b"\xe9 here")
     config = data_config(
         source="text", files=["a.txt"], tokenizer="byte" if tokenizer == "byte" else str(tokenizer_file)
     )
-    with pytest.raises(DataError, match=r"a.txt:3: byte 0xe9 at offset 12 is not UTF-8 \(.*\); convert the file"):
+    with pytest.raises(
+        DataError, match=r"a.txt:3: byte 0xe9 at offset 12 is not UTF-8 \(.*\); .* convert the file \(Latin-1"
+    ):
         load_corpus(config, vocab_size=512)
 
 

@@ -39,6 +39,25 @@ def test_globs_match_what_glob_matches(tmp_path):
         assert _find(tmp_path / pattern) == sorted(expected), pattern
 
 
+def test_what_is_there_is_meant_by_its_name(tmp_path):
+    for name in ("a[1].txt", "a1.txt", "b[1]/x.txt", "b1/y.txt", "c?.txt", "cd.txt", "e[1-3]/f[x]/g.txt", "[!h].txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    for pattern, expected in (
+        ("a[1].txt", ["a[1].txt"]),
+        ("a[[]1].txt", ["a[1].txt"]),
+        ("a1.txt", ["a1.txt"]),
+        ("a[12].txt", ["a1.txt"]),
+        ("b[1]/*.txt", ["b[1]/x.txt"]),
+        ("b[1]/**", ["b[1]/x.txt"]),
+        ("**/b[1]/x.txt", ["b[1]/x.txt"]),
+        ("*/f[x]/g.txt", ["e[1-3]/f[x]/g.txt"]),
+        ("c?.txt", ["c?.txt", "cd.txt"]),  # what matches itself is a glob
+        ("[!h].txt", ["[!h].txt"]),
+    ):
+        assert _find(tmp_path / pattern) == [str(tmp_path / name) for name in expected], pattern
+
+
 @pytest.mark.timeout(20)
 def test_links_in_circles_end(tmp_path):
     (tmp_path / "a").mkdir()

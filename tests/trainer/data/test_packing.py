@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE, Documents
 from trainer.data.packing import PackedSequences, cut_documents, pack_best_fit
+from trainer.data.unigram import estimate_unigram_entropy
 
 END = 1000
 
@@ -21,7 +26,7 @@ def _documents(lengths: list[int], rng: np.random.Generator) -> Documents:
         mine = table[i::2]
         mine["array"], mine["length"] = i, lengths[i::2]
         mine["start"] = np.cumsum(mine["length"]) - mine["length"]
-    return Documents(arrays, table, END)
+    return Documents(arrays, table, Delimiters(END, END))
 
 
 def _segments(row: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
@@ -108,6 +113,33 @@ def test_a_million_documents_are_packed_in_seconds(rng):
     assert filled.max() <= 32_768
     assert filled.sum() == lengths.sum()
     assert len(filled) <= 1.001 * lengths.sum() / 32_768 + 1
+
+
+@pytest.mark.parametrize("begin", [None, 7, 9])
+@pytest.mark.parametrize("end", [None, 9])
+def test_documents_stand_between_their_delimiters(rng, begin, end):
+    contents = [rng.integers(10, 99, length) for length in (1, 2, 5, 40, 3)]
+    table = np.zeros(len(contents), DOCUMENT_DTYPE)
+    table["length"] = [len(content) for content in contents]
+    table["start"] = np.cumsum(table["length"]) - table["length"]
+    documents = Documents((np.concatenate(contents),), table, Delimiters(begin, end))
+    around = [[] if token is None else [token] for token in (begin, end)]
+    streams = [[*around[0], *content.tolist(), *around[1]] for content in contents]
+    assert [documents.stream(i, 0, len(stream)).tolist() for i, stream in enumerate(streams)] == streams
+    assert documents.num_targets.tolist() == [len(stream) - 1 for stream in streams]
+    assert documents.num_tokens == sum(len(stream) - 1 for stream in streams)
+    pairs = Counter(pair for stream in streams for pair in itertools.pairwise(stream))
+    sequences = PackedSequences(documents, 16)
+    packed = Counter()
+    for sequence in (sequences[index] for index in range(len(sequences))):
+        mask = sequence["target_mask"]
+        packed.update(zip(sequence["tokens"][mask].tolist(), sequence["targets"][mask].tolist(), strict=True))
+    assert packed == pairs
+    counts = np.bincount([target for stream in streams for target in stream[1:]])
+    shares = counts[counts > 0] / counts.sum()
+    estimate = estimate_unigram_entropy(documents, 100)
+    assert estimate.nats_per_token == pytest.approx(-(shares * np.log(shares)).sum())
+    assert estimate.num_tokens == counts.sum()
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import bz2
+import contextlib
+import gzip
 import io
 import json
+import lzma
 import os
+import re
+import sys
+import tarfile
 import tracemalloc
+import zipfile
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data import ByteTokenizer, DataError
+from trainer.data import content as content_module
 from trainer.data import readers as readers_module
 from trainer.data.readers import read_documents
 from trainer.data.token_cache import TokenCache
@@ -66,12 +76,145 @@ def test_odd_lines_are_refused(read, line, message):
     assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le"])
 @pytest.mark.parametrize("source", ["jsonl", "text"])
-def test_utf_16_is_refused_with_its_remedy(read, encoding, source):
-    content = ("" if encoding == "utf-16" else "\ufeff").encode(encoding) + '{"text": "a"}'.encode(encoding)
-    with pytest.raises(DataError, match=r"data:1: byte 0xf[ef] at offset 0 is not UTF-8 .*`iconv -f utf-16 -t utf-8`"):
-        read(content, source)
+@pytest.mark.parametrize(
+    ("encoding", "marked", "named"),
+    [
+        ("utf-16-le", True, "utf-16"),
+        ("utf-16-be", True, "utf-16"),
+        ("utf-32-le", True, "utf-32"),
+        ("utf-32-be", True, "utf-32"),
+        ("utf-16-le", False, "utf-16le"),
+        ("utf-16-be", False, "utf-16be"),
+        ("utf-32-le", False, "utf-32le"),
+        ("utf-32-be", False, "utf-32be"),
+    ],
+)
+def test_wide_text_is_refused_with_its_remedy(read, encoding, marked, named, source):
+    # Without a mark, UTF-16 of ASCII is UTF-8: every second character is NUL.
+    for text in ('{"text": "a"}', '{"text": "' + "é中一" * 20 + '"}\n' * 2):
+        content = ("\ufeff" * marked + text).encode(encoding)
+        with pytest.raises(
+            DataError,
+            match=rf"data is text in {named.upper()}, expected UTF-8; convert the file \(`iconv -f {named} -t utf-8`\)",
+        ):
+            read(content, source)
+        assert content.decode(named) == text  # so the remedy is one
+
+
+def test_a_text_with_a_nul_is_refused(read):
+    chinese = ("天地玄黄,宇宙洪荒。" * 9 + "\n") * 5
+    with pytest.raises(DataError, match=r"data: a NUL byte at offset \d+, as UTF-16LE has them; .*`iconv -f utf-16le"):
+        read(chinese.encode("utf-16-le"), "text")
+    with pytest.raises(DataError, match=r"data: a NUL byte at offset 1,002, which text doesn't have; .*`tr -d '\\0'`"):
+        read(b"text\n" * 200 + b"ab\0" + b"text\n" * 200, "text")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(read):
+    mark = b"\xef\xbb\xbf"
+    assert read(mark + "é".encode(), "text") == ["é".encode()]
+    assert read("é".encode() + mark, "text") == ["é".encode() + mark], "elsewhere it is a character"
+    with pytest.raises(DataError, match="data:1: byte 0xff at offset 4"):
+        read(mark + b"a\xff", "text")
+
+
+def _gzip(content: bytes) -> bytes:
+    return gzip.compress(content[:3]) + gzip.compress(content[3:])
+
+
+def _zstandard(content: bytes) -> bytes:
+    zstandard = pytest.importorskip("zstandard", reason="reads .zst files")
+    skipped = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
+    compress = zstandard.ZstdCompressor(write_content_size=False).compress
+    return skipped + compress(content[:3]) + compress(content[3:])
+
+
+@pytest.mark.parametrize("compress", [_gzip, _zstandard])
+def test_compressed_text_is_read(read, rng, monkeypatch, compress):
+    monkeypatch.setattr(content_module, "_ZSTANDARD_BYTES_AT_ONCE", 7)
+    monkeypatch.setattr(content_module, "_BUFFER_BYTES", 16)
+    texts = ["".join(map(chr, rng.integers(32, 127, length))) for length in (1, 40, 3000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    compressed = compress(lines)
+    assert read(compressed) == [text.encode() for text in texts]
+    assert read(compressed, "text") == [lines]
+    for length in {len(compressed) - 1, len(compressed) - 9, *rng.integers(20, len(compressed) - 9, 20).tolist()}:
+        with contextlib.suppress(DataError):  # the end may be that of a part
+            assert len(read(compressed[:length], "text")[0]) == 3
+    with pytest.raises(DataError, match=r"data can't be decompressed: .*; write or download it again"):
+        read(compressed[:-1], "text")
+    with pytest.raises(DataError, match="data can't be decompressed: "):
+        read(compressed + b"\x01", "jsonl")
+    monkeypatch.setattr(readers_module, "_MAX_TEXT_BYTES", len(lines) - 1)
+    with pytest.raises(DataError, match="data has more than"):
+        read(compressed, "text")
+
+
+def test_zstandard_that_is_not_installed_is_named_with_its_extra(read, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(DataError, match=r'data is Zstandard-compressed.*pip install "flax-longcontext\[data\]"'):
+        read(b"\x28\xb5\x2f\xfd" + b"x" * 20)
+
+
+def _npy(array) -> bytes:
+    content = io.BytesIO()
+    np.save(content, array)
+    return content.getvalue()
+
+
+def _tar(name: str) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    return content.getvalue()
+
+
+def _zip() -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("a", "b")
+    return content.getvalue()
+
+
+def _arrow(kind: str) -> bytes:
+    import pyarrow as arrow
+
+    sink, table = arrow.BufferOutputStream(), arrow.table({"text": ["a"]})
+    with getattr(arrow.ipc, f"new_{kind}")(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+_OTHER_FORMATS = {
+    "a Parquet file, not text; set data.source=parquet": lambda: _parquet(["a", "b"]),
+    "a .npy file of NumPy's, not text; set data.source=bin": lambda: _npy(np.arange(9, dtype=np.uint16)),
+    "a ZIP archive": _zip,
+    "a tar archive": lambda: _tar("a"),
+    "bzip2-compressed, not text; decompress it": lambda: bz2.compress(b"text"),
+    "xz-compressed, not text; decompress it": lambda: lzma.compress(b"text"),
+    "gzip-compressed, not text": lambda: gzip.compress(b"text"),
+    "an Arrow file, not text; write it as Parquet": lambda: _arrow("file"),
+    "an Arrow stream, not text; write it as Parquet": lambda: _arrow("stream"),
+    "the index of a Megatron .bin, not text": lambda: b"MMIDIDX\0\0" + bytes(20),
+}
+
+
+@pytest.mark.parametrize("told", _OTHER_FORMATS)
+def test_other_formats_are_known_by_their_first_bytes(read, told):
+    content = _OTHER_FORMATS[told]()
+    for source in ("text", "jsonl"):
+        for data in (content, gzip.compress(content)):
+            if not (told.startswith("gzip") and data is content):
+                with pytest.raises(DataError, match=f"data is {re.escape(told)}.*, or leave it out"):
+                    read(data, source)
+    if "Parquet file" not in told:
+        with pytest.raises(DataError, match=f"data is {re.escape(told.partition(',')[0])}.*, not Parquet; "):
+            read(content, "parquet")
+
+
+@pytest.mark.parametrize("text", ["PAR1 and PARENTS", "BZh91 is a name", "Obj", "PK", "ustar " * 60, "{\\rt"])
+def test_text_that_begins_as_a_format_does_is_text(read, text):
+    assert read(text.encode(), "text") == [text.encode()]
 
 
 def test_a_document_has_a_largest_size(read, monkeypatch):

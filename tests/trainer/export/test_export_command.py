@@ -100,13 +100,15 @@ def test_what_is_exported_and_read_again_has_every_bit(pretrained, trained, expo
     assert len(shards) >= 3
     assert all((output / name).stat().st_size < 70_000 for name in shards)
     others = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"}
+    others |= {"tokenizer_config.json"}  # without which transformers may add a BOS of its own
     assert set(files) == {*shards, *others}
     tokenizer = pretrained.folder / "tokenizer.json"
     assert (output / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     values = json.loads((output / "config.json").read_text())
     # What llama3's scaling goes up to, which is more than the run was trained on.
     assert values["max_position_embeddings"] == 128 > trained.config.sequence_length
-    assert values["eos_token_id"] == load_tokenizer(str(tokenizer)).end_of_document_id
+    end = load_tokenizer(str(tokenizer)).delimiters.end
+    assert (values["bos_token_id"], values["eos_token_id"]) == (end, end)
     # The folder is one that a run can begin with.
     arguments = ["--config", str(pretrained.page), "--init-from", str(output)]
     assert parse_command_line(arguments).train.model == trained.config.model

@@ -141,7 +141,7 @@ def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word(
 
 def num_bytes_of_tokens(tokenizer, ids: list[int]) -> int:
     """Of byte-level tokens, each for itself: GPT-2 spells each byte as one character."""
-    names = (tokenizer._tokenizer.id_to_token(i) for i in ids if i != tokenizer.end_of_document_id)
+    names = (tokenizer._tokenizer.id_to_token(i) for i in ids if i != tokenizer.delimiters.end)
     return sum(map(len, names))
 
 
@@ -160,7 +160,7 @@ def test_bits_per_byte_are_of_the_evaluated_tokens_own_bytes(base, tmp_path, tok
         loaded = load_tokenizer(name)
         for folder in ("train", "validation"):
             texts = [path.read_text() for path in sorted((tmp_path / folder).iterdir())]
-            ids = [i for text in texts for i in [*loaded.encode(text), loaded.end_of_document_id]]
+            ids = [i for text in texts for i in [*loaded.encode(text), loaded.delimiters.end]]
             np.asarray(ids, "<u2").tofile(tmp_path / f"{folder}.bin")
         data = dataclasses.replace(
             data, source="bin", files=(f"{tmp_path}/train.bin",), validation_files=(f"{tmp_path}/validation.bin",)

@@ -127,7 +127,7 @@ def test_samples_are_printed_at_an_evaluation_and_are_the_texts_of_the_command(t
 
 
 def test_a_real_command_streams_texts_and_says_what_it_did(trained, tmp_path):
-    (tmp_path / "prompt.txt").write_bytes(b"from\r\na file")
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbffrom\r\na file")
     line = [sys.executable, "-m", "trainer.sample", "--workdir", trained.path, "--prompt-file", tmp_path / "prompt.txt"]
     line += ["--prompt", "given", "--num-tokens", "20", *GREEDY]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -418,6 +418,10 @@ def test_a_prompt_that_is_no_text_file_is_refused(trained, sample, tmp_path):
     (tmp_path / "bytes").write_bytes(b"abc\xff")
     assert refusal(sample(trained.path, "--prompt-file", tmp_path / "bytes")).endswith(
         "is not UTF-8: invalid start byte at byte 3"
+    )
+    (tmp_path / "wide").write_bytes("abc".encode("utf-16-le"))
+    assert refusal(sample(trained.path, "--prompt-file", tmp_path / "wide")).endswith(
+        "is no text in UTF-8: it has a NUL at byte 1"
     )
     assert refusal(sample(trained.path, "--prompt-file", "/dev/zero")).endswith(
         f"/dev/zero has more than {256 * LENGTH:,} bytes, which is more than the context of {LENGTH} tokens can hold; "

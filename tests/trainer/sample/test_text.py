@@ -22,7 +22,7 @@ def pieces_of(tokenizer, ids, before=()):
 
 def test_text_grows_by_whole_characters(tokenizer, random_texts):
     for text in random_texts(20):
-        pieces = pieces_of(tokenizer, tokenizer.encode(text), before=[tokenizer.end_of_document_id])
+        pieces = pieces_of(tokenizer, tokenizer.encode(text), before=[tokenizer.delimiters.end])
         assert "".join(pieces) == text
         assert "\ufffd" not in "".join(pieces)
         assert pieces[-1] == ""
@@ -42,15 +42,26 @@ def test_a_cut_character_is_told_at_the_end():
 
 
 def test_a_prompt_begins_a_document_unless_it_fills_the_context(tokenizer):
-    end, ids = tokenizer.end_of_document_id, tuple(tokenizer.encode("the cat"))
+    end, ids = tokenizer.delimiters.end, tuple(tokenizer.encode("the cat"))
     assert encode_prompt("", tokenizer, 100) == (end,)
     assert encode_prompt("the cat", tokenizer, len(ids) + 1) == (end, *ids)
     assert encode_prompt("the cat", tokenizer, len(ids)) == ids
     assert encode_prompt("the cat", tokenizer, len(ids) - 1) == ids
 
 
+def test_a_prompt_begins_as_documents_do(tokenizer_file):
+    tokenizer = load_tokenizer(str(tokenizer_file), None, "a")
+    ids = tuple(tokenizer.encode("the c"))
+    assert encode_prompt("the c", tokenizer, 100) == (tokenizer.delimiters.begin, *ids)
+    tokenizer = load_tokenizer(str(tokenizer_file), "none", "none")
+    assert encode_prompt("the c", tokenizer, 100) == ids
+    assert find_stop_token(None, tokenizer) is None
+    with pytest.raises(UserMistake, match=r"the prompt '' has no token to begin with, nor have documents; give some"):
+        encode_prompt("", tokenizer, 100)
+
+
 def test_stop_tokens_by_id_and_text(tokenizer):
-    end = tokenizer.end_of_document_id
+    end = tokenizer.delimiters.end
     assert find_stop_token(None, tokenizer) == end
     assert find_stop_token(end, tokenizer) == end
     assert tokenizer.decode([find_stop_token("\n", tokenizer)]) == "\n"
@@ -62,7 +73,7 @@ def test_stop_tokens_by_id_and_text(tokenizer):
 
 def test_a_special_token_is_found_by_its_text(tokenizer_file):
     tokenizer = load_tokenizer(str(tokenizer_file))
-    assert find_stop_token("<|endoftext|>", tokenizer) == tokenizer.end_of_document_id
+    assert find_stop_token("<|endoftext|>", tokenizer) == tokenizer.delimiters.end
 
 
 def test_one_text_is_shown_as_it_comes():

@@ -156,7 +156,7 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 def test_text_is_shown_a_character_at_a_time(name, cases, before, text):
     case = cases[name]
     encode = case.tokenizer.encode
-    check(case, [case.tokenizer.end_of_document_id, *encode(before)], encode(text))
+    check(case, [case.tokenizer.delimiters.end, *encode(before)], encode(text))
     ids = encode(text)
     if case.library is not None:
         assert case.decode(ids) == case.library.decode(ids)
