@@ -206,7 +206,12 @@ def test_old_rope_keys_take_the_new_ones_place_as_in_transformers_5(tmp_path):
     nested = {kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("full_attention", "sliding_attention")}
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     values = {"model_type": "olmo3", "rope_parameters": nested, "rope_scaling": yarn, "sliding_window": 4096}
-    config = read(tmp_path, values | sizes(4096, 11008, 32, 32, 32, 100278))
+    values |= sizes(4096, 11008, 32, 32, 32, 100278)
+    with pytest.raises(
+        ValueError, match=r"rope_theta as 500000\.0 to transformers 4 and as 1000000\.0 to transformers 5; "
+    ):
+        read(tmp_path, values)
+    config = read(tmp_path, values | {"rope_theta": 1e6})
     layers = [config.layer(index) for index in range(4)]
     assert [layer.rope_scaling.kind for layer in layers] == ["none"] * 3 + ["yarn"]
     assert {layer.rope_base for layer in layers} == {1e6}

@@ -231,7 +231,13 @@ def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
     written = family_of(config, model_type)[1]
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 512}))
-    assert config_from_huggingface(tmp_path) == config
+    if case == "olmo3":  # transformers 5 has lost the key when it comes to layers with windows
+        with pytest.raises(
+            ValueError, match=r"rope_theta as 1000\.0 to transformers 4 and as 500000\.0 to transformers 5"
+        ):
+            config_from_huggingface(tmp_path)
+    else:
+        assert config_from_huggingface(tmp_path) == config
 
 
 @pytest.mark.parametrize(
@@ -239,7 +245,7 @@ def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
     [
         ({}, 512, {"type", "short_factor", "long_factor"}),
         ({"attention_factor": 1.5}, 512, {"rope_type", "attention_factor", "factor"}),
-        ({"factor": 1.7}, 27, {"rope_type", "factor"}),
+        ({"factor": 1.7}, 27, {"rope_type", "attention_factor", "factor"}),
     ],
 )
 def test_longrope_is_written_as_transformers_4_reads_it_where_that_can(changes, length, keys, tmp_path, rng):
