@@ -81,12 +81,14 @@ class Family:
         Raises:
           ValueError: a key is missing or has a value that this family can't have here.
         """
-        keys: Keys | None = Keys(values, place)
-        if self.section is not None:
-            keys = Keys(values, place).inner(self.section)
+        whole = Keys(values, place)
+        keys = whole if self.section is None else whole.inner(self.section)
         if keys is None:
             raise ValueError(f"{place} has no {self.section}, which describes the language model")
-        for part in (Keys(values, place), keys):
+        # transformers 4 takes it from the section, and transformers 5 from the whole.
+        if len({part.values.get("tie_word_embeddings", True) is True for part in (whole, keys)}) > 1:
+            raise whole.wrong("tie_word_embeddings", f"what {self.section} has, as by default true")
+        for part in (whole, keys):
             self._check_values(part, _EVERYWHERE)
             self._check_quantization(part)
         self._check_values(keys, self.required)

@@ -39,6 +39,7 @@ class LayerRule:
       switch: the key without which windows are off.
       default_types: the layers' types where `layer_types` is absent.
       default_base: what transformers takes where `rope_theta` is absent.
+      old_default_base: what transformers 4 takes there; None: the same.
       rope_by_type: sliding layers have a rotary embedding of their own, without scaling.
       sliding_base_key: where files from before `rope_parameters` have its base; None: where the others have theirs.
       sliding_default_base: what transformers takes where that is absent.
@@ -53,6 +54,7 @@ class LayerRule:
     switch: str | None = None
     default_types: Callable[[Keys, int], list[str]] | None = None
     default_base: float = 10_000.0
+    old_default_base: float | None = None
     rope_by_type: bool = False
     sliding_base_key: str | None = None
     sliding_default_base: float = 10_000.0
@@ -66,12 +68,15 @@ class LayerRule:
         num_layers = keys.number_of_parts("num_hidden_layers")
         windows = self._read_windows(keys, num_layers)
         if self.rope_by_type:
-            full = read_rope(keys, layer_type=FULL, default_base=self.default_base)
+            full = read_rope(
+                keys, layer_type=FULL, default_base=self.default_base, old_default_base=self.old_default_base
+            )
             sliding = read_rope(
                 keys,
                 layer_type=SLIDING,
                 base_key=self.sliding_base_key,
                 default_base=self.sliding_default_base,
+                old_default_base=self.old_default_base,
                 scaled=False,
             )
         else:

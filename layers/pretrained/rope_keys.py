@@ -70,13 +70,15 @@ def read_rope(
     layer_type: str | None = None,
     base_key: str | None = "rope_theta",
     default_base: float,
+    old_default_base: float | None = None,
     scaled: bool = True,
     default_scaling: Mapping[str, Any] | None = None,
     longrope_alone: bool = False,
 ) -> Rope:
     """Reads the rotary embedding of all layers, or of those of one type.
 
-    What transformers 5 makes of the file. Where keys from before it are there, transformers 4 has to make the same.
+    What transformers 5 makes of the file. Unless the file has `rope_parameters` alone, transformers 4 has to make the
+    same of it.
 
     Args:
       keys: of config.json.
@@ -84,6 +86,7 @@ def read_rope(
       base_key: where the base is, in files from before `rope_parameters`; None: transformers 5 finds none there for
         these layers, and transformers 4 that of the other ones.
       default_base: what transformers takes where it is nowhere.
+      old_default_base: what transformers 4 takes there; None: the same.
       scaled: whether the `rope_scaling` of such files is for these layers.
       default_scaling: what transformers takes where the file has neither `rope_scaling` nor `rope_parameters`.
       longrope_alone: as Phi-3 does, whose files have longrope or nothing, also under the names su and yarn, and
@@ -97,12 +100,13 @@ def read_rope(
         inner = inner.inner(layer_type)
     elif inner is not None and not inner.values.keys().isdisjoint(("full_attention", "sliding_attention")):
         raise keys.wrong("rope_parameters", "one object for all layers, as this family's layers share it")
-    old = keys.inner("rope_scaling")
-    is_old = old is not None and bool(old.values)
-    if scaled and old is not None and is_old:
-        # Where a file has both, transformers 5 has the old keys in the others' place, or beside a layer type's others.
-        beside = inner.values if inner is not None and layer_type is not None else {}
-        inner = Keys({**beside, **old.values}, old.place)
+    old_base_key, old = base_key or "rope_theta", keys.inner("rope_scaling")
+    is_scaled = old is not None and bool(old.values)
+    is_old = is_scaled or old_base_key in keys.values or "rope_parameters" not in keys
+    if scaled and old is not None and is_scaled:
+        # Where a file has both, transformers 5 has the old keys in the others' place, or over a layer type's others.
+        under = {} if layer_type is None else {"rope_type": "default"} if inner is None else inner.values
+        inner = Keys({**under, **old.values}, old.place)
     elif inner is None and default_scaling is not None:
         if "rope_scaling" in keys.values and old is None:
             raise keys.wrong("rope_scaling", "an object: transformers 4 scales nothing here, and transformers 5 does")
@@ -110,9 +114,9 @@ def read_rope(
     if inner is None:
         inner = Keys({}, keys.place)
     base = inner.number("rope_theta", default_base if base_key is None else keys.number(base_key, default_base))
-    old_base = keys.number(base_key or "rope_theta", default_base)
-    if base != old_base and (is_old or (base_key or "rope_theta") in keys.values):
-        raise _differs(keys, base_key or "rope_theta", old_base, base)
+    old_base = keys.number(old_base_key, old_default_base or default_base)
+    if is_old and base != old_base:
+        raise _differs(keys, old_base_key, old_base, base)
     old_fraction = keys.number("partial_rotary_factor", 1.0) if "partial_rotary_factor" in keys else 1.0
     fraction = inner.number("partial_rotary_factor", old_fraction)
     if is_old and fraction != old_fraction:
@@ -124,7 +128,7 @@ def read_rope(
 def _differs(keys: Keys, name: str, old: float, new: float) -> ValueError:
     return ValueError(
         f"{keys.place} gives {name} as {old!r} to transformers 4 and as {new!r} to transformers 5; "
-        "say the same in all places that have it"
+        "edit it so that both take the same"
     )
 
 
@@ -141,7 +145,9 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 def effective(scaling: RopeScaling) -> RopeScaling:
     """The same scaling, one of transformers' kinds, with default values where that kind doesn't look."""
     names = next(names for kind, names in _KINDS.values() if kind == scaling.kind)
-    return RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
+    found = RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
+    by_default = dataclasses.replace(found, attention_factor=None)
+    return by_default if attention_factor(by_default) == attention_factor(found) else found
 
 
 def _read_scaling(inner: Keys, keys: Keys, is_old: bool, *, is_nested: bool, longrope_alone: bool) -> RopeScaling:
@@ -177,11 +183,9 @@ def _read_scaling(inner: Keys, keys: Keys, is_old: bool, *, is_nested: bool, lon
     if is_nested and not found.get("truncate", True):
         raise inner.wrong("truncate", "true, as transformers 5 doesn't look at it here")
     try:
-        scaling = RopeScaling(**found)
+        return effective(RopeScaling(**found))
     except ValueError as error:
         raise ValueError(f"{inner.place} can't be used: {error!s:.300}") from None
-    implied = dataclasses.replace(scaling, attention_factor=None) if kind == "longrope" else scaling
-    return implied if attention_factor(implied) == scaling.attention_factor else scaling
 
 
 def _original_length(

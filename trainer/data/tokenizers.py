@@ -25,8 +25,8 @@ _MAX_FILE_BYTES = 2**28
 # Far above any published one; a table of that many entries is still small.
 _MAX_VOCAB_SIZE = 2**24
 _NUM_SHOWN_CHARACTERS = 60
-# Texts by which published tokenizers name the token that ends a document.
-_END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>")
+# Texts by which published tokenizers name the token that ends a document. DeepSeek's has fullwidth bars.
+_END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -243,9 +243,9 @@ class HuggingFaceTokenizer:
                 )
             return vocabulary[token]
         found = [candidate for candidate in _END_OF_DOCUMENT_TOKENS if candidate in vocabulary]
-        if len(found) > 1:  # Gemma's vocabulary, for one, has HTML's tags
+        if len(found) != 1:  # none, or several: Gemma's vocabulary, for one, has HTML's tags
             stated = _stated_end_of_text(Path(self.name))
-            found = [candidate for candidate in found if candidate == stated] or found
+            found = [candidate for candidate in found or vocabulary if candidate == stated] or found
         if len(found) != 1:
             special = [added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special]
             raise DataError(

@@ -30,6 +30,7 @@ FAMILY = Family(
         default_window=4096,
         default_types=three_of_four_slide,
         default_base=500_000.0,
+        old_default_base=10_000.0,
         rope_by_type=True,
         sliding_default_base=500_000.0,
     ),

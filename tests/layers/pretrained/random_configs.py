@@ -23,6 +23,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "intermediate_size": (16, 24),
     "num_hidden_layers": (2, 3, 4),
     "num_attention_heads": (4, 8),
+    "pad_token_id": (None, 0, 3),
     "max_position_embeddings": (8, 24, 64, 512),
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -35,16 +36,16 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "max_window_layers": (0, 1, 2, 28, None),
     "sliding_window_pattern": (1, 2, 3, 6),
     "no_rope_layer_interval": (1, 2, 3),
-    "rope_theta": (100.0, 10000, 1e6),
+    "rope_theta": (100.0, 10000, 500000.0),
     "rope_local_base_freq": (100.0, 10000.0),
     "partial_rotary_factor": (None, 0.5, 1.0),
     "original_max_position_embeddings": (None, 8, 16, 4096),
     "query_pre_attn_scalar": (1, 8, 144),
     "attn_logit_softcapping": (None, 1.0, 50.0),
     "final_logit_softcapping": (None, 1.0, 30.0),
-    "num_local_experts": (1, 2, 4),
-    "num_experts": (1, 2, 4),
-    "num_experts_per_tok": (1, 2),
+    "num_local_experts": (2, 4),
+    "num_experts": (2, 4),
+    "num_experts_per_tok": (1, 1, 2),
     "moe_intermediate_size": (6, 8),
     "decoder_sparse_step": (1, 1, 1, 2),
     "mlp_only_layers": ([], None, [0]),
@@ -55,7 +56,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "quantization_config": (None, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "auto_map": ({"AutoConfig": "configuration_x.X"},),
     "router_jitter_noise": (0.0, 0.1),
-    "pad_token_id": (None, 0, 3),
     "bos_token_id": (None, 1),
     "eos_token_id": (None, 2, [2, 3]),
     "attention_chunk_size": (None, 4),
@@ -78,7 +78,8 @@ def draw(rng: Rng, config_class: type, others: tuple[type, ...] = ()) -> dict[st
     """
     own = {name: default for name, default in _keys(config_class).items() if name not in _OUTPUTS}
     values: dict[str, Any] = {"model_type": config_class.model_type, "architectures": ["X"]}
-    values |= {name: choices[rng.integers(len(choices))] for name, choices in _SIZES.items()}
+    experts = {name: _CHOICES[name] for name in own if "expert" in name and name in _CHOICES}
+    values |= {name: choices[rng.integers(len(choices))] for name, choices in (_SIZES | experts).items()}
     foreign = {name: default for other in others for name, default in _keys(other).items() if name not in _OUTPUTS}
     foreign |= dict.fromkeys(("is_causal", "layer_types", "auto_map", "quantization_config", "rope_scaling"), None)
     likelihood = dict.fromkeys(own, 0.4) | {name: 0.02 for name in foreign if name not in own}
@@ -165,3 +166,35 @@ def _rope(rng: Rng, values: dict[str, Any], *, nested: bool) -> dict[str, Any] |
     drawn |= {name: value for name, value in more.items() if rng.random() < 0.2}
     name = "rope_type" if rng.random() < 0.7 else "type"
     return drawn | {name: {"longrope": "su"}.get(kind, kind) if name == "type" and rng.random() < 0.3 else kind}
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """A published config.json with every size made small, and all the other keys as they are."""
+    num_layers, ratio = 8, values["num_attention_heads"] // values["num_key_value_heads"]
+    heads = max(4, ratio) if ratio % 2 == 0 or ratio == 1 else 2 * ratio
+    small: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 8 * heads,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // ratio,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 16,
+        "sliding_window": 6,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    shorter = {name: size for name, size in small.items() if values.get(name) is not None}
+    shorter |= {name: values[name][:num_layers] for name in ("layer_types", "no_rope_layers") if name in values}
+    # Those that a tokenizer gives are past the small vocabulary.
+    shorter |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if scaling := values.get("rope_scaling"):
+        num_frequencies = int(8 * values.get("partial_rotary_factor", 1)) // 2
+        ends = {name: scaling[name][-num_frequencies:] for name in ("short_factor", "long_factor") if name in scaling}
+        length = {"original_max_position_embeddings": 16} if "original_max_position_embeddings" in scaling else {}
+        shorter["rope_scaling"] = scaling | ends | length
+    return values | shorter

@@ -244,7 +244,7 @@ def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
     ("changes", "length", "keys"),
     [
         ({}, 512, {"type", "short_factor", "long_factor"}),
-        ({"attention_factor": 1.5}, 512, {"rope_type", "attention_factor", "factor"}),
+        ({"attention_factor": 1.25}, 512, {"rope_type", "attention_factor", "factor"}),
         ({"factor": 1.7}, 27, {"rope_type", "attention_factor", "factor"}),
     ],
 )
