@@ -43,9 +43,10 @@ class RopeScaling:
     """yarn, longrope: what turned queries and keys are multiplied by, each. None: 0.1 ln(factor) + 1 for yarn,
     sqrt(1 + ln(factor) / ln(original_context_length)) for longrope."""
     short_factors: tuple[float, ...] = ()
-    """longrope: what each frequency is divided by in contexts of up to `original_context_length`, fastest first."""
+    """longrope: what each frequency is divided by in rows of up to `original_context_length` tokens, fastest first. The
+    length of the row counts, not that of the documents packed into it."""
     long_factors: tuple[float, ...] = ()
-    """longrope: the same for longer contexts."""
+    """longrope: the same in longer rows."""
 
     def __post_init__(self):
         check_choice("rope_scaling.kind", self.kind, RopeScalingKind)

@@ -30,8 +30,8 @@ class Keys:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, *, at_most: int = _MAX_INTEGER) -> int:
-        """An integer of at least 1; the default where the key is absent or null."""
-        value = self._value(name, default)
+        """An integer of at least 1; the default where the key is absent, which isn't the same as null."""
+        value = self.values.get(name, default)
         if type(value) is not int or not 1 <= value <= _MAX_INTEGER:
             raise self.wrong(name, "an integer from 1 to 2^31 - 1")
         if value > at_most:
@@ -44,34 +44,32 @@ class Keys:
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number."""
-        value = self._value(name, default)
+        value = self.values.get(name, default)
         if not _is_number(value):
             raise self.wrong(name, "a finite number")
         return float(value)
 
-    def number_or_null(self, name: str, default: float | None = None) -> float | None:
-        """A finite number or null, which is not the same as an absent key."""
-        if name in self.values and self.values[name] is None:
-            return None
-        return default if name not in self.values else self.number(name)
+    def number_or_null(self, name: str) -> float | None:
+        """A finite number or null."""
+        return self.number(name) if name in self else None
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """True or false."""
-        value = self._value(name, default)
+        value = self.values.get(name, default)
         if type(value) is not bool:
             raise self.wrong(name, "true or false")
         return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers."""
-        value = self._value(name, None)
+        value = self.values.get(name)
         if not isinstance(value, list) or not all(map(_is_number, value)):
             raise self.wrong(name, "a list of finite numbers")
         return tuple(map(float, value))
 
     def choices(self, name: str, allowed: Sequence[Any], length: int) -> list[Any]:
         """A list of so many values, each one of a few."""
-        value = self._value(name, None)
+        value = self.values.get(name)
         if not isinstance(value, list) or len(value) < length or not all(entry in allowed for entry in value[:length]):
             raise self.wrong(name, f"a list of {length} values, each one of {', '.join(map(repr, allowed))}")
         return value[:length]
@@ -87,17 +85,13 @@ class Keys:
         """The error of a key whose value can't be used."""
         return ValueError(f"{self.place} has {name}={self.values.get(name)!r:.200}; expected {expected}")
 
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        return default if value is None else value
-
 
 def _is_number(value: Any) -> bool:
     return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < 2**63)
 
 
-Read = Callable[[Keys, str, Any], Any]
-Default = Any  # a value, or a function of the keys that makes one
+Read = Callable[[Keys, str], Any]
+Default = Any  # a value, or a function of the keys that makes one; None: the file must say it
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,8 @@ class Key:
       name: the key in config.json.
       fields: the settings that it sets, of `GPTConfig` or, after "moe.", of its `MoEConfig`.
       read: the type that is expected.
-      default: what transformers takes where the key is absent; a function gets the other keys. None: it must be there.
+      default: what transformers takes where the key is absent.
+      null: what it takes where the key is null.
       into: makes our setting of the key's value; None: it is the same.
       back: the inverse of `into`.
     """
@@ -117,15 +112,17 @@ class Key:
     fields: tuple[str, ...]
     read: Read
     default: Default = None
+    null: Default = None
     into: Callable[[Any], Any] | None = None
     back: Callable[[Any], Any] | None = None
 
     def value(self, keys: Keys) -> Any:
         """Our setting, as config.json has it."""
-        default = self.default
-        if callable(default):
-            default = None if self.name in keys else default(keys)
-        value = self.read(keys, self.name, default)
+        unsaid = self.null if self.name in keys.values else self.default
+        if self.name in keys or unsaid is None:
+            value = self.read(keys, self.name)
+        else:
+            value = unsaid(keys) if callable(unsaid) else unsaid
         return value if self.into is None else self.into(value)
 
 
@@ -134,9 +131,9 @@ def integer(name: str, *fields: str, default: Default = None, at_most: int = _MA
     return Key(name, fields, functools.partial(Keys.integer, at_most=at_most), default)
 
 
-def number_of_parts(name: str, *fields: str, default: Default = None) -> Key:
+def number_of_parts(name: str, *fields: str, default: Default = None, null: Default = None) -> Key:
     """A row for how many layers, experts or heads there are."""
-    return Key(name, fields, Keys.number_of_parts, default)
+    return Key(name, fields, Keys.number_of_parts, default, null)
 
 
 def number(name: str, *fields: str, default: Default = None) -> Key:

@@ -20,6 +20,8 @@ _RUN_FIELDS = frozenset(
     ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
 )
 _TRAINING_FIELDS = frozenset(("load_balance_loss_weight", "router_z_loss_weight"))
+# Keys that every model of transformers 5 obeys, with the values that they may have here.
+_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,), "per_layer_config": (None,)}
 # These are compared layer by layer.
 _LAYER_FIELDS = frozenset(("masks", "layer_overrides", "rope_base", "rope_scaling", "rope_fraction"))
 
@@ -52,6 +54,7 @@ class Family:
       unused: beginnings and ends of the names of tensors that transformers doesn't use either.
       derived: settings of ours that follow from others.
       adapt: makes of a folder's tensors those that `rows` names, such as bfloat16 of packed blocks.
+      quantization: the `quant_method` of weights that `adapt` unpacks; None: none is read.
       section: the key under which a file of several models has this one's config; None: it is the whole file.
     """
 
@@ -65,6 +68,7 @@ class Family:
     unused: tuple[str, ...] = ()
     derived: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     adapt: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    quantization: str | None = None
     section: str | None = None
 
     def read_config(self, values: Mapping[str, Any], place: str) -> GPTConfig:
@@ -77,14 +81,17 @@ class Family:
         Raises:
           ValueError: a key is missing or has a value that this family can't have here.
         """
-        keys: Keys | None = Keys(values, place)
-        if self.section is not None:
-            keys = Keys(values, place).inner(self.section)
+        whole = Keys(values, place)
+        keys = whole if self.section is None else whole.inner(self.section)
         if keys is None:
             raise ValueError(f"{place} has no {self.section}, which describes the language model")
-        for name, allowed in self.required.items():
-            if name in keys.values and not any(keys.values[name] == value for value in allowed):
-                raise keys.wrong(name, f"{' or '.join(map(repr, allowed))}, as no {self.model_type} here has another")
+        # transformers 4 takes it from the section, and transformers 5 from the whole.
+        if len({part.values.get("tie_word_embeddings", True) is True for part in (whole, keys)}) > 1:
+            raise whole.wrong("tie_word_embeddings", f"what {self.section} has, as by default true")
+        for part in (whole, keys):
+            self._check_values(part, _EVERYWHERE)
+            self._check_quantization(part)
+        self._check_values(keys, self.required)
         settings: dict[str, Any] = dict(self.fixed)
         moe: dict[str, Any] = dict(settings.pop("moe", {}))
         for key in self.keys:
@@ -103,6 +110,24 @@ class Family:
     def has_experts(self) -> bool:
         """Whether its models are mixtures of experts."""
         return any(name.startswith("moe.") for key in self.keys for name in key.fields)
+
+    def _check_values(self, keys: Keys, rules: Mapping[str, tuple[Any, ...]]) -> None:
+        for name, allowed in rules.items():
+            if name in keys.values and not any(keys.values[name] == value for value in allowed):
+                raise keys.wrong(name, f"{' or '.join(map(repr, allowed))}, as no {self.model_type} here has another")
+
+    def _check_quantization(self, keys: Keys) -> None:
+        """Refuses weights that are quantized: their tensors would look damaged, and `trainer.compile` reads none."""
+        if "quantization_config" not in keys:
+            return
+        found = keys.inner("quantization_config")
+        method = None if found is None else found.values.get("quant_method")
+        if method is None or method != self.quantization:
+            raise ValueError(
+                f"{keys.place} has quantization_config.quant_method={method!r:.200}; expected weights that aren't "
+                f"quantized{f', or by {self.quantization}' if self.quantization else ''}; take the folder of the model "
+                "that they were made from"
+            )
 
     def write_config(self, config: GPTConfig) -> dict[str, Any]:
         """A config.json for a model.
@@ -136,7 +161,8 @@ class Family:
         written |= {name: allowed[0] for name, allowed in self.required.items()}
         for key in self.keys:
             value = _setting(config, key.fields[0])
-            written[key.name] = value if value is None or key.back is None else key.back(value)
+            if value is not None or key.read is Keys.number_or_null:  # the other ones can't be null
+                written[key.name] = value if value is None or key.back is None else key.back(value)
         return written | self.rule.write(kinds_of(config))
 
     def is_unused(self, name: str) -> bool:

@@ -6,7 +6,7 @@ its own rule for that case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +14,9 @@ from kernels import CausalMask, LocalMask, Mask
 from layers.config import GPTConfig
 from layers.layer_config import LayerOverride
 from layers.pretrained.config_keys import Keys
-from layers.pretrained.rope_keys import UNSCALED, Rope, effective, read_rope, write_scaling
-from layers.rope_scaling import RopeScaling, RopeScalingKind
+from layers.pretrained.rope_keys import Rope, effective, read_rope, write_scaling
+from layers.rope_scaling import RopeScaling
+from layers.rotary import attention_factor
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -32,52 +33,64 @@ class LayerRule:
     """How a family's config.json describes its layers.
 
     Args:
-      windows: which layers have the config's `sliding_window`: none, all, or those of a type.
+      windows: which layers have the config's `sliding_window`: none, all, those of a type, or all unless the file has
+        `layer_types`.
       default_window: what transformers takes where `sliding_window` is absent; null means none at all.
       switch: the key without which windows are off.
       default_types: the layers' types where `layer_types` is absent.
       default_base: what transformers takes where `rope_theta` is absent.
+      old_default_base: what transformers 4 takes there; None: the same.
       rope_by_type: sliding layers have a rotary embedding of their own, without scaling.
-      sliding_base_key: where files from before `rope_parameters` have its base.
+      sliding_base_key: where files from before `rope_parameters` have its base; None: where the others have theirs.
       sliding_default_base: what transformers takes where that is absent.
       without_rope: the key that lists layers without a rotary embedding, by 0 and 1.
       partial_rope: whether a part of the features may be turned.
-      bare_longrope: longrope's `rope_scaling` can't hold more than its tables, before transformers 5.
+      longrope_alone: longrope is all the scaling that there is, and has Phi-3's ways; see `rope_keys`.
       default_scaling: what transformers takes where neither `rope_scaling` nor `rope_parameters` is there.
-      scalings: the kinds of scaling that the family has; None: all of transformers'.
     """
 
-    windows: Literal["none", "all", "by_type"] = "none"
+    windows: Literal["none", "all", "by_type", "all_or_by_type"] = "none"
     default_window: int | None = None
     switch: str | None = None
     default_types: Callable[[Keys, int], list[str]] | None = None
     default_base: float = 10_000.0
+    old_default_base: float | None = None
     rope_by_type: bool = False
-    sliding_base_key: str = "rope_theta"
+    sliding_base_key: str | None = None
     sliding_default_base: float = 10_000.0
     without_rope: str | None = None
     partial_rope: bool = False
-    bare_longrope: bool = False
-    default_scaling: RopeScaling = UNSCALED
-    scalings: tuple[RopeScalingKind, ...] | None = None
+    longrope_alone: bool = False
+    default_scaling: Mapping[str, Any] | None = None
 
     def read(self, keys: Keys) -> list[LayerKind]:
         """Every layer of the model."""
         num_layers = keys.number_of_parts("num_hidden_layers")
         windows = self._read_windows(keys, num_layers)
         if self.rope_by_type:
-            full = read_rope(keys, layer_type=FULL, default_base=self.default_base)
+            full = read_rope(
+                keys, layer_type=FULL, default_base=self.default_base, old_default_base=self.old_default_base
+            )
             sliding = read_rope(
                 keys,
                 layer_type=SLIDING,
                 base_key=self.sliding_base_key,
                 default_base=self.sliding_default_base,
+                old_default_base=self.old_default_base,
                 scaled=False,
             )
         else:
-            full = sliding = read_rope(keys, default_base=self.default_base, default_scaling=self.default_scaling)
+            full = sliding = read_rope(
+                keys,
+                default_base=self.default_base,
+                default_scaling=self.default_scaling,
+                longrope_alone=self.longrope_alone,
+            )
         if (full.fraction, sliding.fraction) != (1.0, 1.0) and not self.partial_rope:
-            raise keys.wrong("partial_rotary_factor", "1, as transformers turns all features in this family")
+            raise ValueError(
+                f"{keys.place} has partial_rotary_factor={min(full.fraction, sliding.fraction)}; expected 1, as "
+                "transformers turns all features in this family"
+            )
         ropes = [full if window is None else sliding for window in windows]
         if self.without_rope is not None:
             turned = has_rope(keys, self.without_rope, num_layers)
@@ -91,7 +104,7 @@ class LayerRule:
         written: dict[str, Any] = {}
         if self.windows != "none":
             written["sliding_window"] = widest
-        if self.windows == "by_type":
+        if self.windows == "by_type" or (self.windows == "all_or_by_type" and len(set(windows)) > 1):
             written["layer_types"] = [FULL if window is None else SLIDING for window in windows]
             if widest is None and self.switch is None:
                 written["sliding_window"] = self.default_window
@@ -106,11 +119,11 @@ class LayerRule:
         full = next((kind.rope for kind in turned if kind.window is None), turned[0].rope if turned else None)
         if full is None:
             return {}
-        if self.scalings is not None and full.scaling.kind not in self.scalings:
-            full = full._replace(scaling=UNSCALED)
+        if self.longrope_alone and full.scaling.kind != "longrope":
+            full = full._replace(scaling=RopeScaling())
         written: dict[str, Any] = {"rope_theta": full.base}
         scaling = write_scaling(full.scaling) or {"rope_type": "default"}
-        if full.scaling.kind != "none" or self.default_scaling.kind != "none":
+        if full.scaling.kind != "none" or self.default_scaling is not None:
             written["rope_scaling"] = scaling
         if full.scaling.kind == "longrope":
             written |= self._write_longrope(full.scaling, scaling)
@@ -123,7 +136,8 @@ class LayerRule:
             sliding = next((kind.rope for kind in turned if kind.window is not None), full)
             own = write_scaling(sliding.scaling) or {"rope_type": "default"}
             parameters = {FULL: parameters, SLIDING: own | {"rope_theta": sliding.base}}
-            written[self.sliding_base_key] = sliding.base if self.sliding_base_key != "rope_theta" else full.base
+            if self.sliding_base_key is not None:
+                written[self.sliding_base_key] = sliding.base
         elif self.partial_rope:
             parameters["partial_rotary_factor"] = full.fraction
         return written | {"rope_parameters": parameters}
@@ -132,10 +146,12 @@ class LayerRule:
         """What transformers 4 needs beside; it takes the ratio of the two lengths for the factor."""
         length = round(scaling.original_context_length * scaling.factor)
         written: dict[str, Any] = {"max_position_embeddings": length}
-        is_implied = length / scaling.original_context_length == scaling.factor and scaling.attention_factor is None
-        if self.bare_longrope and is_implied:
+        is_implied = length / scaling.original_context_length == scaling.factor
+        if self.longrope_alone and is_implied and scaling.attention_factor is None:
             tables = {name: as_json[name] for name in ("short_factor", "long_factor")}
             written["rope_scaling"] = {"type": "longrope"} | tables
+        elif not is_implied and scaling.attention_factor is None:
+            as_json["attention_factor"] = attention_factor(scaling)
         return written
 
     def _read_windows(self, keys: Keys, num_layers: int) -> list[int | None]:
@@ -146,12 +162,12 @@ class LayerRule:
         window = self.default_window if "sliding_window" not in keys.values else None
         if "sliding_window" in keys:
             window = keys.integer("sliding_window")
-        if self.windows == "all":
-            return [window] * num_layers
-        if "layer_types" in keys:
+        if "layer_types" in keys and self.windows != "all":
             types = keys.choices("layer_types", (FULL, SLIDING), num_layers)
+        elif self.default_types is None or (window is None and self.switch is not None):
+            return [window] * num_layers
         else:
-            types = self.default_types(keys, num_layers) if self.default_types is not None else [FULL] * num_layers
+            types = self.default_types(keys, num_layers)
         if SLIDING in types and window is None:
             raise keys.wrong("sliding_window", "an integer, as some layers are of the type sliding_attention")
         return [window if kind == SLIDING else None for kind in types]

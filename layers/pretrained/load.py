@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from layers.config import GPTConfig
 from layers.pretrained.families import find_family
+from layers.pretrained.family import Family
 from layers.pretrained.folder import CONFIG_NAME, open_tensors, read_config
 from layers.pretrained.safetensors_file import Tensor
 from layers.pretrained.shards import Parameter, Progress, ShardReader
@@ -52,8 +53,8 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
       >>> config_from_huggingface(".").attention_bias
       True
     """
-    values, place = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
-    return find_family(values.get("model_type"), place).read_config(values, place)
+    family, values, place = _read_family(directory)
+    return family.read_config(values, place)
 
 
 def read_params(
@@ -83,8 +84,7 @@ def read_params(
     Raises:
       ValueError: the folder is damaged, or its tensors aren't the model's; the message has all their names.
     """
-    values, place = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
-    family = find_family(values.get("model_type"), place)
+    family, _, _ = _read_family(directory)
     tree = parameter_shapes(config)
     shapes = {path: leaf.shape for path, leaf in flat(tree).items()}
     dtype = jnp.dtype(config.param_dtype if dtype is None else dtype)
@@ -139,6 +139,17 @@ def load_gpt(directory: str | os.PathLike[str], *, mesh: Mesh | None = None, **c
     graphdef, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
+
+
+def _read_family(directory: str | os.PathLike[str]) -> tuple[Family, dict[str, Any], str]:
+    """The family of a folder's model, the values of its config.json, and where they come from."""
+    values, place = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
+    try:
+        return find_family(values.get("model_type"), place), values, place
+    except ValueError as error:
+        if "auto_map" not in values:
+            raise
+        raise ValueError(f"{error}; code of the folder's own, which its auto_map names, is never run") from None
 
 
 def _stored_dtype(source: Source, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> np.dtype:

@@ -5,11 +5,14 @@ Source: transformers' modeling_rope_utils.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from layers.pretrained.config_keys import Keys
 from layers.rope_scaling import RopeScaling, RopeScalingKind
+from layers.rotary import attention_factor
 
 # transformers' rope_type, our kind, and the keys of the file against the fields of a RopeScaling.
 _KINDS: dict[str, tuple[RopeScalingKind, dict[str, str]]] = {
@@ -38,16 +41,19 @@ _KINDS: dict[str, tuple[RopeScalingKind, dict[str, str]]] = {
     "longrope": (
         "longrope",
         {
-            "factor": "factor",
             "original_max_position_embeddings": "original_context_length",
+            "factor": "factor",
             "short_factor": "short_factors",
             "long_factor": "long_factors",
             "attention_factor": "attention_factor",
         },
     ),
 }
-_OLD_NAMES = {"su": "longrope"}
-UNSCALED = RopeScaling()
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+_PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
+_PHI3_ORIGINAL_LENGTH = 4096
+# Keys without which transformers doesn't compute a kind; the other ones have defaults.
+_REQUIRED = ("low_freq_factor", "high_freq_factor")
 
 
 class Rope(NamedTuple):
@@ -62,39 +68,68 @@ def read_rope(
     keys: Keys,
     *,
     layer_type: str | None = None,
-    base_key: str = "rope_theta",
+    base_key: str | None = "rope_theta",
     default_base: float,
+    old_default_base: float | None = None,
     scaled: bool = True,
-    default_scaling: RopeScaling = UNSCALED,
+    default_scaling: Mapping[str, Any] | None = None,
+    longrope_alone: bool = False,
 ) -> Rope:
     """Reads the rotary embedding of all layers, or of those of one type.
+
+    What transformers 5 makes of the file. Unless the file has `rope_parameters` alone, transformers 4 has to make the
+    same of it.
 
     Args:
       keys: of config.json.
       layer_type: what `rope_parameters` is nested by; None: it isn't.
-      base_key: where the base is, in files from before `rope_parameters`.
+      base_key: where the base is, in files from before `rope_parameters`; None: transformers 5 finds none there for
+        these layers, and transformers 4 that of the other ones.
       default_base: what transformers takes where it is nowhere.
+      old_default_base: what transformers 4 takes there; None: the same.
       scaled: whether the `rope_scaling` of such files is for these layers.
       default_scaling: what transformers takes where the file has neither `rope_scaling` nor `rope_parameters`.
+      longrope_alone: as Phi-3 does, whose files have longrope or nothing, also under the names su and yarn, and
+        `original_max_position_embeddings` always, if by default.
 
     Raises:
-      ValueError: it is of a kind that isn't known here, or its numbers make no sense.
+      ValueError: it is of a kind that isn't known here, its numbers make no sense, or transformers 4 and 5 differ.
     """
     inner = keys.inner("rope_parameters")
     if inner is not None and layer_type is not None:
         inner = inner.inner(layer_type)
-    base = keys.number(base_key, default_base)
-    old = keys.inner("rope_scaling")
-    if scaled and old is not None and old.values:
-        # Where a file has both, transformers 5 has the old keys in the others' place, or beside a layer type's others.
-        beside = inner.values if inner is not None and layer_type is not None else {}
-        inner = Keys({**beside, **old.values}, old.place)
+    elif inner is not None and not inner.values.keys().isdisjoint(("full_attention", "sliding_attention")):
+        raise keys.wrong("rope_parameters", "one object for all layers, as this family's layers share it")
+    old_base_key, old = base_key or "rope_theta", keys.inner("rope_scaling")
+    is_scaled = old is not None and bool(old.values)
+    is_old = is_scaled or old_base_key in keys.values or "rope_parameters" not in keys
+    if scaled and old is not None and is_scaled:
+        # Where a file has both, transformers 5 has the old keys in the others' place, or over a layer type's others.
+        under = {} if layer_type is None else {"rope_type": "default"} if inner is None else inner.values
+        inner = Keys({**under, **old.values}, old.place)
+    elif inner is None and default_scaling is not None:
+        if "rope_scaling" in keys.values and old is None:
+            raise keys.wrong("rope_scaling", "an object: transformers 4 scales nothing here, and transformers 5 does")
+        inner, is_old = Keys(default_scaling, keys.place), True
     if inner is None:
         inner = Keys({}, keys.place)
-    fraction = inner.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
-    has_scaling = not keys.values.keys().isdisjoint(("rope_parameters", "rope_scaling"))  # null: none
-    scaling = _read_scaling(inner, keys) if has_scaling else default_scaling
-    return Rope(inner.number("rope_theta", base), scaling, fraction)
+    base = inner.number("rope_theta", default_base if base_key is None else keys.number(base_key, default_base))
+    old_base = keys.number(old_base_key, old_default_base or default_base)
+    if is_old and base != old_base:
+        raise _differs(keys, old_base_key, old_base, base)
+    old_fraction = keys.number("partial_rotary_factor", 1.0) if "partial_rotary_factor" in keys else 1.0
+    fraction = inner.number("partial_rotary_factor", old_fraction)
+    if is_old and fraction != old_fraction:
+        raise _differs(keys, "partial_rotary_factor", old_fraction, fraction)
+    scaling = _read_scaling(inner, keys, is_old, is_nested=layer_type is not None, longrope_alone=longrope_alone)
+    return Rope(base, scaling, fraction)
+
+
+def _differs(keys: Keys, name: str, old: float, new: float) -> ValueError:
+    return ValueError(
+        f"{keys.place} gives {name} as {old!r} to transformers 4 and as {new!r} to transformers 5; "
+        "edit it so that both take the same"
+    )
 
 
 def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
@@ -110,43 +145,75 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 def effective(scaling: RopeScaling) -> RopeScaling:
     """The same scaling, one of transformers' kinds, with default values where that kind doesn't look."""
     names = next(names for kind, names in _KINDS.values() if kind == scaling.kind)
-    return RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
+    found = RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
+    by_default = dataclasses.replace(found, attention_factor=None)
+    return by_default if attention_factor(by_default) == attention_factor(found) else found
 
 
-def _read_scaling(inner: Keys, keys: Keys) -> RopeScaling:
-    rope_type = inner.values.get("rope_type", inner.values.get("type", "default"))
-    rope_type = _OLD_NAMES.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    if not isinstance(rope_type, str) or rope_type not in _KINDS:
+def _read_scaling(inner: Keys, keys: Keys, is_old: bool, *, is_nested: bool, longrope_alone: bool) -> RopeScaling:
+    names_of_type = [inner.values[name] for name in ("rope_type", "type") if name in inner.values]
+    rope_type = names_of_type[0] if names_of_type else "default"
+    if any(name != rope_type for name in names_of_type):
+        raise inner.wrong("type", f"rope_type={rope_type!r:.200} as well, as one version of transformers reads either")
+    if longrope_alone and isinstance(rope_type, str):
+        rope_type = _PHI3_NAMES.get(rope_type, rope_type)
+    known = ("default", "longrope") if longrope_alone else tuple(_KINDS)
+    if rope_type not in known:
         raise ValueError(
-            f"{inner.place} has rope_type={rope_type!r:.200}; expected one of {', '.join(_KINDS)}"
+            f"{inner.place} has rope_type={rope_type!r:.200}; expected one of {', '.join(known)}"
             + (" ('dynamic' changes a text's keys while it grows)" if rope_type == "dynamic" else "")
         )
     kind, names = _KINDS[rope_type]
     found: dict[str, Any] = {"kind": kind}
     for theirs, ours in names.items():
-        if theirs == "original_max_position_embeddings":
-            found[ours] = _original_length(inner, keys)
-        elif theirs == "factor" and theirs not in inner:
-            found[ours] = keys.integer("max_position_embeddings") / _original_length(inner, keys)
+        if theirs == _ORIGINAL_LENGTH:
+            found[ours] = _original_length(inner, keys, kind, is_old, is_nested, longrope_alone)
+        elif theirs == "factor" and kind == "longrope":
+            found[ours] = _longrope_factor(inner, keys, found["original_context_length"], is_old, longrope_alone)
         elif theirs in ("short_factor", "long_factor"):
             found[ours] = inner.numbers(theirs)
-        elif theirs in inner:
-            found[ours] = inner.flag(theirs) if theirs == "truncate" else inner.number(theirs)
+        elif theirs == "truncate" and theirs in inner.values:
+            found[ours] = inner.flag(theirs)
+        elif theirs in inner or theirs in ("factor", *_REQUIRED):
+            found[ours] = inner.number(theirs)
     if kind == "yarn" and "attention_factor" not in found:
         scales = [inner.number(name) for name in ("mscale", "mscale_all_dim") if name in inner]
         if len(scales) == 2 and all(scales):
             found["attention_factor"] = _mscale(found["factor"], scales[0]) / _mscale(found["factor"], scales[1])
+    if is_nested and not found.get("truncate", True):
+        raise inner.wrong("truncate", "true, as transformers 5 doesn't look at it here")
     try:
-        return RopeScaling(**found)
+        return effective(RopeScaling(**found))
     except ValueError as error:
         raise ValueError(f"{inner.place} can't be used: {error!s:.300}") from None
 
 
-def _original_length(inner: Keys, keys: Keys) -> int:
-    # Phi-3 has it beside the other keys, where transformers looks first.
-    name = "original_max_position_embeddings"
-    source = next((source for source in (keys, inner) if name in source), None)
-    return keys.integer("max_position_embeddings") if source is None else source.integer(name)
+def _original_length(
+    inner: Keys, keys: Keys, kind: RopeScalingKind, is_old: bool, is_nested: bool, longrope_alone: bool
+) -> int:
+    own = inner.integer(_ORIGINAL_LENGTH) if _ORIGINAL_LENGTH in inner else None
+    is_beside = longrope_alone or _ORIGINAL_LENGTH in keys.values
+    beside = keys.integer(_ORIGINAL_LENGTH, _PHI3_ORIGINAL_LENGTH) if is_beside else None
+
+    def or_longest(length: int | None) -> int:
+        return keys.integer("max_position_embeddings") if length is None else length
+
+    new = or_longest(own if is_nested or beside is None else beside)
+    if is_old and (old := or_longest(beside if kind == "longrope" else own)) != new:
+        raise _differs(keys, _ORIGINAL_LENGTH, old, new)
+    return new
+
+
+def _longrope_factor(inner: Keys, keys: Keys, original_length: int, is_old: bool, longrope_alone: bool) -> float:
+    if "factor" not in inner:
+        return keys.integer("max_position_embeddings") / original_length
+    factor = inner.number("factor")
+    # Nothing but the attention factor depends on it.
+    if is_old and (longrope_alone or _ORIGINAL_LENGTH in keys.values) and "attention_factor" not in inner:
+        old = keys.integer("max_position_embeddings") / original_length
+        if old != factor:
+            raise _differs(keys, "longrope's factor", old, factor)
+    return factor
 
 
 def _mscale(factor: float, scale: float) -> float:

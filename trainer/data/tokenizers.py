@@ -33,8 +33,8 @@ from trainer.data.tokenizer_file import (
 # Far above any published one; a table of that many entries is still small.
 _MAX_VOCAB_SIZE = 2**24
 _NUM_SHOWN_CHARACTERS = 60
-# Texts by which published tokenizers name the token that ends a document.
-_END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|end▁of▁sentence|>", "</s>", "<eos>")
+# Texts by which published tokenizers name the token that ends a document. DeepSeek's has fullwidth bars.
+_END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
@@ -316,8 +316,8 @@ class HuggingFaceTokenizer:
         if token is not None:
             return self._find_named("end", token, vocabulary)
         found = [candidate for candidate in _END_OF_DOCUMENT_TOKENS if candidate in vocabulary]
-        if len(found) > 1:  # Gemma's vocabulary, for one, has HTML's tags
-            found = [candidate for candidate in found if candidate == stated_token(stated, "eos_token")] or found
+        if len(found) != 1:  # none, or several: Gemma's vocabulary, for one, has HTML's tags
+            found = [name for name in found or vocabulary if name == stated_token(stated, "eos_token")] or found
         if len(found) != 1:
             raise DataError(
                 f"{self.name}: cannot tell which token ends a document ({' or '.join(found) or 'no usual one'}); "

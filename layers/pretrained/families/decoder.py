@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layers.pretrained.config_keys import MAX_VOCABULARY, Key, Keys, flag, integer, number, number_of_parts
+from layers.pretrained.config_keys import MAX_VOCABULARY, Default, Key, Keys, flag, integer, number, number_of_parts
 from layers.pretrained.steps import TensorRow
 
 
@@ -16,10 +16,19 @@ SIZES: tuple[Key, ...] = (
     integer("hidden_size", "width"),
     number_of_parts("num_hidden_layers", "num_layers"),
     number_of_parts("num_attention_heads", "num_heads"),
-    number_of_parts("num_key_value_heads", "num_kv_heads", default=lambda keys: keys.integer("num_attention_heads")),
     integer("intermediate_size", "mlp_width"),
 )
 """The sizes of a network."""
+
+
+def _num_heads(keys: Keys) -> int:
+    return keys.number_of_parts("num_attention_heads")
+
+
+def kv_heads(default: int | None = None) -> Key:
+    """The row of the heads of keys and values; None: where the key is absent, as many as queries have."""
+    default_or_all = _num_heads if default is None else default
+    return number_of_parts("num_key_value_heads", "num_kv_heads", default=default_or_all, null=_num_heads)
 
 
 def even_head_dim(keys: Keys) -> int:
@@ -30,9 +39,21 @@ def even_head_dim(keys: Keys) -> int:
     return width // num_heads
 
 
+def num_experts(name: str, other: str, default: Default) -> Key:
+    """The row of the number of experts, which transformers 5 takes from another name, too."""
+
+    def read(keys: Keys, name: str) -> int:
+        number = keys.number_of_parts(name)
+        if keys.values.get(other, number) != number:
+            raise keys.wrong(other, f"{number}, as {name} is, since transformers takes either")
+        return number
+
+    return Key(name, ("moe.num_experts",), read, default)
+
+
 def head_dim(default: int | None = None) -> Key:
-    """The row of `head_dim`, which may be absent; None: the width's share."""
-    return integer("head_dim", "head_dim", default=even_head_dim if default is None else default)
+    """The row of `head_dim`; None: where the key is absent or null, the width's share."""
+    return Key("head_dim", ("head_dim",), Keys.integer, default or even_head_dim, None if default else even_head_dim)
 
 
 def norm_epsilon(default: float = 1e-6) -> Key:

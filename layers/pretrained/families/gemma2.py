@@ -46,6 +46,7 @@ FAMILY = Family(
     architecture="Gemma2ForCausalLM",
     keys=(
         *decoder.SIZES,
+        decoder.kv_heads(4),
         decoder.head_dim(256),
         decoder.norm_epsilon(),
         decoder.tied(default=True),

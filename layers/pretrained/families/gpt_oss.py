@@ -1,13 +1,12 @@
 """gpt-oss (arXiv:2508.10925): sinks, windows in every other layer, and clamped experts, in bfloat16 or in MXFP4."""
 
-from layers.pretrained.config_keys import integer, number, number_of_parts
+from layers.pretrained.config_keys import integer, number
 from layers.pretrained.families import decoder
 from layers.pretrained.families.gemma2 import every_other_slides
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
 from layers.pretrained.mxfp4 import with_unpacked_blocks
 from layers.pretrained.steps import TensorRow
-from layers.rope_scaling import RopeScaling
 
 _LAYER = "model.layers.{layer}."
 _MLP = _LAYER + "mlp."
@@ -22,12 +21,13 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     keys=(
         *decoder.SIZES[:-1],
+        decoder.kv_heads(8),
         integer("intermediate_size", "moe.expert_width", "mlp_width"),
         decoder.head_dim(64),
         decoder.norm_epsilon(1e-5),
         decoder.tied(),
         decoder.biases(default=True),
-        number_of_parts("num_local_experts", "moe.num_experts", default=128),
+        decoder.num_experts("num_local_experts", "num_experts", default=128),
         integer("num_experts_per_tok", "moe.num_experts_per_token", default=4),
         number("router_aux_loss_coef", "moe.load_balance_loss_weight", default=0.001),
     ),
@@ -42,7 +42,12 @@ FAMILY = Family(
         default_window=128,
         default_types=every_other_slides,
         default_base=150_000.0,
-        default_scaling=RopeScaling("yarn", 32.0, original_context_length=4096, truncate=False),
+        default_scaling={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
     ),
     rows=(
         *decoder.vocabulary(),
@@ -69,4 +74,5 @@ FAMILY = Family(
         TensorRow(_MLP + "experts.down_proj_bias", "blocks.*.mlp.experts.down.bias", "E W -> E W"),
     ),
     adapt=with_unpacked_blocks,
+    quantization="mxfp4",
 )

@@ -10,6 +10,7 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     keys=(
         *decoder.SIZES,
+        decoder.kv_heads(),
         decoder.head_dim(),
         decoder.norm_epsilon(),
         decoder.tied(),

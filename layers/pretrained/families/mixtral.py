@@ -1,6 +1,6 @@
 """Mixtral (arXiv:2401.04088): Mistral with a mixture of experts."""
 
-from layers.pretrained.config_keys import integer, number, number_of_parts
+from layers.pretrained.config_keys import integer, number
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
@@ -13,11 +13,12 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     keys=(
         *decoder.SIZES[:-1],
+        decoder.kv_heads(8),
         integer("intermediate_size", "moe.expert_width", "mlp_width"),
         decoder.head_dim(),
         decoder.norm_epsilon(1e-5),
         decoder.tied(),
-        number_of_parts("num_local_experts", "moe.num_experts", default=8),
+        decoder.num_experts("num_local_experts", "num_experts", default=8),
         integer("num_experts_per_tok", "moe.num_experts_per_token", default=2),
         number("router_aux_loss_coef", "moe.load_balance_loss_weight", default=0.001),
     ),

@@ -15,7 +15,14 @@ NORMS = (
 FAMILY = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied(), decoder.biases()),
+    keys=(
+        *decoder.SIZES,
+        decoder.kv_heads(),
+        decoder.head_dim(),
+        decoder.norm_epsilon(1e-5),
+        decoder.tied(),
+        decoder.biases(),
+    ),
     fixed={"mlp": "swiglu", "norm_placement": "post", "qk_norm": "whole"},
     required={"hidden_act": ("silu", "swish")},
     rule=LayerRule(),

@@ -15,7 +15,14 @@ def three_of_four_slide(keys: Keys, num_layers: int) -> list[str]:
 FAMILY = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
-    keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied(), decoder.biases()),
+    keys=(
+        *decoder.SIZES,
+        decoder.kv_heads(),
+        decoder.head_dim(),
+        decoder.norm_epsilon(1e-5),
+        decoder.tied(),
+        decoder.biases(),
+    ),
     fixed={"mlp": "swiglu", "norm_placement": "post", "qk_norm": "whole"},
     required={"hidden_act": ("silu", "swish")},
     rule=LayerRule(
@@ -23,6 +30,7 @@ FAMILY = Family(
         default_window=4096,
         default_types=three_of_four_slide,
         default_base=500_000.0,
+        old_default_base=10_000.0,
         rope_by_type=True,
         sliding_default_base=500_000.0,
     ),

@@ -11,10 +11,10 @@ _QUERY_KEY_VALUE = tuple(f"blocks.*.attention.{name}.kernel" for name in ("query
 FAMILY = Family(
     model_type="phi3",
     architecture="Phi3ForCausalLM",
-    keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied()),
+    keys=(*decoder.SIZES, decoder.kv_heads(), decoder.head_dim(), decoder.norm_epsilon(1e-5), decoder.tied()),
     fixed={"mlp": "swiglu"},
     required={"hidden_act": ("silu", "swish")},
-    rule=LayerRule(windows="all", partial_rope=True, bare_longrope=True, scalings=("none", "longrope")),
+    rule=LayerRule(windows="all", partial_rope=True, longrope_alone=True),
     rows=(
         *decoder.vocabulary(),
         TensorRow(_LAYER + "self_attn.qkv_proj.weight", _QUERY_KEY_VALUE, "(N H) W -> W N H"),

@@ -15,7 +15,7 @@ def upper_layers_slide(keys: Keys, num_layers: int) -> list[str]:
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    keys=(*decoder.SIZES, decoder.head_dim(), decoder.norm_epsilon(), decoder.tied()),
+    keys=(*decoder.SIZES, decoder.kv_heads(32), decoder.head_dim(), decoder.norm_epsilon(), decoder.tied()),
     fixed={"mlp": "swiglu", "attention_bias": True},
     required={"hidden_act": ("silu", "swish")},
     rule=LayerRule(

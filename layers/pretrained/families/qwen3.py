@@ -8,7 +8,14 @@ from layers.pretrained.layer_kinds import LayerRule
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    keys=(*decoder.SIZES, decoder.head_dim(128), decoder.norm_epsilon(), decoder.tied(), decoder.biases()),
+    keys=(
+        *decoder.SIZES,
+        decoder.kv_heads(32),
+        decoder.head_dim(128),
+        decoder.norm_epsilon(),
+        decoder.tied(),
+        decoder.biases(),
+    ),
     fixed={"mlp": "swiglu", "qk_norm": "per_head"},
     required={"hidden_act": ("silu", "swish")},
     rule=LayerRule(

@@ -1,6 +1,6 @@
 """Qwen 3's mixture of experts (arXiv:2505.09388)."""
 
-from layers.pretrained.config_keys import flag, integer, number, number_of_parts
+from layers.pretrained.config_keys import flag, integer, number
 from layers.pretrained.families import decoder
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
@@ -13,13 +13,14 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     keys=(
         *decoder.SIZES,
+        decoder.kv_heads(4),
         decoder.head_dim(),
         decoder.norm_epsilon(),
         decoder.tied(),
         decoder.biases(),
         # transformers 5 writes the other name.
-        number_of_parts(
-            "num_experts", "moe.num_experts", default=lambda keys: keys.number_of_parts("num_local_experts", 128)
+        decoder.num_experts(
+            "num_experts", "num_local_experts", default=lambda keys: keys.number_of_parts("num_local_experts", 128)
         ),
         integer("num_experts_per_tok", "moe.num_experts_per_token", default=8),
         integer("moe_intermediate_size", "moe.expert_width", default=768),

@@ -16,6 +16,7 @@ FAMILY = Family(
     architecture="SmolLM3ForCausalLM",
     keys=(
         *decoder.SIZES,
+        decoder.kv_heads(4),
         decoder.head_dim(),
         decoder.norm_epsilon(),
         decoder.tied(default=True),

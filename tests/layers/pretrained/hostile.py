@@ -94,8 +94,8 @@ Spoilt = Mapping[str, tuple[Callable[[Path], object], str]]
 
 CONFIGS: Spoilt = {
     "code to run": (
-        lambda folder: change_config(folder, auto_map={"AutoModelForCausalLM": "modeling_llama.Model"}),
-        r"has an auto_map: its model is code .* never run here; take a folder whose",
+        lambda folder: change_config(folder, model_type="x", auto_map={"AutoModelForCausalLM": "modeling_llama.Model"}),
+        r"'x'; expected one of llama, .*; code of the folder's own, which its auto_map names, is never run",
     ),
     "an unknown family": (lambda folder: change_config(folder, model_type="llamba"), "'llamba'; expected one of llama"),
     "a family that a terminal obeys": (lambda folder: change_config(folder, model_type="\x1b[2J"), r"'\\x1b\[2J'; exp"),

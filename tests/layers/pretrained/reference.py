@@ -186,19 +186,23 @@ def float64_everywhere() -> Iterator[None]:
 
 
 def save_random_model(case: str, folder: Path, seed: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Makes a model of a case, with weights that leave nothing without effect, and lets transformers save it."""
+    """Makes a model of a case, and lets transformers save it."""
     config = getattr(transformers, CASES[case][0])(**_settings_of(case))
     model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(seed)
+    randomize(model, torch.Generator().manual_seed(seed), is_gemma=case.startswith("gemma"))
+    model.to(dtype).save_pretrained(folder)
+
+
+def randomize(model: Any, generator: torch.Generator, *, is_gemma: bool) -> None:
+    """Gives a model weights that leave nothing without effect."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
-                values = 0.3 * values + (0.0 if case.startswith("gemma") else 1.0)
+                values = 0.3 * values + (0.0 if is_gemma else 1.0)
             elif parameter.ndim > 1 and "embed" not in name and "bias" not in name:
                 values = 1.5 * values / math.sqrt(parameter.shape[-1])
             parameter.copy_(values)
-    model.to(dtype).save_pretrained(folder)
 
 
 def load_reference(folder: Path) -> Any:

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 from layers import GPTConfig  # noqa: E402
 from layers.pretrained import config_from_huggingface, load, load_gpt, read_params, write_huggingface  # noqa: E402
 from tests.layers.pretrained.make_golden import make_case  # noqa: E402
+from tests.layers.pretrained.published_configs import PUBLISHED, sizes  # noqa: E402
 from tests.layers.pretrained.reference import (  # noqa: E402
     CASES,
     SIZES,
@@ -29,7 +30,6 @@ from tests.layers.pretrained.reference import (  # noqa: E402
     save_random_model,
     torch,
 )
-from tests.layers.pretrained.test_published_configs import PUBLISHED, sizes  # noqa: E402
 
 
 @pytest.mark.parametrize("case", CASES)

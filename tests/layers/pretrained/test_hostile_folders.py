@@ -23,7 +23,10 @@ def folder(tmp_path):
 
 
 CONFIGS = {
-    "code to run": ({"auto_map": {"AutoModel": "evil.Model"}}, "has an auto_map: its model is code"),
+    "code to run": (
+        {"model_type": "evil", "auto_map": {"AutoModel": "evil.Model"}},
+        "model_type='evil'; expected one of llama, .*; code of the folder's own, .* is never run",
+    ),
     "an unknown family": ({"model_type": "llamba"}, "model_type='llamba'; expected one of llama, mistral"),
     "no family": ({"model_type": ABSENT}, "model_type=None; expected one of"),
     "a family that is a list": ({"model_type": ["llama"]}, "expected one of llama"),
@@ -218,6 +221,7 @@ def test_a_tied_head_that_is_stored_has_to_be_the_embedding(tmp_path):
 
 def test_nothing_in_a_folder_runs(folder):
     mark = booby_trap(folder)
+    change_config(folder, auto_map={"AutoConfig": "configuration_llama.C", "AutoModelForCausalLM": "modeling_llama.M"})
     load_gpt(folder)
     assert not mark.exists()
 

@@ -8,129 +8,7 @@ import pytest
 
 from kernels import CausalMask, LocalMask
 from layers import GPTConfig
-
-LLAMA3_SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-
-
-def sizes(width, mlp_width, layers, heads, kv_heads, vocab):
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    return dict(zip(names, (width, mlp_width, layers, heads, kv_heads), strict=True)) | {"vocab_size": vocab}
-
-
-# A config.json's keys as far as they matter, and the parameters of the published model.
-PUBLISHED = {
-    "Llama-2-7b": (
-        {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_scaling": None}
-        | sizes(4096, 11008, 32, 32, 32, 32000),
-        6_738_415_616,
-    ),
-    "Llama-3.1-8B": (
-        {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING, "tie_word_embeddings": False}
-        | sizes(4096, 14336, 32, 32, 8, 128256),
-        8_030_261_248,
-    ),
-    "Mistral-7B-v0.1": (
-        {"model_type": "mistral", "sliding_window": 4096} | sizes(4096, 14336, 32, 32, 8, 32000),
-        7_241_732_096,
-    ),
-    "Qwen2.5-7B": (
-        {
-            "model_type": "qwen2",
-            "rope_theta": 1000000.0,
-            "use_sliding_window": False,
-            "sliding_window": 131072,
-            "max_window_layers": 28,
-        }
-        | sizes(3584, 18944, 28, 28, 4, 152064),
-        7_615_616_512,
-    ),
-    "Qwen3-30B-A3B": (
-        {
-            "model_type": "qwen3_moe",
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "use_sliding_window": False,
-        }
-        | sizes(2048, 6144, 48, 32, 4, 151936),
-        30_532_122_624,
-    ),
-    "Mixtral-8x7B": (
-        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
-        | sizes(4096, 14336, 32, 32, 8, 32000),
-        46_702_792_704,
-    ),
-    "gemma-2-27b": (
-        {
-            "model_type": "gemma2",
-            "head_dim": 128,
-            "query_pre_attn_scalar": 144,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window": 4096,
-        }
-        | sizes(4608, 36864, 46, 32, 16, 256000),
-        27_227_128_320,
-    ),
-    "SmolLM3-3B": (
-        {
-            "model_type": "smollm3",
-            "rope_theta": 5000000.0,
-            "no_rope_layers": [1, 1, 1, 0] * 9,
-            "layer_types": ["full_attention"] * 36,
-            "use_sliding_window": False,
-        }
-        | sizes(2048, 11008, 36, 16, 4, 128256),
-        3_075_098_624,
-    ),
-    "Phi-3-mini-128k": (
-        {
-            "model_type": "phi3",
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
-            "sliding_window": 262144,
-        }
-        | sizes(3072, 8192, 32, 32, 32, 32064),
-        3_821_079_552,
-    ),
-    "gpt-oss-20b": (
-        {
-            "model_type": "gpt_oss",
-            "head_dim": 64,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "rope_theta": 150000,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "attention_bias": True,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
-            "quantization_config": {"quant_method": "mxfp4"},
-        }
-        | sizes(2880, 2880, 24, 64, 8, 201088),
-        20_914_757_184,
-    ),
-}
+from tests.layers.pretrained.published_configs import LLAMA3_SCALING, PUBLISHED, REFUSED, sizes
 
 
 def read(folder, values) -> GPTConfig:
@@ -144,6 +22,14 @@ def test_a_published_config_gives_a_model_of_the_published_size(name, tmp_path):
     assert read(tmp_path, values).num_parameters == num_parameters
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_config_of_another_kind_is_refused_in_one_line(name, tmp_path):
+    values, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as refusal:
+        read(tmp_path, values)
+    assert "\n" not in str(refusal.value)
+
+
 def test_what_layers_have_of_their_own_comes_from_old_words_too(tmp_path):
     windows = {name: read(tmp_path, values).masks for name, (values, _) in PUBLISHED.items()}
     assert windows["Qwen2.5-7B"] == windows["Llama-2-7b"] == (CausalMask(),)
@@ -151,7 +37,7 @@ def test_what_layers_have_of_their_own_comes_from_old_words_too(tmp_path):
     assert windows["gemma-2-27b"] == (CausalMask() & LocalMask(4095, 0), CausalMask())
     smollm = read(tmp_path, PUBLISHED["SmolLM3-3B"][0])
     assert [smollm.layer(index).rope_base for index in range(5)] == [5e6, 5e6, 5e6, None, 5e6]
-    scaling = read(tmp_path, PUBLISHED["Phi-3-mini-128k"][0]).rope_scaling
+    scaling = read(tmp_path, PUBLISHED["Phi-3-mini-128k-instruct"][0]).rope_scaling
     assert (scaling.kind, scaling.factor, scaling.original_context_length) == ("longrope", 32.0, 4096)
 
 
@@ -206,7 +92,12 @@ def test_old_rope_keys_take_the_new_ones_place_as_in_transformers_5(tmp_path):
     nested = {kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("full_attention", "sliding_attention")}
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     values = {"model_type": "olmo3", "rope_parameters": nested, "rope_scaling": yarn, "sliding_window": 4096}
-    config = read(tmp_path, values | sizes(4096, 11008, 32, 32, 32, 100278))
+    values |= sizes(4096, 11008, 32, 32, 32, 100278)
+    with pytest.raises(
+        ValueError, match=r"rope_theta as 10000\.0 to transformers 4 and as 1000000\.0 to transformers 5; "
+    ):
+        read(tmp_path, values)
+    config = read(tmp_path, values | {"rope_theta": 1e6})
     layers = [config.layer(index) for index in range(4)]
     assert [layer.rope_scaling.kind for layer in layers] == ["none"] * 3 + ["yarn"]
     assert {layer.rope_base for layer in layers} == {1e6}

@@ -49,7 +49,6 @@ def test_equal_masks_are_equal_however_they_are_written():
         assert family_of(dataclasses.replace(LLAMA, masks=(mask,)))[1]["sliding_window"] == 8
 
 
-WINDOW = "CausalMask(offset=0) & LocalMask(left=7, right=0)"
 NO_CHUNKS = "CausalMask() or CausalMask() & LocalMask(…, 0) in model.masks (here ChunkedCausalMask(chunk_size=8))"
 NO_HEADS = "no num_kv_heads and head_dim in model.layer_overrides (here in layer 0)"
 # What a model has, and what the two nearest families have in its place.
@@ -61,8 +60,8 @@ REFUSALS = {
     "two matrices": (
         {"mlp": "gelu", "masks": (LocalMask(7, 0), CausalMask())},
         [
+            "mistral has model.mlp=swiglu (here gelu)",
             "smollm3 has model.mlp=swiglu (here gelu)",
-            f"llama has model.mlp=swiglu (here gelu), model.masks=CausalMask(offset=0) (here {WINDOW} in layer 0)",
         ],
     ),
     "chunks": (
@@ -231,15 +230,21 @@ def test_files_from_before_rope_parameters_say_the_same(case, tmp_path):
     written = family_of(config, model_type)[1]
     del written["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(written | {"max_position_embeddings": 512}))
-    assert config_from_huggingface(tmp_path) == config
+    if case == "olmo3":  # transformers 5 has lost the key when it comes to layers with windows
+        with pytest.raises(
+            ValueError, match=r"rope_theta as 1000\.0 to transformers 4 and as 500000\.0 to transformers 5"
+        ):
+            config_from_huggingface(tmp_path)
+    else:
+        assert config_from_huggingface(tmp_path) == config
 
 
 @pytest.mark.parametrize(
     ("changes", "length", "keys"),
     [
         ({}, 512, {"type", "short_factor", "long_factor"}),
-        ({"attention_factor": 1.5}, 512, {"rope_type", "attention_factor", "factor"}),
-        ({"factor": 1.7}, 27, {"rope_type", "factor"}),
+        ({"attention_factor": 1.25}, 512, {"rope_type", "attention_factor", "factor"}),
+        ({"factor": 1.7}, 27, {"rope_type", "attention_factor", "factor"}),
     ],
 )
 def test_longrope_is_written_as_transformers_4_reads_it_where_that_can(changes, length, keys, tmp_path, rng):

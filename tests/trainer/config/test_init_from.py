@@ -168,7 +168,11 @@ def test_layers_may_turn_otherwise_but_not_have_other_heads():
     [
         (None, "llama has no file config.json"),
         ("{", "config.json isn't JSON"),
-        ('{"model_type": "llama", "auto_map": {}}', "has an auto_map: its model is code that the folder brings along"),
+        ('{"model_type": "dream", "auto_map": {}}', "code of the folder's own, which its auto_map names, is never run"),
+        (
+            '{"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}',
+            "expected weights that aren't quant",
+        ),
         ('{"model_type": "dream"}', "has model_type='dream'; expected one of llama"),
         ("{}", "has model_type=None; expected one of llama"),
     ],
@@ -180,6 +184,9 @@ def test_a_folder_that_describes_no_known_model_is_refused(folder, config_file, 
     told = refusal(config_file(), "--init-from", folder)
     assert told.startswith(f"init_from='{folder}': {folder}")
     assert message in told
+    with pytest.raises(UserMistake) as refused:
+        parse_compile_command(["--config", str(config_file()), "--init-from", str(folder)])
+    assert message in str(refused.value)
 
 
 def test_what_is_no_folder_is_refused(folder, config_file):

@@ -126,15 +126,15 @@ def test_a_record_that_cannot_be_written_does_not_hide_why_the_run_failed(config
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "message"),
+    ("error", "raised", "status", "message"),
     [
-        (SystemExit(0), TrainingFailed, "something other than the trainer called sys.exit(0)"),
-        (KeyboardInterrupt(), KeyboardInterrupt, "KeyboardInterrupt"),
-        (LookupError("no room"), LookupError, "LookupError: no room"),
-        (TrainingFailed("not finite"), TrainingFailed, "not finite"),
+        (SystemExit(0), TrainingFailed, "failed", "something other than the trainer called sys.exit(0)"),
+        (KeyboardInterrupt(), KeyboardInterrupt, "preempted", "left at once by Ctrl-C, without saving"),
+        (LookupError("no room"), LookupError, "failed", "LookupError: no room"),
+        (TrainingFailed("not finite"), TrainingFailed, "failed", "not finite"),
     ],
 )
-def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatch, error, raised, message):
+def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatch, error, raised, status, message):
     def train(record):
         record.put(step=17)
         raise error
@@ -143,7 +143,7 @@ def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatc
     with pytest.raises(raised):
         run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     record = json.loads((tmp_path / "record.json").read_text())
-    assert (record["status"], record["step"], record["message"]) == ("failed", 17, message)
+    assert (record["status"], record["step"], record["message"]) == (status, 17, message)
 
 
 @pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")])

@@ -1,0 +1,295 @@
+"""config.json files as the models' pages have them, in the words of several years."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Values = dict[str, Any]
+
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def sizes(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, vocab: int) -> Values:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(names, (width, mlp_width, layers, heads, kv_heads), strict=True)) | {"vocab_size": vocab}
+
+
+def _llama(*of_sizes: int, **more: Any) -> Values:
+    common = {"attention_bias": False, "hidden_act": "silu", "initializer_range": 0.02, "pretraining_tp": 1}
+    common |= {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
+    return (
+        {"model_type": "llama", "rope_scaling": None, "tie_word_embeddings": False} | common | sizes(*of_sizes) | more
+    )
+
+
+def _qwen(model_type: str, *of_sizes: int, **more: Any) -> Values:
+    common = {"attention_dropout": 0.0, "hidden_act": "silu", "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
+    common |= {"rope_theta": 1_000_000.0, "use_sliding_window": False, "tie_word_embeddings": False}
+    return {"model_type": model_type} | common | sizes(*of_sizes) | more
+
+
+def _qwen3(*of_sizes: int, **more: Any) -> Values:
+    window = {"max_window_layers": of_sizes[2], "sliding_window": None, "rope_scaling": None}
+    return _qwen(
+        "qwen3", *of_sizes, attention_bias=False, head_dim=128, max_position_embeddings=40_960, **window, **more
+    )
+
+
+def _gemma2(*of_sizes: int, **more: Any) -> Values:
+    common = {"attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    common |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
+    common |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 10_000.0}
+    common |= {"max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_size": 4096, "head_dim": 256}
+    return {"model_type": "gemma2"} | common | sizes(*of_sizes) | more
+
+
+def _gemma3_text(*of_sizes: int, **more: Any) -> Values:
+    common = {"attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    common |= {"cache_implementation": "hybrid", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    common |= {"max_position_embeddings": 32_768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
+    common |= {"rope_local_base_freq": 10_000, "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": 512}
+    return {"model_type": "gemma3_text"} | common | sizes(*of_sizes) | more
+
+
+def _phi3(*of_sizes: int, **more: Any) -> Values:
+    code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    common = {"auto_map": code, "attention_bias": False, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "hidden_act": "silu"}
+    common |= {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0}
+    common |= {"architectures": ["Phi3ForCausalLM"], "tie_word_embeddings": False, "max_position_embeddings": 131_072}
+    return {"model_type": "phi3"} | common | sizes(*of_sizes) | more
+
+
+def _tables(name: str) -> Values:
+    # Of the published ones only the length and the ends.
+    return {"long_factor": [1.08] * 24 + [64.8] * 24, "short_factor": [1.0] * 24 + [2.8] * 24, "type": name}
+
+
+def _gpt_oss(layers: int, num_experts: int) -> Values:
+    yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 131_072,
+        "model_type": "gpt_oss",
+        "num_experts_per_tok": 4,
+        "num_local_experts": num_experts,
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": yarn | {"rope_type": "yarn", "truncate": False},
+        "rope_theta": 150_000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    } | sizes(2880, 2880, layers, 64, 8, 201_088)
+
+
+_QWEN3_MOE = {
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+}
+_OLMO2 = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 500_000}
+
+PUBLISHED: dict[str, tuple[Values, int]] = {
+    "Llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096), 6_738_415_616),
+    "Llama-3.1-8B": (
+        _llama(
+            4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0, rope_scaling=LLAMA3_SCALING, mlp_bias=False,
+            max_position_embeddings=131_072,
+        ),
+        8_030_261_248,
+    ),
+    "Llama-3.2-1B": (
+        _llama(
+            2048, 8192, 16, 32, 8, 128256, head_dim=64, rope_theta=500000.0, tie_word_embeddings=True,
+            rope_scaling=LLAMA3_SCALING | {"factor": 32.0}, max_position_embeddings=131_072,
+        ),
+        1_235_814_400,
+    ),
+    "TinyLlama-1.1B": (_llama(2048, 5632, 22, 32, 4, 32000, max_position_embeddings=2048), 1_100_048_384),
+    "SmolLM2-135M": (
+        _llama(576, 1536, 30, 9, 3, 49152, rope_theta=100000, tie_word_embeddings=True, rope_interleaved=False),
+        134_515_008,
+    ),
+    "Yi-6B": (_llama(4096, 11008, 32, 32, 4, 64000, rope_theta=5000000.0), 6_061_035_520),
+    "Mistral-7B-v0.1": (
+        {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
+        | sizes(4096, 14336, 32, 32, 8, 32000),
+        7_241_732_096,
+    ),
+    "Mistral-Nemo-Base-2407": (
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 128, "rope_theta": 1000000.0}
+        | sizes(5120, 14336, 40, 32, 8, 131072),
+        12_247_782_400,
+    ),
+    "Ministral-8B-Instruct-2410": (
+        {"model_type": "mistral", "sliding_window": 32768, "head_dim": 128, "rope_theta": 100000000.0}
+        | sizes(4096, 12288, 36, 32, 8, 131072),
+        8_019_808_256,
+    ),
+    "Mixtral-8x7B": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "rope_theta": 1000000.0}
+        | sizes(4096, 14336, 32, 32, 8, 32000),
+        46_702_792_704,
+    ),
+    "Qwen2.5-0.5B": (
+        _qwen("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, sliding_window=32768)
+        | {"max_window_layers": 24, "use_mrope": False},
+        494_032_768,
+    ),
+    "Qwen2.5-7B": (
+        _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, sliding_window=131072, max_window_layers=28),
+        7_615_616_512,
+    ),
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        _qwen("qwen2", 1536, 8960, 28, 12, 2, 151936, sliding_window=4096, max_window_layers=21, rope_theta=10000),
+        1_777_088_000,
+    ),
+    "Qwen3-0.6B": (_qwen3(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True), 596_049_920),
+    "Qwen3-8B": (_qwen3(4096, 12288, 36, 32, 8, 151936), 8_190_735_360),
+    "Qwen3-30B-A3B": (
+        _qwen("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, attention_bias=False, max_window_layers=48) | _QWEN3_MOE,
+        30_532_122_624,
+    ),
+    "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256000), 2_614_341_888),
+    "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144), 27_227_128_320),
+    "gemma-3-270m": (
+        _gemma3_text(640, 2048, 18, 4, 1, 262144, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
+        | {"use_bidirectional_attention": False, "_sliding_window_pattern": 6},
+        268_098_176,
+    ),
+    "gemma-3-1b": (_gemma3_text(1152, 6912, 26, 4, 1, 262144, sliding_window_pattern=6), 999_885_952),
+    "OLMo-2-1124-7B": (
+        {"model_type": "olmo2", "max_position_embeddings": 4096} | _OLMO2 | sizes(4096, 11008, 32, 32, 32, 100352),
+        7_298_617_344,
+    ),
+    "Olmo-3-1025-7B": (
+        {
+            "model_type": "olmo3",
+            "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+            "max_position_embeddings": 65536,
+            "sliding_window": 4096,
+            "rope_scaling": {
+                "attention_factor": 1.2079441541679836,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "yarn",
+            },
+        }
+        | _OLMO2
+        | sizes(4096, 11008, 32, 32, 32, 100278),
+        7_298_011_136,
+    ),
+    "SmolLM3-3B": (
+        {
+            "model_type": "smollm3",
+            "layer_types": ["full_attention"] * 36,
+            "max_window_layers": 28,
+            "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9,
+            "pretraining_tp": 2,
+            "rope_scaling": None,
+            "rope_theta": 5000000.0,
+            "sliding_window": None,
+            "use_sliding_window": False,
+        }
+        | sizes(2048, 11008, 36, 16, 4, 128256),
+        3_075_098_624,
+    ),
+    "Phi-3-mini-4k-instruct": (
+        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=None, max_position_embeddings=4096, sliding_window=2047),
+        3_821_079_552,
+    ),
+    "Phi-3-mini-128k-instruct": (
+        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("longrope"), sliding_window=262144),
+        3_821_079_552,
+    ),
+    "Phi-3-mini-128k-instruct, first revision": (
+        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("su"), sliding_window=262144),
+        3_821_079_552,
+    ),
+    "Phi-3.5-mini-instruct": (
+        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("longrope"), sliding_window=262144),
+        3_821_079_552,
+    ),
+    "Phi-4-mini-instruct": (
+        _phi3(
+            3072, 8192, 32, 24, 8, 200064, partial_rotary_factor=0.75, rope_scaling=_tables("longrope"),
+            sliding_window=262144, tie_word_embeddings=True, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False,
+            mlp_bias=False,
+        ),
+        3_836_021_760,
+    ),
+    "phi-4": (
+        _phi3(5120, 17920, 40, 40, 10, 100352, rope_scaling=None, max_position_embeddings=16384, rope_theta=250000)
+        | {"sliding_window": None, "original_max_position_embeddings": 16384},
+        14_659_507_200,
+    ),
+    "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
+    "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
+}  # fmt: skip
+"""By name: the file, and the parameters that its page states."""
+
+_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+_AWQ = {"bits": 4, "group_size": 128, "quant_method": "awq", "version": "gemm", "zero_point": True}
+_GPTQ = {"bits": 4, "desc_act": False, "group_size": 128, "quant_method": "gptq"}
+_BITS_AND_BYTES = {"_load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "quant_method": "bitsandbytes"}
+_COMPRESSED = {"format": "float-quantized", "quant_method": "compressed-tensors", "quantization_status": "compressed"}
+
+
+def _quantized(name: str, by: Values) -> tuple[Values, str]:
+    message = f"quantization_config.quant_method='{by['quant_method']}'; expected weights that aren't quantized; take "
+    return PUBLISHED[name][0] | {"quantization_config": by}, message
+
+
+REFUSED: dict[str, tuple[Values, str]] = {
+    "Qwen3-8B-FP8": _quantized("Qwen3-8B", _FP8),
+    "Meta-Llama-3.1-8B-Instruct-AWQ-INT4": _quantized("Llama-3.1-8B", _AWQ),
+    "Llama-2-7B-GPTQ": _quantized("Llama-2-7b", _GPTQ),
+    "mistral-7b-bnb-4bit": _quantized("Mistral-7B-v0.1", _BITS_AND_BYTES),
+    "gemma-3-1b, compressed": _quantized("gemma-3-1b", _COMPRESSED),
+    "DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+            "quantization_config": _FP8,
+        },
+        "model_type='deepseek_v3'; expected one of llama, .*; code of the folder's own, .* is never run",
+    ),
+    "gpt2": ({"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768}, "model_type='gpt2'; expected one of llama, "),
+    "CodeLlama with dynamic scaling": (
+        _llama(4096, 11008, 32, 32, 32, 32000, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        "rope_type='dynamic'; expected one of default, .*'dynamic' changes a text's keys while it grows",
+    ),
+    "Qwen3-30B-A3B with layers that aren't sparse": (
+        PUBLISHED["Qwen3-30B-A3B"][0] | {"mlp_only_layers": [0]},
+        r"mlp_only_layers=\[0\]; expected \[\] or None",
+    ),
+    "embeddinggemma-300m": (
+        PUBLISHED["gemma-3-270m"][0] | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True; expected False or None",
+    ),
+}
+"""By name: the file, and what is said of it in one line, as a regular expression."""
