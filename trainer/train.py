@@ -106,7 +106,7 @@ def train(
         membership=membership,
         owns_process=owns_process,
     ) as this:
-        origin = find_origin(config, this.record["init_from"], this.console)
+        origin = find_origin(config, this.record["init_from"], this.console, this.peers)
         setup = prepare(config, this.console.note, this.peers)
         this.opened(setup, origin.get("family"))
         loop = TrainingLoop(setup, workdir, this, traced)

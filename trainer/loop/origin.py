@@ -12,6 +12,7 @@ from layers.pretrained.folder import read_config
 from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.init_from import is_workdir, read_initial_model
+from trainer.hosts.peers import Peers
 from trainer.saved_run import read_init_from
 from trainer.terminal.console import Console
 
@@ -19,13 +20,14 @@ _STRETCHED = ("linear", "ntk")  # by a factor of the trained context
 _SCALED = ("llama3", "yarn", "longrope")  # to a factor of `original_context_length`
 
 
-def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: Console) -> dict[str, Any]:
+def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: Console, peers: Peers) -> dict[str, Any]:
     """Whose parameters a run begins with, or has begun with; a fresh run is warned of sequences too long for them.
 
     Args:
       config: of the run.
       recorded: what the run's record says of it already.
       console: of the run.
+      peers: the processes of the run, of which the first has the record, and warns.
 
     Returns:
       `family` and `context_length`, as far as they are known.
@@ -33,7 +35,7 @@ def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: C
     Raises:
       UserMistake: the folder describes no model.
     """
-    if config.init_from is None or recorded is not None:
+    if config.init_from is None or recorded is not None or not peers.is_first:
         return recorded or {}
     initial = read_initial_model(config.init_from)
     origin = read_origin(initial.folder)

@@ -15,7 +15,8 @@ from trainer.cli.train_command import parse_command_line
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.export.family import describe_export
-from trainer.loop.origin import longer_than_trained, read_origin
+from trainer.hosts.peers import Peers
+from trainer.loop.origin import find_origin, longer_than_trained, read_origin
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir
 
@@ -130,6 +131,15 @@ def test_a_run_says_both_before_it_starts_and_warns_once(pretrained, tmp_path, m
     values = json.loads(workdir.record.read_text())
     workdir.record.write_text(json.dumps(values | {"init_from": {"family": "llama", "context_length": 128}}))
     assert told not in start(workdir)
+
+
+def test_one_of_several_processes_warns(watched_console):
+    # The folder may be gone when a run resumes, and other processes have no record that would tell.
+    config = TrainConfig("x", THEIRS, num_steps=200, sequence_length=256, init_from="/models/gone")
+    assert find_origin(config, None, watched_console, Peers(index=1)) == {}
+    recorded = {"family": "llama", "context_length": 128}
+    assert find_origin(config, recorded, watched_console, Peers()) == recorded
+    assert watched_console.told == []
 
 
 def test_the_panel_says_as_what_family_the_model_goes_out():
