@@ -19,6 +19,7 @@ from trainer.config.file import load_saved_config
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.data.delimiters import NONE
 from trainer.errors import UserMistake
+from trainer.files.paths import refuse_other_encoding
 from trainer.observers.record import read_record
 from trainer.workdir import Workdir
 
@@ -44,6 +45,10 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
       TrainingFailed: every checkpoint is damaged.
     """
     workdir = Workdir(path)
+    try:
+        refuse_other_encoding(path.absolute())
+    except ValueError as refused:
+        raise UserMistake(f"{setting}: {refused}") from None
     if not workdir.config.is_file():
         raise UserMistake(
             f"workdir {path} {'holds no config.json' if path.is_dir() else 'does not exist'}; "

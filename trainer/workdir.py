@@ -16,10 +16,10 @@ from typing import Literal, Self
 from trainer.checkpoints.folder import list_checkpoints
 from trainer.config import TrainConfig
 from trainer.config.changes import refuse_other_run
-from trainer.config.file import config_to_json, is_text, load_saved_config, require_readable
+from trainer.config.file import config_to_json, load_saved_config, require_readable
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
-from trainer.files.urls import refuse_url
+from trainer.files.paths import refuse_other_encoding, refuse_url
 
 _LOCK = ".lock"
 
@@ -135,13 +135,9 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     require_readable(config)
     try:
         refuse_url(path)
+        refuse_other_encoding(path)
     except ValueError as refused:
         raise UserMistake(f"workdir: {refused}") from None
-    if not is_text(str(path)):
-        raise UserMistake(
-            f"workdir {path} is not UTF-8, so no checkpoint could be saved there; rename the folder, or choose another "
-            "with --workdir"
-        )
     workdir = Workdir(path)
     if config.init_from is not None and path.resolve() == Path(config.init_from).resolve():
         raise UserMistake(

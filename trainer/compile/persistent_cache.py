@@ -10,6 +10,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from trainer.errors import UserMistake
+from trainer.files.paths import refuse_other_encoding
 
 OWN_FOLDER = "~/.cache/flax-longcontext/xla"
 OWN_FOLDER_BYTES = 10 * 2**30
@@ -34,11 +35,15 @@ def use_compilation_cache(named: str | None) -> None:
         its size here.
 
     Raises:
-      UserMistake: the folder can't be made or written to.
+      UserMistake: the folder can't be made or written to, or its path isn't UTF-8.
     """
     folder = cache_folder(named)
     path = Path(folder).expanduser().absolute()
     is_of_jax = named is None and folder != OWN_FOLDER
+    try:
+        refuse_other_encoding(folder if is_of_jax else path)
+    except ValueError as refused:
+        raise UserMistake(f"{_JAX_VARIABLE if is_of_jax else 'compilation.cache_dir'}={refused}") from None
     if folder and not is_of_jax:
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -17,9 +17,10 @@ from typing import Any
 
 from layers import GPTConfig
 from layers.pretrained.folder import inside
-from trainer.config.file import is_text, load_saved_config
+from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
 from trainer.errors import UserMistake
+from trainer.files.paths import refuse_other_encoding
 
 _OF_THE_RUN = ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
 _OF_THE_CONTEXT = ("masks", "layer_overrides", "rope_base", "rope_scaling")
@@ -163,8 +164,10 @@ def read_initial_model(init_from: str) -> InitialModel:
     folder = Path(init_from).expanduser().absolute()
     if ".." in folder.parts:  # a resumed run tells by its name whether it is the same
         folder = folder.resolve()
-    if not is_text(str(folder)):
-        raise UserMistake(f"init_from={str(folder)!r} is not UTF-8, so config.json can't hold it; rename the folder")
+    try:
+        refuse_other_encoding(folder)
+    except ValueError as refused:
+        raise UserMistake(f"init_from={refused}") from None
     if not os.path.isdir(folder):
         raise UserMistake(
             f"init_from={init_from!r} is no folder; expected a Hugging Face model's on this machine "

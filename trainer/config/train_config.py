@@ -18,7 +18,7 @@ from kernels.collectives import Collectives
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
 from layers.checks import check_choice, check_numbers
-from trainer.files.urls import refuse_url
+from trainer.files.paths import refuse_url
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ import pytest
 from experiments.benchmarks.command_line import read_arguments
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.command.compile_command import parse_command_line as parse_compile
+from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import CompilationConfig, DataConfig, TrainConfig
 from trainer.config.file import load_config
 from trainer.config.init_from import read_initial_model
 from trainer.errors import UserMistake
 from trainer.export.export_command import parse_command_line as parse_export
-from trainer.files.urls import refuse_url
+from trainer.files.paths import refuse_url
 from trainer.sample.sample_command import parse_command_line as parse_sample
+from trainer.saved_run import open_saved_run
 from trainer.workdir import claim_workdir
 
 URLS = ("s3://bucket/x", "gs://bucket/x", "file:///tmp/x", "S3:/bucket/x", "hf://datasets/x", " az://x", "a::s3://b/x")
@@ -130,9 +132,17 @@ def test_a_folder_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     odd.mkdir()
     monkeypatch.chdir(odd)
     config = parse_command_line(["--config", PAGE])
-    with pytest.raises(UserMistake, match=r"caf\udce9/runs/smoke is not UTF-8, so no checkpoint could be saved there"):
+    told = r"caf\\udce9/{}' is not UTF-8, and libraries that read and write there take nothing else; rename the folder"
+    with pytest.raises(UserMistake, match=f"workdir: .*{told.format('runs/smoke')}"):
         claim_workdir(config.workdir, config.train)
     (odd / "model").mkdir()
-    with pytest.raises(UserMistake, match=r"model' is not UTF-8, so config\.json can't hold it; rename the folder"):
+    with pytest.raises(UserMistake, match=f"init_from=.*{told.format('model')}"):
         read_initial_model("model")
+    with pytest.raises(UserMistake, match=f"--workdir: .*{told.format('run')}"):
+        open_saved_run(Path("run"), setting="--workdir")
+    with pytest.raises(UserMistake, match=rf"compilation\.cache_dir=.*{told.format('xla')}"):
+        use_compilation_cache("xla")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(odd / "xla"))
+    with pytest.raises(UserMistake, match=rf"JAX_COMPILATION_CACHE_DIR=.*{told.format('xla')}"):
+        use_compilation_cache(None)
     assert sorted(path.name for path in odd.iterdir()) == ["model"]
