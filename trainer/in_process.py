@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from trainer.config import TrainConfig
@@ -13,6 +12,7 @@ from trainer.config.file import check_types
 from trainer.config.init_from import with_initial_model
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.hosts.launch import refuse_several
+from trainer.process.standard_streams import writable_in_any_encoding
 from trainer.train import train
 from trainer.workdir import claim_workdir
 
@@ -25,7 +25,7 @@ def run_in_process(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict
         raise UserMistake(f"config is of type {type(config).__name__}; expected a trainer.config.TrainConfig")
     check_types(config)
     config = with_initial_model(config)
-    with claim_workdir(Path(workdir).absolute(), config) as folder:
+    with writable_in_any_encoding(), claim_workdir(workdir, config) as folder:
         train(config, folder, command=["trainer.run"], started=started, owns_process=False)
         try:
             return json.loads(folder.record.read_text(encoding="utf-8"))

@@ -118,7 +118,7 @@ class FollowedWorkdir(Workdir):
         return False
 
 
-def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
+def claim_workdir(path: str | os.PathLike[str], config: TrainConfig) -> Workdir:
     """Locks the folder, and writes the config into it unless it holds checkpoints.
 
     The lock lasts until the workdir is left as a context manager, or this process ends.
@@ -135,6 +135,7 @@ def claim_workdir(path: Path, config: TrainConfig) -> Workdir:
     require_readable(config)
     try:
         refuse_url(path)
+        path = Path(path).absolute()  # as Orbax has it, in every message
         refuse_other_encoding(path)
     except ValueError as refused:
         raise UserMistake(f"workdir: {refused}") from None

@@ -13,7 +13,9 @@ import contextlib
 import errno
 import os
 import sys
+import traceback
 from collections.abc import Iterator
+from types import TracebackType
 from typing import Any, TextIO
 
 from trainer.terminal.visible import visible
@@ -42,23 +44,49 @@ def outlive_readers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def printable_streams() -> Iterator[None]:
-    """Has standard output and error write any text, whatever their encoding, and standard error no control characters.
+def writable_in_any_encoding() -> Iterator[None]:
+    """Has standard output and error write any text inside, with escapes for what their encoding can't write.
 
-    A message may quote what somebody else wrote: a path whose bytes aren't UTF-8, or a name with escape sequences.
+    A path whose bytes aren't UTF-8 can be written in none.
     """
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)  # a test's own stream has none
-        if reconfigure is not None:
-            with contextlib.suppress(OSError):  # it flushes
-                reconfigure(errors="backslashreplace")
-    before = sys.stderr
-    if before is not None:
-        sys.stderr = _Messages(before)  # type: ignore[assignment]
+    # A test's own stream, or a notebook's, may have another class.
+    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "reconfigure")]
+    before = [stream.errors for stream in streams]
+    for stream in streams:
+        _answer_with(stream, "backslashreplace")
     try:
         yield
     finally:
-        sys.stderr = before
+        for stream, errors in zip(streams, before, strict=True):
+            _answer_with(stream, errors)
+
+
+def _answer_with(stream: Any, errors: str | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it flushes, and may be closed
+        stream.reconfigure(errors=errors)
+
+
+@contextlib.contextmanager
+def printable_streams() -> Iterator[None]:
+    """For a command: writes in any encoding, and standard error has no control characters.
+
+    A message may quote what somebody else wrote, such as a name with escape sequences. So may a traceback, which Python
+    prints after the end of this.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_traceback
+    with writable_in_any_encoding():
+        before = sys.stderr
+        if before is not None:
+            sys.stderr = _Messages(before)  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(visible("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 class _Messages:

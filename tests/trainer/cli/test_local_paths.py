@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer
 from experiments.benchmarks.command_line import read_arguments
 from trainer.cli.train_command import parse_command_line
 from trainer.compile.command.compile_command import parse_command_line as parse_compile
@@ -112,9 +113,10 @@ def test_every_benchmark_reads_its_command_line_so():
 
 
 @pytest.mark.parametrize("path", [Path("gs://bucket/run"), "gs://bucket/run"])
-def test_a_program_that_calls_the_trainer_is_refused_a_url(path):
+@pytest.mark.parametrize("claim", [claim_workdir, lambda path, config: trainer.run(config, path)])
+def test_a_program_that_calls_the_trainer_is_refused_a_url(path, claim):
     with pytest.raises(UserMistake, match=r"workdir: 'gs:/+bucket/run' is a URL"):
-        claim_workdir(path, load_config(Path(PAGE)))
+        claim(path, load_config(Path(PAGE)))
 
 
 def test_a_config_refuses_urls_on_construction():

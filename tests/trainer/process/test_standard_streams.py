@@ -88,6 +88,7 @@ def test_what_an_encoding_cannot_write_is_written_with_escapes(monkeypatch, stre
     letter = r"\xe9" if encoding == "ascii" else "é"
     assert errors.buffer.getvalue().decode(encoding) == f"error: {letter}\\u2192\n"
     assert (sys.stdout, sys.stderr) == (output, errors), "as before"
+    assert output.errors == "strict"
 
 
 @pytest.mark.parametrize("streams", [outlive_readers, reader_may_leave])
@@ -108,6 +109,7 @@ def test_standard_error_has_signs_for_control_characters_but_for_those_of_rich(m
 def test_every_command_guards_its_output():
     # Those are started by a command of ours, which reads what they write.
     workers = {"cell.py", "measure.py", "worker.py", "loss_of_first.py"}
+    no_command = {"train.py"}  # it says so
     root = Path(__file__).parents[3]
     programs = [path for folder in ("trainer", "experiments") for path in (root / folder).rglob("*.py")]
     programs = [path for path in programs if 'if __name__ == "__main__":' in path.read_text()]
@@ -115,7 +117,7 @@ def test_every_command_guards_its_output():
     unguarded = [
         path for path in programs if not re.search(r"with (reader_may_leave|outlive_readers)\(", path.read_text())
     ]
-    assert {path.name for path in unguarded} == workers
+    assert {path.name for path in unguarded} == workers | no_command
 
 
 def test_whose_packages_python_finds_is_told_in_any_encoding(monkeypatch):
@@ -129,3 +131,15 @@ def test_whose_packages_python_finds_is_told_in_any_encoding(monkeypatch):
     assert flax_longcontext.main() == 1
     output.flush()
     assert output.buffer.getvalue().splitlines()[0] == rb"kernels: got /home/\xe9/\udcff\x1b[31m"
+
+
+@pytest.mark.parametrize("streams", [outlive_readers, reader_may_leave])
+def test_a_traceback_that_ends_a_command_has_signs_for_control_characters(monkeypatch, streams):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    errors = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", errors)
+    with pytest.raises(LookupError) as caught, streams():
+        raise LookupError("no\x1b[2J")
+    sys.excepthook(caught.type, caught.value, caught.tb)  # as Python does at the end
+    assert errors.getvalue().startswith("Traceback (most recent call last):\n")
+    assert errors.getvalue().endswith("\nLookupError: no␛[2J\n")
