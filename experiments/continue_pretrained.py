@@ -25,7 +25,7 @@ def get_config() -> TrainConfig:
     """The config of any pretrained model; `init_from` is where the page looks unless --init-from says otherwise."""
     return TrainConfig(
         name="continued",
-        description="A pretrained model, trained further on 32,768 tokens to a sequence",
+        description="A pretrained model, trained further on long sequences",
         init_from="models/pretrained",
         model=GPTConfig(remat="full"),
         num_steps=1000,

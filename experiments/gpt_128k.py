@@ -52,7 +52,7 @@ def gpt_1b_128k() -> TrainConfig:
     return dataclasses.replace(
         base,
         name="gpt_128k",
-        description="GPT with 1.3B parameters, 131,072 tokens to a sequence, split over two accelerators",
+        description="A large GPT on very long sequences, meant to be split over accelerators",
         sequence_length=131_072,
         # As many tokens to a step as gpt_1b_32k.
         batch_size=2,

@@ -46,7 +46,7 @@ def gpt_1b() -> TrainConfig:
     return dataclasses.replace(
         base,
         name="gpt_1b_32k",
-        description="GPT with 1.3B parameters, 32,768 tokens to a sequence, for one accelerator",
+        description="A large GPT on long packed documents, meant for one accelerator",
         model=dataclasses.replace(
             base.model, num_layers=24, width=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_width=5504
         ),

@@ -50,7 +50,7 @@ def gpt_1b_1m() -> TrainConfig:
     return dataclasses.replace(
         base,
         name="gpt_1m",
-        description="GPT with 1.3B parameters on one sequence of 1,048,576 tokens, split over two accelerators",
+        description="A large GPT on one very long sequence, meant to be split over accelerators",
         sequence_length=1_048_576,
         batch_size=1,
         gradient_accumulation=1,

@@ -35,7 +35,7 @@ def gpt2_small() -> TrainConfig:
     on_gpu = expected_platform() == "gpu"
     return TrainConfig(
         name="gpt_32k",
-        description="GPT with 124M parameters, 32,768 tokens to a sequence, for one accelerator",
+        description="A GPT on long packed documents, meant for one accelerator",
         model=GPTConfig(mlp="swiglu", mlp_width=2048, scan_layers=not on_gpu, remat="none" if on_gpu else "full"),
         num_steps=1000,
         batch_size=4,
@@ -49,7 +49,7 @@ def _small() -> TrainConfig:
     window = LocalMask(1023, 0)
     return TrainConfig(
         name="gpt_32k",
-        description="No accelerator here: a GPT small enough for two CPU cores, still 32,768 tokens to a sequence",
+        description="No accelerator here: a GPT small enough for CPU cores",
         model=GPTConfig(
             vocab_size=320,
             num_layers=3,

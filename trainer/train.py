@@ -30,7 +30,7 @@ from trainer.compile.programs import CompiledSteps, compile_steps
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
-from trainer.errors import TrainingFailed, UserMistake
+from trainer.errors import TrainingFailed, UserMistake, name_some
 from trainer.hosts.agreement import require_same
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.peers import Peers
@@ -133,8 +133,8 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     peers = peers or Peers()
     if peers.count > 1 and config.samples.prompts:
         raise UserMistake(
-            f"samples.prompts={config.samples.prompts} aren't continued by several processes together yet; leave them "
-            "out (--samples.prompts with nothing behind it), and continue texts from a checkpoint, with "
+            f"samples.prompts={name_some(config.samples.prompts)} aren't continued by several processes together yet; "
+            "leave them out (--samples.prompts with nothing behind it), and continue texts from a checkpoint, with "
             "python -m trainer.sample"
         )
     if peers.is_first and config.wandb.project is not None:

@@ -163,7 +163,7 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the plots need matplotlib: pip install 'flax-longcontext[plots]'") from error
+        raise ModuleNotFoundError("the plots need matplotlib: pip install -e '.[plots]' in the clone") from error
 
     # Without the salt and the date the same figures give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "flax-longcontext"}):

@@ -74,7 +74,7 @@ def save_png(
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("drawing a mask needs matplotlib: pip install 'flax-longcontext[plots]'") from error
+        raise ModuleNotFoundError("drawing a mask needs matplotlib: pip install -e '.[plots]' in the clone") from error
 
     distinct = list(mask.distinct_heads(mask.num_heads or 1))
     figure = Figure(figsize=(5 * len(distinct), 5), layout="constrained")

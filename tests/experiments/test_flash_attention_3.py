@@ -117,7 +117,7 @@ def test_what_the_package_refuses_is_told_in_its_words(package):
 def test_without_the_package_the_row_says_how_to_get_it(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "dew_flash_attn", None)
     (refused,) = measure("small", SMALL, AttentionArguments(backends=("fa3",), **ONCE))
-    expected = "ModuleNotFoundError: fa3 needs dew-flash-attn-cu13: pip install 'flax-longcontext[peers]'"
+    expected = "ModuleNotFoundError: fa3 needs dew-flash-attn-cu13: pip install -e '.[peers]' in the clone"
     assert refused["refused"] == expected
 
 

@@ -168,6 +168,16 @@ def test_every_page_can_be_exported(name, platform, monkeypatch, tmp_path, rng, 
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_no_description_says_what_a_flag_may_change(platform, monkeypatch):
+    """It is printed first, with --sequence-length 2048 and --mesh.context 8, too."""
+    pages = [gpt_32k.get_config(), gpt_32k_window.get_config(), smoke.get_config(), continue_pretrained.get_config()]
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    pages += [gpt_1b_32k.gpt_1b(), gpt_128k.gpt_1b_128k(), gpt_1m.gpt_1b_1m(), gpt_32k.get_config()]
+    numbers = re.compile(r"\d|\b(one|two|four|eight) (accelerators|GPUs|CPU|sequences)\b")
+    assert [page.description for page in pages if not page.description or numbers.search(page.description)] == []
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_variants_change_one_thing(platform, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     base, window, short = gpt_32k.get_config(), gpt_32k_window.get_config(), smoke.get_config()

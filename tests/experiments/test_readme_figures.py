@@ -49,3 +49,25 @@ def test_the_figures_are_those_of_the_rows():
     # Timed by hand: the rows have the trainer's part of it.
     assert make_train in (ROOT / "docs/benchmarks.md").read_text()
     assert len(figures()) <= 8
+
+
+def test_the_machine_that_traced_is_the_one_of_the_rows():
+    rows = read_rows(RESULTS / "compile_time_v5p.jsonl")
+    (told,) = {
+        (row["cpu"].replace("(R)", "").removesuffix(" Processor"), row["jax"], row["libtpu"], row["date"])
+        for row in rows
+    }
+    cpu, jax, libtpu, date = told
+    (paragraph,) = [
+        line
+        for line in (ROOT / "docs/profile_compile_time.md").read_text().splitlines()
+        if "results/compile_time_v5p.jsonl" in line
+    ]
+    assert f"Two cores of an {cpu}, " in paragraph
+    assert f"JAX {jax}, libtpu {libtpu}, {date} (" in paragraph
+    (row,) = [
+        line
+        for line in (ROOT / "docs/benchmarks.md").read_text().splitlines()
+        if "compile_time --target v5p" in line and "profile_compile_time.md#how-it-grows" in line
+    ]
+    assert f"two cores of an {cpu}, JAX {jax}, {date}" in row

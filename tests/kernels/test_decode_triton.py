@@ -157,7 +157,7 @@ def test_tiles_divide_a_block(monkeypatch):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    missing = "needs triton, which isn't installed; install flax-longcontext[cuda13]"
+    missing = "needs triton, which isn't installed; pip install -e '.[cuda13]' in the clone"
     assert triton.unsupported_reason(call_of()) == missing
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert triton.unsupported_reason(call_of()) is None

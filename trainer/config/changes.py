@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trainer.config.file import config_from_json, config_to_json, flag_types
 from trainer.config.train_config import TrainConfig
-from trainer.errors import UserMistake
+from trainer.errors import UserMistake, shorten
 
 Aspect = Literal[
     "free",
@@ -180,7 +180,8 @@ class ConfigChange:
         return ASPECT_OF_FIELD.get(self.field, "free")
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.before!r} up to step {self.step}, {self.after!r} from now on"
+        before, after = shorten(repr(self.before), 200), shorten(repr(self.after), 200)
+        return f"{self.field}: {before} up to step {self.step}, {after} from now on"
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,10 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
     """
     refused = [change for change in _changes(0, held, config) if change.aspect in _REFUSED]
     if refused:
-        told = [f"{item.field}: {item.before} in {place}, {item.after} now" for item in refused]
+        told = [
+            f"{item.field}: {shorten(str(item.before), 200)} in {place}, {shorten(str(item.after), 200)} now"
+            for item in refused
+        ]
         reasons = dict.fromkeys(_REFUSED[item.aspect] for item in refused)
         raise UserMistake(
             "\n  ".join([f"{place} is of another config:", *told])

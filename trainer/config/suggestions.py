@@ -107,9 +107,42 @@ OTHER_WORDS = {
     "from_pretrained": "init_from",
     "model_name_or_path": "init_from",
     "load_from": "init_from",
+    "model": "init_from",
+    "base_model": "init_from",
+    "model_name": "init_from",
+    "resume_from": "resume",
+    "resume_from_checkpoint": "resume",
+    "load_checkpoint": "resume",
+    "attention": "model.implementation",
+    "attention_backend": "model.implementation",
+    "attn_backend": "model.implementation",
+    "flash_attention": "model.implementation",
+    "flash_attn": "model.implementation",
+    "use_flash_attn": "model.implementation",
     "dp": "mesh.data",
+    "dp_size": "mesh.data",
+    "data_parallel_size": "mesh.data",
+    "data_parallel_replicate_degree": "mesh.data",
+    "fsdp_size": "mesh.fsdp",
+    "data_parallel_shard_degree": "mesh.fsdp",
+    "mesh.model": "mesh.tensor",
     "tp": "mesh.tensor",
+    "tp_size": "mesh.tensor",
+    "tensor_parallel": "mesh.tensor",
+    "tensor_parallel_size": "mesh.tensor",
+    "tensor_parallel_degree": "mesh.tensor",
+    "tensor_model_parallel_size": "mesh.tensor",
+    "mesh.sequence": "mesh.context",
+    "mesh.seq": "mesh.context",
+    "sp": "mesh.context",
     "cp": "mesh.context",
+    "cp_size": "mesh.context",
+    "context_parallel_size": "mesh.context",
+    "context_parallel_degree": "mesh.context",
+    "sequence_parallel_size": "mesh.context",
+    "profile": "profile_steps",
+    "profiler_steps": "profile_steps",
+    "profile_step_start": "profile_steps",
     "output_dir": "workdir",
     "out_dir": "workdir",
     "output": "workdir",
@@ -118,6 +151,8 @@ OTHER_WORDS = {
     "max_tokens": "num_tokens",
     "max_new_tokens": "num_tokens",
 }
+
+_FEW = 8
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
@@ -137,12 +172,24 @@ def did_you_mean_field(name: str, fields: Iterable[str]) -> str:
     '; did you mean --optimizer.learning-rate?'
     """
     known = {_field(field): field for field in fields}
-    ours, word = OTHER_WORDS.get(_word(_field(name)), ""), _word(_field(name))
+    typed = _field(name)
+    word = _word(typed)
+    ours = OTHER_WORDS.get(typed) or OTHER_WORDS.get(word, "")
     # A config class knows its own fields without their section.
     meant = [ours] if ours in known else [field for field in known if field == _word(ours)]
     meant += [field for field in known if _word(field) == word]
-    told = " or ".join(known[field] for field in meant[:2])
-    return f"; did you mean {told}?" if told else did_you_mean(name, known.values())
+    if told := " or ".join(known[field] for field in meant[:2]):
+        return f"; did you mean {told}?"
+    # Of a known section, only the word in it can be wrong.
+    section = typed[: -len(word)]
+    siblings = {_word(field): field for field in known if section and field.startswith(section)}
+    if siblings:
+        if near := difflib.get_close_matches(word, siblings, n=1, cutoff=0.6):
+            return f"; did you mean {known[siblings[near[0]]]}?"
+        if len(siblings) <= _FEW:
+            return f"; there are {', '.join(known[field] for field in siblings.values())}"
+        return ""
+    return did_you_mean(name, known.values())
 
 
 def _field(name: str) -> str:

@@ -18,6 +18,7 @@ from kernels.collectives import Collectives
 from kernels.context import Deal, Exchange
 from layers import GPTConfig
 from layers.checks import check_choice, check_numbers
+from trainer.errors import name_some
 from trainer.files.paths import refuse_url
 
 
@@ -59,7 +60,7 @@ class DataConfig:
         for name in ("files", "validation_files"):
             if self.source == "stdlib" and getattr(self, name):
                 raise ValueError(
-                    f"data.{name}={getattr(self, name)} has no effect with data.source='stdlib'; "
+                    f"data.{name}={name_some(getattr(self, name))} has no effect with data.source='stdlib'; "
                     "set data.source to text, jsonl, parquet or bin"
                 )
             for pattern in getattr(self, name):
@@ -441,7 +442,8 @@ class TrainConfig:
         if micro_batch % shards:
             raise ValueError(
                 f"a micro-batch of {micro_batch} sequences is not a multiple of mesh.data × mesh.fsdp = {shards}; "
-                f"raise batch_size to a multiple of {shards * self.gradient_accumulation}"
+                f"raise batch_size to a multiple of {shards * self.gradient_accumulation}, or lower both: they take "
+                "as many devices"
             )
         if self.checkpoint.keep_best and self.checkpoint.every_num_steps % self.evaluation.every_num_steps:
             raise ValueError(

@@ -18,7 +18,7 @@ from tyro.constructors import (
 from kernels import Mask, Tuning, parse_mask
 from layers import LayerOverride, MoEConfig
 from trainer.config.suggestions import did_you_mean
-from trainer.errors import UserMistake
+from trainer.errors import UserMistake, name_some
 
 
 def value_types() -> ConstructorRegistry:
@@ -63,7 +63,7 @@ class WordReader:
         if not self.is_tuple and not words:
             raise UserMistake(f"Missing value for argument '{flag}'; expected {self.constructor.metavar}")
         if not self.is_tuple and len(words) > 1:
-            raise UserMistake(f"Unrecognized options: {' '.join(words[1:])}")
+            raise UserMistake(f"Unrecognized options: {name_some(words[1:])}; {flag} takes one value")
 
     def read(self, name: str, words: Sequence[str]) -> Any:
         """The value.

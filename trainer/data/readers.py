@@ -95,7 +95,8 @@ def read_parquet(path: Path, text_field: str) -> Iterator[bytes]:
         from pyarrow import parquet
     except ImportError as error:
         raise DataError(
-            f'{path}: reading Parquet needs pyarrow, which is not installed; run `pip install "flax-longcontext[data]"`'
+            f"{path}: reading Parquet needs pyarrow, which is not installed; "
+            'run `pip install -e ".[data]"` in the clone'
         ) from error
     row = 0
     try:

@@ -29,6 +29,7 @@ from trainer.data.tokenizer_file import (
     tokens_around_text,
     without_spelling,
 )
+from trainer.data.tokenizer_path import require_tokenizer_file
 
 # Far above any published one; a table of that many entries is still small.
 _MAX_VOCAB_SIZE = 2**24
@@ -179,7 +180,7 @@ class HuggingFaceTokenizer:
         except ImportError as error:
             raise DataError(
                 f"{setting}={str(path)!r} needs tokenizers, which is not installed; "
-                f'run `pip install "flax-longcontext[data]"`, or use {setting}=byte'
+                f'run `pip install -e ".[data]"` in the clone, or use {setting}=byte'
             ) from error
         with _refusing(f"{path}: not a Hugging Face tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -435,6 +436,7 @@ def load_tokenizer(
     """
     if name != "byte":
         path = Path(name).expanduser()
+        require_tokenizer_file(path, setting)
         return HuggingFaceTokenizer(path, end_of_document_token, begin_of_document_token, setting)
     [own] = ByteTokenizer().delimiters.ids
     for which, token in (("end", end_of_document_token), ("begin", begin_of_document_token)):

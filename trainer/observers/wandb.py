@@ -26,7 +26,7 @@ def require_wandb(project: str) -> None:
     """Raises UserMistake if the `wandb` package isn't installed."""
     if importlib.util.find_spec("wandb") is None:
         raise UserMistake(
-            f"wandb.project={project!r} needs the wandb extra: `pip install -e '.[wandb]'`, "
+            f"wandb.project={project!r} needs the wandb extra: `pip install -e '.[wandb]'` in the clone, "
             "or leave wandb.project at None"
         )
 

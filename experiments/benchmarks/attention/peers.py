@@ -136,7 +136,7 @@ def _fa3(query, key, value, sinks, segment_ids, problem: Problem):
     try:
         from dew_flash_attn import flash_mha, flash_mha_varlen
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("fa3 needs dew-flash-attn-cu13: pip install 'flax-longcontext[peers]'") from error
+        raise ModuleNotFoundError("fa3 needs dew-flash-attn-cu13: pip install -e '.[peers]' in the clone") from error
 
     window = problem.case.mask.window
     if window is None or any(side is not None and side < 0 for side in window):

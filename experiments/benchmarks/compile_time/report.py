@@ -110,7 +110,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the plot needs matplotlib: pip install 'flax-longcontext[plots]'") from error
+        raise ModuleNotFoundError("the plot needs matplotlib: pip install -e '.[plots]' in the clone") from error
 
     panels = list(dict.fromkeys(_series_key(row) for row in rows))
     columns = (*_STAGES, "trace_peak_bytes")

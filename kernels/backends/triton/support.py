@@ -50,13 +50,13 @@ def reason_in_call(call: AttentionCall | DecodeCall, *, interpreted: bool) -> st
 def _compiler_missing() -> str | None:
     for package in ("triton", "jax_triton"):
         if importlib.util.find_spec(package) is None:
-            return f"needs {package}, which isn't installed; install flax-longcontext[cuda13]"
+            return f"needs {package}, which isn't installed; pip install -e '.[cuda13]' in the clone"
     return None
 
 
 def _interpreter_missing(dtype: np.dtype) -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "needs triton, which isn't installed; install flax-longcontext[dev]"
+        return "needs triton, which isn't installed; pip install -e '.[dev]' in the clone"
     if os.environ.get("TRITON_INTERPRET") != "1":
         return "interprets its kernels only if TRITON_INTERPRET=1 was set before Triton's first import"
     if dtype == jnp.bfloat16:

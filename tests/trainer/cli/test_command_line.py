@@ -231,7 +231,7 @@ def test_a_missing_config_is_explained(arguments, message):
         (["--model.layer-overrides", "x"], "--model.layer-overrides: got 'x', and only a config file can say it"),
         (["--samples.top-k", "few"], "--samples.top-k: expected INT or None, got 'few'"),
         (["--num-steps"], "Missing value for argument '--num-steps'"),
-        (["--num-steps", "5", "6"], "Unrecognized options: 6"),
+        (["--num-steps", "5", "6"], "Unrecognized options: '6'; --num-steps takes one value"),
         (["stray"], "Unrecognized options: stray"),
         (["--num-steps", "--help"], "Missing value for argument '--num-steps'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.cli.train_command import TrainCommand
 from trainer.config import OptimizerConfig, TrainConfig
 from trainer.config.file import flag_types
 from trainer.config.suggestions import OTHER_WORDS, did_you_mean_field
@@ -25,6 +26,14 @@ FLAGS = [f"--{name.replace('_', '-')}" for name in ["config", "workdir", *flag_t
         ("--every-num-steps", "--evaluation.every-num-steps or --checkpoint.every-num-steps"),
         ("--optimizer.learning-rat", "--optimizer.learning-rate"),
         ("--confg", "--config"),
+        ("--mesh.model", "--mesh.tensor"),
+        ("--mesh.tp", "--mesh.tensor"),
+        ("--mesh.sequence", "--mesh.context"),
+        ("--tensor-model-parallel-size", "--mesh.tensor"),
+        ("--model", "--init-from"),
+        ("--model.vocab", "--model.vocab-size"),
+        ("--use_flash_attn", "--model.implementation"),
+        ("--mesh.tensr", "--mesh.tensor"),
     ],
 )
 def test_the_flag_that_was_meant(typed, meant):
@@ -33,6 +42,13 @@ def test_the_flag_that_was_meant(typed, meant):
 
 def test_nothing_like_it_gets_no_suggestion():
     assert did_you_mean_field("--zzz", FLAGS) == ""
+    assert did_you_mean_field("--model.pipeline", FLAGS) == ""
+
+
+def test_an_axis_that_there_is_not_gets_those_that_there_are():
+    """Letter by letter, `--mesh.pipeline` is near `--mesh.tensor`: they share the section."""
+    told = "; there are --mesh.data, --mesh.fsdp, --mesh.tensor, --mesh.context"
+    assert did_you_mean_field("--mesh.pipeline", FLAGS) == told
 
 
 def test_a_config_class_knows_its_fields_without_their_section():
@@ -41,6 +57,6 @@ def test_a_config_class_knows_its_fields_without_their_section():
 
 def test_other_trainers_words_stand_for_real_fields_and_hide_none():
     # `python -m trainer.sample` has words of its own.
-    sampling, training = set(flag_types(SampleCommand)), {"config", "workdir", *flag_types(TrainConfig)}
+    sampling, training = set(flag_types(SampleCommand)), {*flag_types(TrainCommand), *flag_types(TrainConfig)}
     assert set(OTHER_WORDS.values()) <= training | sampling
     assert not OTHER_WORDS.keys() & training

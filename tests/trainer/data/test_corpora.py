@@ -413,7 +413,7 @@ def test_parquet_that_cannot_serve_is_refused(tmp_path, data_config, monkeypatch
         load("b.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        DataError, match=r'a.parquet: reading Parquet needs pyarrow.*pip install "flax-longcontext\[data\]"'
+        DataError, match=r'a.parquet: reading Parquet needs pyarrow.*`pip install -e "\.\[data\]"` in the clone'
     ):
         load("a.parquet", text_field="body")
 
@@ -477,5 +477,5 @@ def test_an_unreadable_file_is_refused(tmp_path, data_config, monkeypatch):
 
 @pytest.mark.parametrize("field", ["files", "validation_files"])
 def test_files_have_no_place_in_the_standard_library(field):
-    with pytest.raises(ValueError, match=rf"data.{field}=\('x',\) has no effect with data.source='stdlib'"):
+    with pytest.raises(ValueError, match=rf"data.{field}='x' has no effect with data.source='stdlib'"):
         DataConfig(**{field: ("x",)})

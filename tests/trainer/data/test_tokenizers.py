@@ -92,7 +92,7 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path):
 
 def test_the_missing_library_is_named_with_its_extra(tokenizer_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r'needs tokenizers.*pip install "flax-longcontext\[data\]"'):
+    with pytest.raises(DataError, match=r'needs tokenizers.*`pip install -e "\.\[data\]"` in the clone'):
         load_tokenizer(str(tokenizer_file))
     with pytest.raises(DataError, match="cannot be read: No such file"):
         load_tokenizer("missing.json")  # which no installation would help

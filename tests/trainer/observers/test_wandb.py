@@ -101,7 +101,8 @@ def test_a_service_that_is_gone_is_warned_of_once_and_the_run_goes_on(tmp_path, 
 def test_a_missing_package_is_told_with_its_extra_before_anything_is_done(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        UserMistake, match=r"wandb.project='a-project' needs the wandb extra: `pip install -e '.\[wandb\]'`"
+        UserMistake,
+        match=r"wandb.project='a-project' needs the wandb extra: `pip install -e '.\[wandb\]'` in the c",
     ):
         prepare(CONFIG, print)
 
