@@ -25,6 +25,8 @@ FLAGS = [f"--{name.replace('_', '-')}" for name in ["config", "workdir", *flag_t
         ("--every-num-steps", "--evaluation.every-num-steps or --checkpoint.every-num-steps"),
         ("--optimizer.learning-rat", "--optimizer.learning-rate"),
         ("--confg", "--config"),
+        ("--model.is-causal", "--model.masks"),
+        ("--sliding-window", "--model.masks"),
     ],
 )
 def test_the_flag_that_was_meant(typed, meant):
