@@ -18,6 +18,7 @@ from kernels.masks import (
 )
 from kernels.plan import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.target import Target
+from kernels.token_integers import segment_ids_of_lengths
 from kernels.tuning import (
     BlockwiseTuning,
     MosaicBackwardTuning,
@@ -65,6 +66,7 @@ __all__ = [
     "dot_product_attention",
     "make_block_plan",
     "parse_mask",
+    "segment_ids_of_lengths",
     "select_backend",
     "slab_capacity",
 ]

@@ -28,6 +28,32 @@ def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array
     return xp.broadcast_to(tokens, (batch, length))
 
 
+def segment_ids_of_lengths(
+    lengths: Int[Array | np.ndarray, " B"], length: int, *, padding: int = 0
+) -> Int[Array, "B L"]:
+    """Segment ids of sequences that are padded at their ends: 1 for each one's tokens, `padding` after them.
+
+    With another `padding` for queries than for keys, what pads attends to nothing: its output is 0, as for
+    `jax.nn.dot_product_attention` with `query_seq_lengths` and `key_value_seq_lengths`.
+
+    Args:
+      lengths: tokens of each sequence; the others of its row are padding.
+      length: L, of the rows.
+      padding: id of the padding.
+
+    Raises:
+      ValueError: lengths that aren't integers `[B]`.
+
+    >>> segment_ids_of_lengths(jnp.array([3, 1]), 4).tolist()
+    [[1, 1, 1, 0], [1, 0, 0, 0]]
+    """
+    lengths = _uncut(lengths)
+    if lengths.ndim != 1 or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths must be integers [B], one for each sequence, got {lengths.dtype}{lengths.shape}")
+    shown = jnp.asarray(lengths.clip(0, length).astype(np.int32))
+    return jnp.where(jnp.arange(length, dtype=jnp.int32) < shown[:, None], 1, padding).astype(jnp.int32)
+
+
 def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
     """Positions as int32; refuses values beyond them, and traced positions of a type that could hold such."""
     positions = _uncut(positions)

@@ -17,9 +17,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
+from kernels.backends import find_backend
+from kernels.instead import NO_BIAS, OF_MASKS, instead_of
+from kernels.masks.algebra import is_bias
 from kernels.static_numbers import checked_scale, checked_soft_cap
 
+_PADDING = "a boolean mask over keys, of shape [batch, 1, 1, kv_length], given to the Flax module's own call as mask="
+_OF_LENGTHS = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), f"use {_PADDING}")
 
+
+@instead_of(**OF_MASKS, **_OF_LENGTHS)
 def attention_fn(
     mask: Mask | None = None,
     *,
@@ -64,7 +71,7 @@ class FlaxAttention:
         if self.mask is not None and not isinstance(self.mask, Mask):
             raise ValueError(
                 f"attention_fn takes a kernels mask such as CausalMask(), got {type(self.mask).__name__}; "
-                "a dense mask goes to the Flax module's own call, as mask="
+                + (NO_BIAS if is_bias(self.mask) else "a dense mask goes to the Flax module's own call, as mask=")
             )
         # As Python numbers: two functions made with equal numbers are to be equal, whatever type these came in.
         object.__setattr__(self, "logits_soft_cap", checked_soft_cap(self.logits_soft_cap))
@@ -72,6 +79,7 @@ class FlaxAttention:
 
     # linen hands over only the arguments that it finds by name in this signature, so whatever can change the result
     # must be listed, or it would be dropped without a word.
+    @instead_of(local_window_size="use attention_fn(mask=LocalMask(left, right))", **_OF_LENGTHS)
     def __call__(
         self,
         query: Float[Array, "*batch T N H"],
@@ -98,27 +106,31 @@ class FlaxAttention:
 
         Args:
           query, key, value: any number of leading batch dims.
-          mask: Flax's dense mask, broadcastable to [*batch, N, T, S]. A mask over keys alone, [*batch, 1, 1, S], is
-            honoured in O(S) memory: so are key padding and `decode=True`. Any other must be a concrete
-            array, the same for the whole batch: it exists T×T already, and becomes a `NumpyMask`.
+          mask: Flax's dense mask, booleans or 0 and 1, broadcastable to [*batch, N, T, S]. A mask over keys alone,
+            [*batch, 1, 1, S], is honoured in O(S) memory: so are key padding and `decode=True`. Any other must be a
+            concrete array, the same for the whole batch: it exists T×T already, and becomes a `NumpyMask`.
           is_causal: adds `CausalMask()`.
           dtype: type to compute in; None: the inputs' common type.
           broadcast_dropout, dropout_rng, dropout_rate, deterministic: dropout must be off.
           force_fp32_for_softmax: holds anyway.
-          bias, precision, module, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
+          precision: any `jax.lax.Precision`, which asks for no more than the kernels do: they multiply float32 in full.
+          bias, module, promote_dtype, einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum,
             input_positions: must be left out.
 
         Returns:
           Laid out as the query. A row with nothing to attend to is 0, where Flax gives the mean of all values.
 
         Raises:
-          ValueError: for what the kernels can't do, with the reason and the way round.
+          ValueError: for what the kernels can't do, with the reason and the way round; for arrays that don't fit
+            together.
         """
+        _check_shapes(query, key, value)
+        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         self._refuse_unsupported(
             {
                 "bias": bias,
                 "module": module,
-                "precision": None if precision in (None, "default", jax.lax.Precision.DEFAULT) else precision,
+                "precision": None if self._computes_with(precision, dtype) else precision,
                 "promote_dtype": promote_dtype,
                 "einsum_dot_general": einsum_dot_general,
                 "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -146,7 +158,7 @@ class FlaxAttention:
 
         query_segment_ids = key_segment_ids = None
         if mask is not None:
-            mask = _with_rank(mask, query.ndim)
+            mask = _checked_mask(mask, (*batch, num_heads, query_length, key_length))
             if mask.shape[-3:-1] == (1, 1):
                 # Key padding as documents: all queries are in document 1, with the keys that they may see.
                 keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
@@ -155,7 +167,6 @@ class FlaxAttention:
             else:
                 static_mask = static_mask & _static_mask(mask, query_length, key_length, num_heads)
 
-        dtype = jnp.result_type(query, key, value) if dtype is None else dtype
         query, key, value = (
             array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)
         )
@@ -172,13 +183,25 @@ class FlaxAttention:
         )
         return out.reshape(*batch, *out.shape[1:])
 
+    def _computes_with(self, precision: Any, dtype: jnp.dtype) -> bool:
+        """Whether the kernels multiply numbers of that type at least as precisely as `precision` asks for."""
+        try:
+            pair = precision if isinstance(precision, tuple | list) else (precision,)
+            asked = {jax.lax.Precision(each) for each in pair}
+        except ValueError:  # an algorithm, or nothing that JAX knows
+            return False
+        if self.implementation is None or jnp.dtype(dtype) != jnp.float32:
+            return True
+        return asked == {jax.lax.Precision.DEFAULT} or not find_backend(self.implementation, "attention").rounds_float32
+
     @staticmethod
     def _refuse_unsupported(arguments: dict[str, Any]) -> None:
         reasons = {
-            "bias": "the kernels take no dense bias; use a mask, or sinks and logits_soft_cap through layers.Attention",
+            "bias": NO_BIAS,
             "module": "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False",
-            "precision": "the kernels have their own; leave precision=None in the module and, for the matmuls around "
-            "them, set jax.default_matmul_precision",
+            "precision": "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other "
+            "algorithm (JAX's own splash kernels take none); leave precision=None in the module and, for the matmuls "
+            "around them, set jax.default_matmul_precision",
             "promote_dtype": "types are promoted by jnp.result_type; set the module's dtype instead",
             "einsum_dot_general": "the kernels have no einsum to replace; leave it out",
             "qk_attn_weights_einsum": "the kernels have no einsum to replace; leave it out",
@@ -211,13 +234,38 @@ def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, n
     return MultiHeadMask([NumpyMask(head) for head in np.broadcast_to(heads, (num_heads, query_length, key_length))])
 
 
-def _with_rank(mask: ArrayLike, rank: int) -> Array | np.ndarray:
+def _check_shapes(query: Array, key: Array, value: Array) -> None:
+    """Refuses what Flax refuses; the batch dims of what fits together can be made one."""
+    got = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    expected = "expected [*batch, T, N, H], [*batch, S, K, H], [*batch, S, K, V]"
+    if not query.ndim == key.ndim == value.ndim >= 3:
+        raise ValueError(f"query, key and value must have the same rank, of 3 or more: {got}; {expected}")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"the batch dims of query, key and value must match: {got}; {expected}")
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(f"key and value lengths must match: {got}; {expected}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key depths must match: {got}; {expected}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value heads must match: {got}; {expected}")
+    if not key.shape[-2] or query.shape[-2] % key.shape[-2]:
+        raise ValueError(f"the number of query heads must be a multiple of that of key and value heads: {got}")
+
+
+def _checked_mask(mask: ArrayLike, shape: tuple[int, ...]) -> Array | np.ndarray:
+    """A dense mask with as many dims as the logits, to whose shape it broadcasts."""
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
-    if mask.ndim > rank:
+    fits = all(size in (1, wanted) for size, wanted in zip(mask.shape[::-1], shape[::-1], strict=False))
+    if mask.ndim > len(shape) or not fits:
         raise ValueError(
-            f"expected a mask that broadcasts to [*batch, num_heads, q_length, kv_length], got shape {mask.shape}"
+            f"expected a mask that broadcasts to [*batch, num_heads, q_length, kv_length] = {list(shape)}, got shape "
+            f"{mask.shape}"
         )
-    return mask.reshape((1,) * (rank - mask.ndim) + mask.shape)
+    if is_bias(mask) and not isinstance(mask, jax.core.Tracer):
+        known = np.asarray(mask)
+        if not ((known == 0) | (known == 1)).all():
+            raise ValueError(f"mask holds other floats than 0 and 1, so it is a bias: {NO_BIAS}. Padding is {_PADDING}")
+    return mask.reshape((1,) * (len(shape) - mask.ndim) + mask.shape)
 
 
 def _brief(value: Any) -> str:

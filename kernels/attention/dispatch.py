@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from kernels.attention.core import attend
 from kernels.backends import TABLES, Backend, Task, find_backend
 from kernels.call import AttentionCall, make_call
+from kernels.instead import OF_MASKS, instead_of
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
@@ -88,6 +89,14 @@ def dot_product_attention(
 ) -> Array: ...
 
 
+@instead_of(
+    **OF_MASKS,
+    query_seq_lengths="use query_segment_ids=segment_ids_of_lengths(lengths, T), from kernels, beside "
+    "key_value_segment_ids",
+    key_value_seq_lengths="use key_value_segment_ids=segment_ids_of_lengths(lengths, S, padding=-1), from kernels, "
+    "beside query_segment_ids, which are 1 where queries have no lengths",
+    return_residual="use return_lse=True",
+)
 def dot_product_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -134,7 +143,8 @@ def dot_product_attention(
       device: one of the devices that the call will be compiled for, when that isn't JAX's default: of a mesh, or
         of a topology that isn't attached (`jax.experimental.topologies`).
       return_lse: also return the log of the softmax's denominator (sinks included), `[B, T, N]`: float32, or float64
-        for float64 inputs.
+        for float64 inputs. Its gradient flows to query, key and sinks, where `jax.nn.dot_product_attention` stops that
+        of its residual.
 
     Returns:
       The output in query's dtype, or (output, lse). Logits and softmax are computed in float32, or in float64 for

@@ -43,6 +43,7 @@ class Backend:
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
       longest_tile: the most keys of a tile, where its halves visit tiles of `AttentionInputs.num_keys` alone, so that
         they read fewer than so many past the last of these; None: they may read all.
+      rounds_float32: whether it multiplies float32 with JAX's default precision, for which TPUs take fewer bits.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
@@ -55,6 +56,7 @@ class Backend:
     differentiable: str | None = None
     takes_masks_of_heads: bool = False
     longest_tile: int | None = None
+    rounds_float32: bool = False
     says_what_varies: bool = False
 
     def load(self) -> ModuleType:
@@ -88,8 +90,17 @@ BACKENDS = (
     Backend(
         "reference", "backends.reference", _ALL, automatic=False, differentiable="attention", says_what_varies=True
     ),
-    Backend("splash_upstream_lazy", _UPSTREAM, ("tpu",), automatic=False, differentiable="lazy_attention"),
-    Backend("splash_dense", _UPSTREAM, ("tpu",), automatic=False, differentiable="dense_attention"),
+    Backend(
+        "splash_upstream_lazy",
+        _UPSTREAM,
+        ("tpu",),
+        automatic=False,
+        differentiable="lazy_attention",
+        rounds_float32=True,
+    ),
+    Backend(
+        "splash_dense", _UPSTREAM, ("tpu",), automatic=False, differentiable="dense_attention", rounds_float32=True
+    ),
 )
 
 DECODE_BACKENDS = (

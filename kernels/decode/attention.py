@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention.dispatch import LogitsOptions, choose_backend
 from kernels.decode.call import Cache, make_decode_call
+from kernels.instead import OF_MASKS, instead_of
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
@@ -32,6 +33,13 @@ def decode_attention(
 ) -> Array: ...
 
 
+@instead_of(
+    **OF_MASKS,
+    query_seq_lengths="write(..., num_tokens=...) says how many of a sequence's new tokens count, and query_positions "
+    "where they stand",
+    key_value_seq_lengths="the cache knows each sequence's length",
+    return_residual="use return_lse=True",
+)
 def decode_attention(
     query: Float[Array, "B T N H"],
     cache: Cache,

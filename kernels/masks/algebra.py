@@ -32,8 +32,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from kernels.instead import NO_BIAS
 from kernels.masks.drawing import block_map
 from kernels.masks.intervals import (
     LAST_POSITION,
@@ -281,11 +283,19 @@ class Mask:
 
 def require_mask(mask: object) -> None:
     """Raises ValueError for what isn't a mask."""
-    if not isinstance(mask, Mask):
-        raise ValueError(
-            f"mask must be a kernels.Mask such as CausalMask(), got {type(mask).__name__}; "
-            "wrap a dense boolean array in NumpyMask"
-        )
+    if isinstance(mask, Mask):
+        return
+    got, remedy = type(mask).__name__, "wrap a dense boolean array in NumpyMask"
+    if isinstance(mask, type):
+        got, remedy = f"the class {mask.__name__}", f"make one of it: {mask.__name__}(…)"
+    elif is_bias(mask):
+        remedy = f"an array of floats is a bias: {NO_BIAS}"
+    raise ValueError(f"mask must be a kernels.Mask such as CausalMask(), got {got}; {remedy}")
+
+
+def is_bias(array: object) -> bool:
+    """Whether an array that stands in a mask's place holds floats, as a bias does."""
+    return jnp.issubdtype(getattr(array, "dtype", bool), jnp.floating)
 
 
 def _combine(operator: type[AndMask] | type[OrMask], a: Mask, b: Mask) -> Mask:

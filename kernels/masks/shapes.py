@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,9 @@ def _require_int(owner: Mask, name: str, *, minimum: int | None = None, optional
     if minimum is not None and value < minimum:
         raise ValueError(f"{type(owner).__name__}.{name}={value} must be at least {minimum}")
     object.__setattr__(owner, name, int(value))
+
+
+_UNSAID: Any = ...
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,16 @@ class LocalMask(Mask):
     A causal window over the last W tokens, the token itself among them, is `LocalMask(W - 1, 0)`.
     """
 
-    left: int | None
-    right: int | None
+    left: int | None = _UNSAID
+    right: int | None = _UNSAID
 
     def __post_init__(self):
+        for width in (self.left, self.right):
+            if width is _UNSAID or isinstance(width, tuple | list):
+                raise ValueError(
+                    "LocalMask needs left and right, two numbers: a causal window over W tokens is "
+                    "LocalMask(W - 1, 0), one of W tokens on both sides LocalMask(W, W)"
+                )
         _require_int(self, "left", optional=True)
         _require_int(self, "right", optional=True)
 

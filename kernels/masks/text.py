@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from typing import Any
 
 from kernels.masks.algebra import Mask, MultiHeadMask
@@ -55,8 +56,12 @@ def _evaluate(node: ast.expr) -> Any:
             named = {keyword.arg: _evaluate(keyword.value) for keyword in keywords if keyword.arg is not None}
             if len(named) == len(keywords):  # each has a name, none twice
                 return PARSABLE_MASKS[name](*map(_evaluate, args), **named)
-    known = ", ".join(sorted(PARSABLE_MASKS))
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in a mask; expected {known}, integers, None, &, | and ~")
+    known, text = ", ".join(sorted(PARSABLE_MASKS)), ast.unparse(node)
+    near = difflib.get_close_matches(text.partition("(")[0], PARSABLE_MASKS, n=1)
+    raise ValueError(
+        f"cannot read {text!r} in a mask; expected {known}, integers, None, &, | and ~"
+        + (f"; did you mean {near[0]}?" if near else "")
+    )
 
 
 def _evaluate_mask(node: ast.expr) -> Mask:

@@ -1,6 +1,8 @@
 """Choosing a backend, and refusing what doesn't fit."""
 
+import contextlib
 import functools
+import inspect
 from typing import get_args
 
 import jax
@@ -21,6 +23,7 @@ from kernels import (
     Tuning,
     decode_attention,
     dot_product_attention,
+    segment_ids_of_lengths,
     select_backend,
 )
 from kernels.backends import BACKENDS, DECODE_BACKENDS, blockwise
@@ -237,3 +240,60 @@ def test_masks_are_static_under_jit(rng):
     np.testing.assert_allclose(
         attend(x, x, x, CausalMask()), dot_product_attention(x, x, x, CausalMask()), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("bias", "the kernels take no bias"),
+        ("is_causal", r"use mask=CausalMask\(\)"),
+        ("query_seq_lengths", r"use query_segment_ids=segment_ids_of_lengths\(lengths, T\)"),
+        ("key_value_seq_lengths", r"use key_value_segment_ids=segment_ids_of_lengths\(lengths, S, padding=-1\)"),
+        ("local_window_size", r"use mask=LocalMask\(left, right\)"),
+        ("return_residual", "use return_lse=True"),
+    ],
+)
+def test_of_arguments_that_jax_nn_has_and_ours_lacks_the_error_says_what_to_use(argument, instead):
+    assert argument in inspect.signature(jax.nn.dot_product_attention).parameters
+    for function in (dot_product_attention, decode_attention):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) takes no {argument}: "):
+            function(Q, KV, KV, **{argument: None})
+    with pytest.raises(TypeError, match=instead):
+        dot_product_attention(Q, KV, KV, **{argument: None})
+
+
+def test_every_argument_of_jax_nn_is_taken_or_told_what_to_use_instead():
+    for name in inspect.signature(jax.nn.dot_product_attention).parameters:
+        taken = name in inspect.signature(dot_product_attention).parameters
+        with contextlib.nullcontext() if taken else pytest.raises(TypeError, match=f"takes no {name}: "):
+            jax.eval_shape(
+                lambda **keywords: dot_product_attention(Q, KV, KV, **keywords), **{} if taken else {name: Q}
+            )
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, jnp.int32])
+def test_lengths_become_segment_ids(rng, dtype):
+    lengths = rng.integers(0, 9, 5)
+    given = jnp.asarray(lengths) if dtype is jnp.int32 else lengths.astype(dtype)
+    ids = segment_ids_of_lengths(given, 7, padding=-1)
+    assert ids.dtype == jnp.int32
+    assert ids.tolist() == [[1] * min(n, 7) + [-1] * max(7 - n, 0) for n in lengths]
+
+
+def test_segment_ids_of_lengths_do_what_jax_nn_does_with_lengths(rng):
+    arrays = [jnp.asarray(rng.standard_normal((3, length, 2, 8)), jnp.float32) for length in (6, 9, 9)]
+    q_lengths, kv_lengths = rng.integers(1, 7, 3), rng.integers(1, 10, 3)
+    ids = {
+        "query_segment_ids": segment_ids_of_lengths(q_lengths, 6),
+        "key_value_segment_ids": segment_ids_of_lengths(kv_lengths, 9, padding=-1),
+    }
+    lengths = {"query_seq_lengths": jnp.asarray(q_lengths), "key_value_seq_lengths": jnp.asarray(kv_lengths)}
+    ours = jax.jit(functools.partial(dot_product_attention, implementation="reference", **ids))(*arrays)
+    theirs = jax.jit(functools.partial(jax.nn.dot_product_attention, **lengths))(*arrays)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [np.ones(2), np.ones((2, 1), int), jnp.int32(3)])
+def test_what_is_no_vector_of_lengths_is_refused(lengths):
+    with pytest.raises(ValueError, match=r"lengths must be integers \[B\], one for each sequence, got (float|int)"):
+        segment_ids_of_lengths(lengths, 4)

@@ -21,6 +21,7 @@ from kernels import (
     make_block_plan,
     parse_mask,
 )
+from kernels.masks import require_mask
 from kernels.masks.drawing import block_map
 from tests.kernels.mask_strategies import any_masks, interval_masks
 
@@ -156,7 +157,16 @@ def test_a_mask_has_no_truth_value():
         (lambda: parse_mask("CausalMask() and FullMask()"), "cannot read 'CausalMask\\(\\) and FullMask\\(\\)'"),
         (lambda: parse_mask("__import__('os')"), "cannot read"),
         (lambda: parse_mask("LocalMask(1"), "cannot read the mask"),
-        (lambda: parse_mask("LocalMask(1)"), "missing 1 required positional argument: 'right'"),
+        (lambda: LocalMask(1024), r"needs left and right.*a causal window over W tokens is LocalMask\(W - 1, 0\)"),
+        (lambda: LocalMask((1023, 0)), "LocalMask needs left and right, two numbers"),
+        (lambda: parse_mask("LocalMask(1)"), "LocalMask needs left and right, two numbers"),
+        (lambda: parse_mask("CausalMsk()"), r"cannot read 'CausalMsk\(\)' in a mask.*; did you mean CausalMask\?"),
+        (lambda: parse_mask("Full"), r"cannot read 'Full' in a mask.*; did you mean FullMask\?"),
+        (lambda: require_mask(CausalMask), r"got the class CausalMask; make one of it: CausalMask\(…\)"),
+        (
+            lambda: require_mask(np.zeros((4, 4))),
+            r"got ndarray; an array of floats is a bias: the kernels take no bias",
+        ),
         (lambda: parse_mask("3"), "it is 3, not a mask"),
         (lambda: parse_mask("LocalMask(1, 0, **x)"), "cannot read 'LocalMask\\(1, 0, \\*\\*x\\)' in a mask"),
         (lambda: parse_mask("CausalMask(offset=1, offset=2)"), "cannot read"),

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from kernels import CausalMask, LocalMask, PrefixMask
+from kernels.backends import BACKENDS
 from layers import attention_fn as make_attention_fn
 
 # The reference compiles fastest; that backends agree with it is tests/kernels' business.
@@ -162,8 +163,8 @@ def test_sown_weights_and_precision_are_refused(run, inputs):
         ValueError, match=r"module=<MultiHead.*>: sow_weights=True asks for the attention weights, a T×T array"
     ):
         run(attention_fn(), inputs, {"sow_weights": True})
-    with pytest.raises(ValueError, match=r"precision=.*leave precision=None in the module"):
-        run(attention_fn(), inputs, precision="highest")
+    with pytest.raises(ValueError, match=r"precision='TF32_TF32_F32'.*leave precision=None in the module"):
+        run(attention_fn(), inputs, precision="TF32_TF32_F32")
 
 
 def test_linen_einsums_are_refused(inputs):
@@ -174,7 +175,9 @@ def test_linen_einsums_are_refused(inputs):
 
 def test_bias_is_refused():
     query = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(ValueError, match=r"can't honour bias=<ArrayImpl of shape \(1, 2, 8, 8\)>.*take no dense bias"):
+    with pytest.raises(
+        ValueError, match=r"can't honour bias=<ArrayImpl of shape \(1, 2, 8, 8\)>.*the kernels take no bias"
+    ):
         attention_fn()(query, query, query, bias=jnp.zeros((1, 2, 8, 8)))
 
 
@@ -246,8 +249,114 @@ def test_a_dense_mask_in_the_wrong_place_is_refused():
         attention_fn(np.ones((4, 4), bool))
 
 
-def test_a_mask_of_too_many_dims_is_refused(inputs):
+def attended(function, *shapes, **arguments):
+    """The output's shape and type, of arrays without numbers."""
+    arrays = (shape if hasattr(shape, "dtype") else jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return jax.eval_shape(functools.partial(function, **arguments), *arrays)
+
+
+X = (2, 3, 8, 2, 4)  # two batch dims
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (
+            (X, (3, 2, 8, 2, 4), (3, 2, 8, 2, 4)),
+            r"batch dims of query, key and value must match: query \(2, 3, 8, 2, 4\)",
+        ),
+        (((6, 8, 2, 4), X, X), "must have the same rank, of 3 or more"),
+        ((X, (6, 8, 2, 4), (6, 8, 2, 4)), "must have the same rank, of 3 or more"),
+        ((X, (2, 4, 8, 2, 4), (2, 4, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (3, 2, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (1, 1, 8, 2, 4)), "batch dims of query, key and value must match"),
+        ((X, X, (2, 3, 7, 2, 4)), "key and value lengths must match"),
+        ((X, (2, 3, 8, 2, 5), X), "query and key depths must match"),
+        ((X, (2, 3, 8, 3, 4), (2, 3, 8, 3, 4)), "query heads must be a multiple of that of key and value heads"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused_as_flax_refuses_them(shapes, message):
+    with pytest.raises((ValueError, TypeError, AssertionError)):
+        attended(nnx.dot_product_attention, *shapes, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    with pytest.raises(ValueError, match=message):
+        attended(attention_fn(), *shapes)
+
+
+def test_what_flax_takes_and_the_kernels_do_not_is_refused():
+    with pytest.raises(ValueError, match="key and value heads must match"):
+        attended(attention_fn(), X, X, (2, 3, 8, 1, 4))
+    with pytest.raises(ValueError, match="must have the same rank, of 3 or more"):
+        attended(attention_fn(), *[(8, 4)] * 3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 1, 4, 8), (3, 1, 1, 8, 8), (2, 2, 1, 1, 8), (4, 8, 8), (2, 3, 2, 8, 1, 8), (7, 8), (9,), (2, 1, 8, 8)],
+)
+@pytest.mark.parametrize("fill", [True, False])
+def test_a_dense_mask_of_other_sizes_is_refused_though_it_is_uniform(shape, fill):
     with pytest.raises(
-        ValueError, match=r"broadcasts to \[\*batch, num_heads, q_length, kv_length\], got shape \(1, 1, 1,"
+        ValueError, match=r"broadcasts to \[\*batch, num_heads, q_length, kv_length\] = \[2, 3, 2, 8, 8\]"
     ):
-        nnx_module(attention_fn())(inputs, mask=np.ones((1, 1, 1, LENGTH, LENGTH), bool))
+        attended(attention_fn(), X, X, X, mask=np.full(shape, fill))
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 8, 8), (1, 1, 1, 1, 1), (8, 8), (2, 8, 1), (3, 1, 1, 8), ()])
+def test_a_dense_mask_that_broadcasts_is_served(shape):
+    assert attended(attention_fn(), X, X, X, mask=np.full(shape, 1.0)).shape == X
+
+
+PRECISIONS = ["default", "high", "float32", *jax.lax.Precision, ("bfloat16", "highest"), [jax.lax.Precision.HIGH] * 2]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
+def test_precision_is_taken_where_the_kernels_are_as_precise(precision):
+    assert attended(attention_fn(), X, X, X, precision=precision).shape == X
+    splash_of_jax = make_attention_fn(implementation="splash_dense")
+    is_default = precision in ("default", jax.lax.Precision.DEFAULT)
+    reason = "can't serve this call: runs on tpu" if is_default else "can't honour precision=.* and no other algorithm"
+    with pytest.raises(ValueError, match=reason):
+        attended(splash_of_jax, X, X, X, precision=precision)
+
+
+@pytest.mark.parametrize("name", [b.name for b in BACKENDS if b.platforms == ("cpu", "gpu", "tpu")])
+def test_what_computes_on_any_device_multiplies_float32_in_full(name):
+    traced = jax.make_jaxpr(make_attention_fn(implementation=name))(*[jnp.ones((1, 4, 1, 8))] * 3)
+    assert traced.pretty_print().count("precision=(Precision.HIGHEST, Precision.HIGHEST)") >= 2
+
+
+@pytest.mark.parametrize("precision", ["hihgest", "F32_F32_F32", jax.lax.DotAlgorithmPreset.TF32_TF32_F32], ids=str)
+def test_an_algorithm_or_no_precision_is_refused(precision):
+    with pytest.raises(ValueError, match=r"can't honour precision=.* no other algorithm.*leave precision=None"):
+        attended(attention_fn(), X, X, X, precision=precision)
+
+
+def test_a_bias_in_a_masks_place_is_told_what_to_use():
+    causal_bias = np.where(np.tri(8) > 0, 0, -1e9)
+    with pytest.raises(ValueError, match=r"got ndarray; the kernels take no bias.*CausalMask\(\) & LocalMask"):
+        attention_fn(causal_bias)
+    for bias in (causal_bias, jnp.asarray(causal_bias, jnp.bfloat16)[None, None], np.full(8, -np.inf)):
+        with pytest.raises(
+            ValueError, match="mask holds other floats than 0 and 1, so it is a bias: the kernels take no"
+        ):
+            attended(attention_fn(), X, X, X, mask=bias)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("bias", "the kernels take no bias"),
+        ("is_causal", r"use mask=CausalMask\(\)"),
+        ("local_window_size", r"use mask=LocalMask\(left, right\)"),
+        ("query_seq_lengths", r"use a boolean mask over keys, of shape \[batch, 1, 1, kv_length\]"),
+        ("key_value_seq_lengths", r"use a boolean mask over keys, of shape \[batch, 1, 1, kv_length\]"),
+    ],
+)
+def test_arguments_of_jax_nn_are_told_what_to_use_instead(argument, instead):
+    with pytest.raises(TypeError, match=rf"attention_fn\(\) takes no {argument}: {instead}"):
+        make_attention_fn(**{argument: 1})
+    if argument not in ("bias", "is_causal"):  # Flax has these
+        with pytest.raises(
+            TypeError, match=rf"takes no {argument}: use (attention_fn\(mask=L|a boolean mask over keys)"
+        ):
+            attended(attention_fn(), X, X, X, **{argument: 1})

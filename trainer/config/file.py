@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+import kernels
+import layers
 from kernels import Mask, Tuning, parse_mask
 from kernels.masks.text import PARSABLE_MASKS
 from layers import LayerOverride
@@ -269,6 +271,9 @@ def _describe(error: BaseException) -> str:
             if cls.__name__ == owner:
                 own = did_you_mean_field(unknown, [field.name for field in dataclasses.fields(cls)])
                 return f"{owner} has no field {unknown!r}{own or did_you_mean_field(unknown, flag_types())}"
+    if isinstance(error, NameError | ImportError) and (unknown := re.search(r"name '(\w+)'", message)):
+        sections = (cls.__name__ for cls in _config_classes(TrainConfig))
+        return text + did_you_mean(unknown[1], [*kernels.__all__, *layers.__all__, *sections])
     return text
 
 

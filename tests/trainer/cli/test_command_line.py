@@ -317,6 +317,23 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             "config {path}:4: TrainConfig has no field 'lr'; did you mean optimizer.learning_rate?",
         ),
         (
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(is_causal=True), 5)\n",
+            "config {path}:4: GPTConfig has no field 'is_causal'; did you mean masks?",
+        ),
+        (
+            _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(masks=(CausalMsk(),)), 5)\n",
+            "config {path}:4: NameError: name 'CausalMsk' is not defined; did you mean CausalMask?",
+        ),
+        (
+            _USABLE + "def get_config():\n    return TrainingConfig('x', GPTConfig(), 5)\n",
+            "config {path}:4: NameError: name 'TrainingConfig' is not defined; did you mean TrainConfig?",
+        ),
+        (
+            _USABLE + "from kernels import LocalMask\n"
+            "def get_config():\n    return TrainConfig('x', GPTConfig(masks=(LocalMask(1024),)), 5)\n",
+            "config {path}:5: LocalMask needs left and right, two numbers: a causal window over W tokens is",
+        ),
+        (
             _USABLE + "def get_config():\n    return TrainConfig('x', GPTConfig(), 5, sequence_length=0)\n",
             "config {path}:4: sequence_length=0 must be at least 1",
         ),
@@ -371,6 +388,10 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
 def test_a_broken_config_file_is_told_with_its_place(config_file, text, told):
     path = config_file(text)
     assert refusal("--config", path).startswith(told.format(path=path))
+
+
+def test_a_mask_that_is_misspelt_in_an_import_is_told(config_file):
+    assert refusal("--config", config_file("from kernels import LocalMaks\n")).endswith("; did you mean LocalMask?")
 
 
 def test_a_page_that_imports_one_that_exits_is_told_with_its_own_line(config_file, monkeypatch):

@@ -34,6 +34,8 @@ FLAGS = [f"--{name.replace('_', '-')}" for name in ["config", "workdir", *flag_t
         ("--model.vocab", "--model.vocab-size"),
         ("--use_flash_attn", "--model.implementation"),
         ("--mesh.tensr", "--mesh.tensor"),
+        ("--model.is-causal", "--model.masks"),
+        ("--sliding-window", "--model.masks"),
     ],
 )
 def test_the_flag_that_was_meant(typed, meant):
