@@ -357,7 +357,7 @@ def test_a_file_of_numpys_that_was_cut_short_is_refused(tmp_path, data_config):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gzip.compress(bytes(100)), r"a.bin is gzip-compressed, not token ids; decompress it \(`gunzip`\)"),
+        (gzip.compress(bytes(100), mtime=0), r"a.bin is gzip-compressed, not token ids; decompress it \(`gunzip`\)"),
         (b"\x28\xb5\x2f\xfd" + bytes(20), r"a.bin is Zstandard-compressed, not token ids; decompress it"),
         (b"PAR1\x15" + bytes(31), r"a.bin is a Parquet file, not token ids; set data.source=parquet"),
         (b"PK\x03\x04" + bytes(20), r"a.bin is a ZIP archive .*, not token ids; unpack it"),
