@@ -175,13 +175,13 @@ def test_where_no_usual_end_of_a_document_is_there_the_one_stated_beside_the_tok
         with pytest.raises(DataError, match=r"cannot tell which token ends a document \(no usual one\)"):
             load_tokenizer(str(tmp_path / "t.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
-    assert load_tokenizer(str(tmp_path / "t.json")).end_of_document_id == 1
+    assert load_tokenizer(str(tmp_path / "t.json")).delimiters.end == 1
 
 
 def test_deepseeks_end_of_a_document_has_fullwidth_bars(tmp_path):
     vocabulary = {"a": 0, "\uff5cend\u2581of\u2581sentence\uff5c": 1, "<\uff5cend\u2581of\u2581sentence\uff5c>": 2}
     (tmp_path / "t.json").write_text(_tokenizer_json(_BPE | {"vocab": vocabulary}, added_tokens=[]))
-    assert load_tokenizer(str(tmp_path / "t.json")).end_of_document_id == 2
+    assert load_tokenizer(str(tmp_path / "t.json")).delimiters.end == 2
 
 
 @pytest.mark.parametrize(
