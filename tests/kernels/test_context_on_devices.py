@@ -70,9 +70,8 @@ def test_halos_compute_what_numpy_does(rng, float64):
 
 def test_devices_that_read_each_others_memory_compute_what_numpy_does(rng, float64, gpus):
     # Causal masks have the most to show: within documents, their rows are compact.
-    others = [name for name in MASKS if name not in ("causal", "heads")]
-    masks = ("causal", *rng.choice(others, 1), "causal", "heads")
-    cases = draw_cases(rng, "peer", 4, meshes=FEW, masks=masks, kernels=[SMALL_TILES])
+    masks = ("causal", "causal", str(rng.choice([name for name in MASKS if name != "causal"])))
+    cases = draw_cases(rng, "peer", 3, meshes=FEW, masks=masks, kernels=[SMALL_TILES])
     check(rng, [case._replace(sizes=Sizes(length=192)) for case in cases])
 
 
@@ -94,7 +93,7 @@ def test_halos_that_are_read_from_the_neighbours_memory_are_what_numpy_has(rng, 
     ],
 )
 def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(
-    exchange, deal, mask, shape, message, rng
+    exchange, deal, mask, shape, message, rng, float64
 ):
     with pytest.raises(ValueError, match=message):
         compare(rng, Case(shape, exchange, deal, mask, "rising", True, True, implementation="reference"))

@@ -44,6 +44,7 @@ def test_loss_and_gradients_on_meshes_are_those_of_one_device(num_problems, rng,
     assert sum(tally.num_passed for tally in tallies) >= 4 * num_problems
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("eight_devices", "float64")
 def test_each_fault_is_found_and_nothing_without_one(capsys):
     tally = run_faults()

@@ -13,7 +13,6 @@ from kernels.exp_logits import ExpLogits
 from trainer.step.loss import chunked_cross_entropy
 
 
-
 def make_inputs(rng, batch_size=2, length=37, width=16, vocab_size=50):
     hidden = rng.standard_normal((batch_size, length, width)).astype(np.float32)
     head = rng.standard_normal((width, vocab_size)).astype(np.float32)
