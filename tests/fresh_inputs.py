@@ -1,4 +1,4 @@
-"""Scripts that tests run in a process of their own, as one process has one number of devices."""
+"""Scripts that tests run in a process of their own, as the share of a GPU's memory is that of a process."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Compares attention over several devices with NumPy's; run as a program by test_context.py and test_peer.py.
+"""Compares attention over several devices with NumPy's, for test_context_on_devices.py.
 
-On CPU devices in float64, on two GPUs or four in bfloat16 or float16 by the exchanges that read their memory. For these
-JAX stands in on the CPU.
-
+Run as a program by test_peer.py, on two GPUs or four: in bfloat16 or float16, by the exchanges that read their memory.
 Prints JSON lines: for each case the largest difference of the output and of each gradient, relative to the largest
-value, or why the exchange refuses it.
+value.
 """
 
-import dataclasses
-import functools
 import itertools
 import json
 import sys
@@ -17,27 +13,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType
 
-from kernels import (
-    BlockwiseTuning,
-    CausalMask,
-    ChunkedCausalMask,
-    LocalMask,
-    MaskFn,
-    MultiHeadMask,
-    PrefixMask,
-    backends,
-)
-from kernels.collectives import chunks, peer_memory
+from kernels import CausalMask, ChunkedCausalMask, LocalMask, MaskFn, MultiHeadMask, PrefixMask
 from kernels.context import MeshLayout, attend_over_mesh, deal_tokens
-from kernels.context.exchange import EXCHANGES
+from kernels.tuning import Tuning
 
-SMALL_TILES = BlockwiseTuning(16, 24)
 AXES = ("data", "tensor", "context")
-MESHES = [(1, 1, 8), (2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 1, 2)]
 DEALS = ("in_order", "zigzag", "by_cost")
+DOCUMENTS = ("none", "rising", "falling", "shuffled")
+"""What ranks need of each other is told by the ranges of documents' ids, which rise, fall or say nothing."""
 
 
 class Sizes(NamedTuple):
@@ -49,6 +34,20 @@ class Sizes(NamedTuple):
     head_dim: int = 6
     value_dim: int = 5
     dtype: str = "float64"
+
+
+class Case(NamedTuple):
+    """A call over a mesh; of the masks, documents and deals by their names."""
+
+    mesh: tuple[int, int, int]
+    exchange: str
+    deal: str
+    mask: str
+    documents: str
+    has_sinks: bool
+    has_soft_cap: bool
+    sizes: Sizes = Sizes()
+    implementation: str | Tuning | None = None
 
 
 # The mask, and its definition on (heads, query, key) positions.
@@ -93,10 +92,15 @@ def numpy_attention(query, key, value, allowed, sinks, cap, d_output):
     return output, [*gradients, *([] if sinks is None else [d_sinks])]
 
 
-def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
-    """The differences of one case, with documents, sinks, soft cap and tiles drawn at random."""
-    mask, definition = MASKS[mask_name]
-    num_ranks, batch, length, num_heads = shards[2], 2 * shards[0], sizes.length, sizes.num_heads
+def compare(rng, case):
+    """The largest difference of a case's output and gradients from NumPy's, relative to the largest value.
+
+    Raises:
+      ValueError: the case is refused.
+    """
+    mask, definition = MASKS[case.mask]
+    sizes, num_ranks, batch = case.sizes, case.mesh[2], 2 * case.mesh[0]
+    length, num_heads = sizes.length, sizes.num_heads
     features = (sizes.head_dim, sizes.head_dim, sizes.value_dim, sizes.value_dim)
     heads = (num_heads, sizes.num_kv_heads, sizes.num_kv_heads, num_heads)
     # Rounded to the devices' dtype, so that both sides begin with the same.
@@ -104,18 +108,17 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
         np.asarray(jnp.asarray(rng.standard_normal((batch, length, *shape)), sizes.dtype), np.float64)
         for shape in zip(heads, features, strict=True)
     )
-    sinks = rng.standard_normal(num_heads) if rng.integers(2) else None
-    cap = float(rng.uniform(1, 4)) if rng.integers(2) else None
+    sinks = rng.standard_normal(num_heads) if case.has_sinks else None
+    cap = float(rng.uniform(1, 4)) if case.has_soft_cap else None
 
     place = np.tile(np.arange(length), (batch, 1))
     ids, positions, same = None, place, True
-    if rng.integers(4):
+    if case.documents != "none":
         # Among the ids are the lowest that there is, and the highest.
         names = np.array([-(2**31), 2**31 - 1, *rng.choice(2**20, 6, replace=False)], np.int32)
+        names = rng.permutation(names) if case.documents == "shuffled" else np.sort(names)
         documents = np.sort(rng.integers(0, 8, (batch, length)), axis=1)
-        # What ranks need of each other is told by the ranges of their ids, which rise, fall or say nothing.
-        rising = np.sort(names)
-        ids = (rising, rising[::-1], rng.permutation(names))[rng.integers(3)][documents]
+        ids = (names[::-1] if case.documents == "falling" else names)[documents]
         positions = np.stack([np.arange(length) - np.searchsorted(row, row) for row in documents])
         same = ids[:, None, :, None] == ids[:, None, None, :]
     heads = np.arange(num_heads)[None, :, None, None]
@@ -126,7 +129,7 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
 
     places = np.stack(
         [
-            deal_tokens(deal, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
+            deal_tokens(case.deal, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
             for row in (ids if ids is not None else [None] * batch)
         ]
     )
@@ -135,8 +138,8 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
         index = places.reshape(*places.shape, *[1] * (x.ndim - 2))
         return jnp.asarray(np.take_along_axis(x, index, axis=1), dtype)
 
-    mesh = jax.make_mesh(shards, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: int(np.prod(shards))])
-    layout = MeshLayout(mesh, ("data",), "context", "tensor", deal)
+    mesh = jax.make_mesh(case.mesh, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: int(np.prod(case.mesh))])
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", case.deal)
 
     def attend(query, key, value, sinks):
         return attend_over_mesh(
@@ -147,11 +150,11 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
             layout,
             segment_ids=None if ids is None else dealt(ids),
             positions=None if ids is None or mask.translation_invariant else dealt(positions).astype(jnp.int32),
-            places=jnp.asarray(places) if deal == "by_cost" else None,
+            places=jnp.asarray(places) if case.deal == "by_cost" else None,
             sinks=sinks,
             logits_soft_cap=cap,
-            implementation=implementations[rng.integers(len(implementations))],
-            exchange=exchange,
+            implementation=case.implementation,
+            exchange=case.exchange,
         )
 
     @jax.jit
@@ -160,72 +163,14 @@ def compare(rng, shards, mask_name, deal, exchange, sizes, implementations):
         return output, pull_back(d_output)
 
     inputs = (*(dealt(x, sizes.dtype) for x in arrays), None if sinks is None else jnp.asarray(sinks))
-    try:
-        output, gradients = run(dealt(d_output, sizes.dtype), *inputs)
-    except ValueError as refusal:
-        return {"refused": str(refusal)}
+    output, gradients = run(dealt(d_output, sizes.dtype), *inputs)
     found = [output, *(x for x in gradients if x is not None)]
     wanted = [dealt(expected), *map(dealt, expected_gradients[:3]), *expected_gradients[3:]]
     differences = [
         float(np.abs(np.asarray(a, np.float64) - np.asarray(b)).max() / max(np.abs(np.asarray(b)).max(), 1e-30))
         for a, b in zip(found, wanted, strict=True)
     ]
-    return {"difference": float(np.max(differences))}  # Python's max would pass over a NaN
-
-
-def stand_in_for_gpus() -> None:
-    """Lets a few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
-
-    And `blockwise` for a backend that may be given less than whole rows of keys: it visits the plan's tiles alone.
-    """
-    backends.TABLES["attention"] = tuple(
-        dataclasses.replace(backend, longest_tile=SMALL_TILES.block_kv) if backend.name == "blockwise" else backend
-        for backend in backends.BACKENDS
-    )
-    of_gpus = peer_memory.unsupported_reason
-
-    def unsupported_reason(mesh, axis):
-        are_all = mesh.shape[axis] == mesh.size and 2 <= mesh.size <= peer_memory.MOST_RANKS
-        return None if are_all else of_gpus(mesh, axis)
-
-    peer_memory.unsupported_reason = unsupported_reason
-    chunks.unsupported_reason = lambda *_: None
-
-    def by_distance(x, axis):
-        """Every rank's, this rank's first, then the next one's."""
-        return jnp.roll(lax.all_gather(x, axis), -lax.axis_index(axis), axis=0)
-
-    def pick(x, numbers):
-        return jax.vmap(lambda row, numbers: row[numbers])(x, numbers)
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def gather_chunks(arrays, tables, axis, _):
-        def put_together(x):
-            rows = pick(jnp.concatenate(list(by_distance(x, axis)), axis=1), tables.of_row)
-            is_there = jnp.arange(rows.shape[1]) < tables.num_chunks
-            # The kernels leave what the memory held.
-            return jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 2)), rows, jnp.nan)
-
-        return tuple(map(put_together, arrays))
-
-    def backward(axis, _, tables, gradients):
-        def sum_up(x):
-            own, *places = jnp.moveaxis(tables.of_own, -1, 0)
-            total = pick(x, own)
-            for theirs, place in zip(by_distance(x, axis)[1:], places, strict=True):
-                needed = (place > 0).reshape(*place.shape, *[1] * (x.ndim - 2))
-                total += jnp.where(needed, pick(theirs, jnp.maximum(place - 1, 0)), 0)
-            return total
-
-        def unwritten(x):
-            # Past the places that are put together, kernels write no gradients.
-            is_there = jnp.arange(x.shape[1]) < tables.num_chunks
-            return jnp.where(is_there.reshape(-1, *[1] * (x.ndim - 2)), x, jnp.nan)
-
-        return tuple(sum_up(unwritten(x)) for x in gradients), None
-
-    gather_chunks.defvjp(lambda arrays, tables, *rest: (gather_chunks(arrays, tables, *rest), tables), backward)
-    chunks.gather_chunks = gather_chunks
+    return float(np.max(differences))  # Python's max would pass over a NaN
 
 
 def draw_sizes_of_gpus(rng, mask_name, num_ranks, exchange):
@@ -237,43 +182,24 @@ def draw_sizes_of_gpus(rng, mask_name, num_ranks, exchange):
     return Sizes(length, num_heads, num_kv_heads, head_dim, value_dim, str(rng.choice(["bfloat16", "float16"])))
 
 
-def draw_sizes(rng, num_ranks, deal, exchange):
-    """Such as CPU devices take no time for. Halos come in whole tiles where runs do."""
-    lengths = {"peer": [768], "halo": [96, 128 * num_ranks * (2 if deal == "zigzag" else 1)]}
-    return Sizes(int(rng.choice(lengths.get(exchange, [96]))))
-
-
-def draw_cases(rng, num_cases, of_gpus):
-    """Cases of all exchanges; of GPUs, and a seventh of the others, of a few that read each other's memory."""
-    # Causal masks have the most to show there: their rows are compact.
-    masks_of_peers = [*MASKS, *["causal"] * len(MASKS)]
-    numbers = (2, 4) if of_gpus else (2, 3, 4)
-    meshes_of_peers = [(1, 1, number) for number in numbers if number <= jax.device_count()]
-    of_peers = list(itertools.product(meshes_of_peers, masks_of_peers, DEALS, ["peer"]))
-    # A third of them are halos that are read from the neighbours' memory.
-    halos = list(itertools.product(meshes_of_peers, ("window", "both sides", "ahead"), ("in_order",), ["halo"]))
-    of_peers += halos * (len(of_peers) // (2 * len(halos)))
-    of_others = list(itertools.product(MESHES, MASKS, DEALS, [name for name in EXCHANGES if name != "peer"]))
-    num_of_peers = num_cases if of_gpus else num_cases // 7
-    rng.shuffle(of_peers)
-    rng.shuffle(of_others)
-    return of_peers[:num_of_peers] + of_others[: num_cases - num_of_peers]
+def draw_cases(rng, num_cases):
+    """Cases of two GPUs, or four, that read each other's memory; a third of them are halos."""
+    meshes = [(1, 1, number) for number in (2, 4) if number <= jax.device_count()]
+    # Causal masks have the most to show: their rows are compact.
+    cases = list(itertools.product(meshes, ["peer"], DEALS, [*MASKS, *["causal"] * len(MASKS)]))
+    halos = list(itertools.product(meshes, ["halo"], ["in_order"], ["window", "both sides", "ahead"]))
+    cases += halos * (len(cases) // (2 * len(halos)))
+    rng.shuffle(cases)
+    for mesh, exchange, deal, mask in cases[:num_cases]:
+        documents, (has_sinks, has_soft_cap) = str(rng.choice(DOCUMENTS)), map(bool, rng.integers(2, size=2))
+        sizes = draw_sizes_of_gpus(rng, mask, mesh[2], exchange)
+        yield Case(mesh, exchange, deal, mask, documents, has_sinks, has_soft_cap, sizes)
 
 
 def main(seed: int, num_cases: int) -> None:
     rng = np.random.default_rng(seed)
-    of_gpus = jax.devices()[0].platform == "gpu"
-    if not of_gpus:
-        jax.config.update("jax_enable_x64", True)
-        stand_in_for_gpus()
-    for shards, mask_name, deal, exchange in draw_cases(rng, num_cases, of_gpus):
-        implementations = [None] if of_gpus else [SMALL_TILES] if exchange == "peer" else ["reference", SMALL_TILES]
-        sizes = draw_sizes(rng, shards[2], deal, exchange)
-        if of_gpus:
-            sizes = draw_sizes_of_gpus(rng, mask_name, shards[2], exchange)
-        result = compare(rng, shards, mask_name, deal, exchange, sizes, implementations)
-        case = {"mesh": shards, "mask": mask_name, "deal": deal, "exchange": exchange, "sizes": sizes}
-        print(json.dumps(case | result), flush=True)
+    for case in draw_cases(rng, num_cases):
+        print(json.dumps(case._asdict() | {"difference": compare(rng, case)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,26 +15,24 @@ from jax.sharding import PartitionSpec as P
 from kernels.collectives import all_gather_matmul, choose_collectives, matmul_reduce_scatter
 from tests.fresh_inputs import run_on_fresh_inputs
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.host_cpus import environment_of_cpus
+from tests.kernels.tokens_on_devices import draw
 from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 
-SCRIPT = Path(__file__).parent / "tokens_on_devices.py"
 # Of the roundings on the way to a value or a gradient, at most 45 in four layers, most cancel. In float32 a sum rounds,
 # too, with each of its terms.
 ROUNDINGS = {"bfloat16": 7, "float16": 7, "float32": 10}
 
 
-def check_draws(environment, num_draws, collectives):
-    done = run_on_fresh_inputs(SCRIPT, num_draws, environment=environment)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [draw["collectives"] for draw in found] == [collectives] * num_draws
-    assert [draw for draw in found if not draw["is_exact"]] == []
-    assert [draw for draw in found if not draw["difference"] < ROUNDINGS[draw["dtype"]]] == []
+def is_right(draw):
+    return draw["is_exact"] and draw["difference"] < ROUNDINGS[draw["dtype"]]
 
 
-def test_xla_computes_what_numpy_does():
-    check_draws(environment_of_cpus(4), 8, "xla")
+@pytest.mark.usefixtures("eight_devices")
+def test_xla_computes_what_numpy_does(rng):
+    for num_ranks, dtype in zip((2, 3, 4), map(str, rng.permutation([*ROUNDINGS])), strict=True):
+        found = draw(rng, num_ranks, dtype, "xla")
+        assert is_right(found), found
 
 
 @pytest.mark.gpu
@@ -43,9 +41,12 @@ def test_xla_computes_what_numpy_does():
 def test_kernels_compute_what_numpy_does(preallocates):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
-    # A draw compiles for 20 s or so, and a test may take 300 s.
     memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": preallocates, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}
-    check_draws(os.environ | memory, 8, "mosaic_gpu")
+    # A draw compiles for 20 s or so, and a test may take 300 s.
+    done = run_on_fresh_inputs(Path(__file__).parent / "tokens_on_devices.py", 8, environment=os.environ | memory)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["collectives"] for each in found] == ["mosaic_gpu"] * 8
+    assert [each for each in found if not is_right(each)] == []
 
 
 @pytest.mark.sample(1)

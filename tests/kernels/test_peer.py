@@ -1,7 +1,7 @@
 """Attention over a few GPUs that read each other's memory: what is read, the kernels, and whom the exchange serves.
 
-That it computes what NumPy does, test_context.py tests on CPU devices for all exchanges, where JAX stands in for the
-kernels.
+That it computes what NumPy does, test_context_on_devices.py tests on CPU devices for all exchanges, where JAX stands in
+for the kernels.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Attention inside `jax.shard_map`, which by default checks over which mesh axes each array differs.
 
-A mesh of one device has axes to differ over, too; tests/layers/eight_devices.py has the numbers of several.
+A mesh of one device has axes to differ over, too; tests/layers/test_on_eight_devices.py has the numbers of several.
 """
 
 import functools

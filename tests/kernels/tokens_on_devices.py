@@ -1,9 +1,6 @@
-"""Matmuls of tokens and features that two devices or four split, against NumPy; for test_collectives.py.
+"""Matmuls of tokens and features that a few devices split, against NumPy; for test_collectives.py.
 
-Draws shapes, dtypes and values, and prints a JSON line for each draw: what was drawn, whether values of small integers,
-which no dtype rounds, are exact, and the largest difference of values and gradients of random numbers, each relative to
-what it should be, in roundings: in half the dtype's epsilon. The random numbers aren't negative, so that no term of a
-sum cancels another.
+Run as a program on GPUs: it draws shapes, dtypes and values, and prints a JSON line for each draw.
 """
 
 import json
@@ -148,21 +145,28 @@ def roundings(found, expected, unit):
     return float(relative.max() / unit)
 
 
+def draw(rng, num_ranks, dtype, collectives):
+    """What is drawn, and what comes of it.
+
+    Whether values of small integers, which no dtype rounds, are exact; and the largest difference of values and
+    gradients of random numbers, each relative to what it should be, in roundings: in half the dtype's epsilon. The
+    random numbers aren't negative, so that no term of a sum cancels another.
+    """
+    axes, devices = (AxisType.Auto,) * 2, jax.devices()[:num_ranks]
+    mesh = jax.make_mesh((1, num_ranks), ("data", "tensor"), axes, devices=devices)
+    shape = draw_shape(rng, collectives)
+    chosen = choose_collectives(mesh, "tensor", shape[:3], shape[3:], dtype, collectives)
+    is_exact, difference = check(rng, mesh, chosen, dtype, shape)
+    drawn = {"collectives": chosen.name, "num_ranks": num_ranks, "dtype": dtype, "shape": shape}
+    return drawn | {"is_exact": is_exact, "difference": difference}
+
+
 def main(seed: int, num_draws: int) -> None:
     rng = np.random.default_rng(seed)
-    wanted = "mosaic_gpu" if jax.devices()[0].platform == "gpu" else "xla"
     numbers = [number for number in (2, 3, 4) if number <= jax.device_count()]
-    for draw in range(num_draws):
-        num_ranks = numbers[-1 - draw % len(numbers)]
-        mesh = jax.make_mesh(
-            (1, num_ranks), ("data", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:num_ranks]
-        )
-        dtypes = ["bfloat16", "float16"] + (["float32"] if wanted == "xla" else [])
-        dtype, shape = str(rng.choice(dtypes)), draw_shape(rng, wanted)
-        chosen = choose_collectives(mesh, "tensor", shape[:3], shape[3:], dtype, wanted)
-        is_exact, difference = check(rng, mesh, chosen, dtype, shape)
-        line = {"collectives": chosen.name, "num_ranks": num_ranks, "dtype": dtype, "shape": shape}
-        print(json.dumps(line | {"is_exact": is_exact, "difference": difference}), flush=True)
+    for index in range(num_draws):
+        dtype = str(rng.choice(["bfloat16", "float16"]))
+        print(json.dumps(draw(rng, numbers[-1 - index % len(numbers)], dtype, "mosaic_gpu")), flush=True)
 
 
 if __name__ == "__main__":

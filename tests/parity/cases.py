@@ -181,7 +181,7 @@ def whole_matrix(seed: int) -> Iterator[Case]:
 def sample(seed: int, num_problems: int) -> list[Case]:
     """Cells of the whole matrix: for each of some problems one cell of each exchange, and a refusal if it has any.
 
-    One of the problems is of a mixture of experts.
+    One of several problems is of a mixture of experts.
     """
     rng = np.random.default_rng(seed)
     cells: dict[Problem, dict[str, list[Case]]] = {}
@@ -189,8 +189,12 @@ def sample(seed: int, num_problems: int) -> list[Case]:
         column = "refused" if case.expected_refusal else f"{case.placement.exchange}, {case.placement.mesh[3] > 1}"
         cells.setdefault(case.problem, {}).setdefault(column, []).append(case)
     dense, mixtures = ([p for p in cells if p.mlp == mlp] for mlp in MLPS)
-    chosen = [dense[index] for index in rng.permutation(len(dense))[: num_problems - 1]]
-    chosen.append(mixtures[rng.integers(len(mixtures))])
+    num_mixtures = 1 if num_problems > 1 else int(rng.integers(2))
+    chosen = [
+        problems[index]
+        for problems, num in ((dense, num_problems - num_mixtures), (mixtures, num_mixtures))
+        for index in rng.permutation(len(problems))[:num]
+    ]
     return [column[rng.integers(len(column))] for problem in chosen for column in cells[problem].values()]
 
 

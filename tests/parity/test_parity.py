@@ -6,28 +6,14 @@ The cases of a run are drawn anew. CONTRIBUTING.md tells how to run all of them.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.parity.cases import ATTENTION, EXCHANGES, LOSS_CHUNKS, MESHES, Case, whole_matrix
+from tests.parity.cases import ATTENTION, EXCHANGES, LOSS_CHUNKS, MESHES, Case, sample, whole_matrix
 from tests.parity.faults import FAULTS
-
-NUM_PROBLEMS = 4
+from tests.parity.judging import run_faults, run_groups
 
 pytestmark = pytest.mark.timeout(900)  # most of it compiling, on whatever else the machine does
-
-
-def run_parity(*arguments: str) -> tuple[int, list[str]]:
-    """Exit status and lines of `python -m tests.parity`."""
-    command = [sys.executable, "-m", "tests.parity", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    return done.returncode, done.stdout.splitlines()
 
 
 def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
@@ -47,19 +33,24 @@ def test_the_matrix_is_whole_and_its_cells_are_known_by_their_texts(rng):
     assert not [cell for cell in cells if ATTENTION[cell.problem.attention].has_reach and cell.expected_refusal]
 
 
-@pytest.mark.full
-def test_loss_and_gradients_on_meshes_are_those_of_one_device(rng):
-    status, lines = run_parity("--sample", str(NUM_PROBLEMS), "--seed", str(rng.integers(2**31)), "--jobs", "2")
-    assert status == 0, "\n".join(line for line in lines if line.startswith("FAILED"))
+@pytest.mark.usefixtures("eight_devices", "float64")
+@pytest.mark.parametrize("num_problems", [1, pytest.param(6, marks=pytest.mark.full)])
+def test_loss_and_gradients_on_meshes_are_those_of_one_device(num_problems, rng, capsys):
+    tallies = list(run_groups(sample(int(rng.integers(2**31)), num_problems), num_jobs=1))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("FAILED")] == []
+    assert len(tallies) == num_problems
     # One device against the oracle, and meshes whose context axis is 1 and more.
-    assert sum(line.startswith("passed") for line in lines) >= 4 * NUM_PROBLEMS
+    assert sum(tally.num_passed for tally in tallies) >= 4 * num_problems
 
 
 @pytest.mark.full
-def test_each_fault_is_found_and_nothing_without_one():
-    status, lines = run_parity("--faults")
-    assert status == 0, lines
-    passed = dict(line.removeprefix("passed ").split(": ", 1) for line in lines if line.startswith("passed "))
+@pytest.mark.usefixtures("eight_devices", "float64")
+def test_each_fault_is_found_and_nothing_without_one(capsys):
+    tally = run_faults()
+    lines = capsys.readouterr().out.splitlines()
+    assert tally.num_failed == 0, lines
+    passed = dict(line.removeprefix("passed ").split(": ", 1) for line in lines)
     names = {"no fault in dense layers", "no fault in mixture layers", *itertools.chain(*FAULTS.values())}
     assert passed.keys() == names
     # Not because something was refused.

@@ -6,21 +6,15 @@ The cases of a run are drawn anew. CONTRIBUTING.md tells how to run all of them.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from layers.pretrained.families import MODULES
 from tests.layers.pretrained import golden
-from tests.round_trips.cases import DTYPES, MESHES, MODELS, PLACEMENTS, Case, whole_matrix
-from tests.round_trips.faults import FAULTS
+from tests.round_trips.cases import DTYPES, MESHES, MODELS, PLACEMENTS, Case, sample, whole_matrix
+from tests.round_trips.faults import FAULTS, FAULTY, injected
 from tests.round_trips.folders import write_folder
-from tests.round_trips.trips import judge
-
-NUM_MODELS = 2
+from tests.round_trips.trips import Verdict, judge, judge_all
 
 
 def test_the_matrix_has_every_family_and_its_cells_are_known_by_their_texts(rng, tmp_path):
@@ -41,21 +35,25 @@ def test_the_matrix_has_every_family_and_its_cells_are_known_by_their_texts(rng,
     assert written == set(MODULES) - {"gemma3"}, "that one's language model is a gemma3_text"
 
 
-@pytest.mark.full
-def test_no_bit_changes_on_the_way_into_shards_and_back(rng):
-    arguments = ["--sample", str(NUM_MODELS), "--faults", "--seed", str(rng.integers(2**31))]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "tests.round_trips", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0, "\n".join(line for line in lines if line.startswith("FAILED"))
-    # Two models in the dtypes that they have, a run, and a model's logits.
-    assert sum(line.startswith("passed trip=") for line in lines) >= 2 + 2 + len(DTYPES)
-    assert "passed no fault: 0 of 15 arrays differ" in lines
-    # Each fault is found in arrays, and not because something was refused.
-    found = dict(line.removeprefix("passed ").split(": ", 1) for line in lines if " arrays differ, " in line)
-    assert found.keys() == set(FAULTS)
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("num_models", [1, pytest.param(4, marks=pytest.mark.full)])
+def test_no_bit_changes_on_the_way_into_shards_and_back(num_models, rng):
+    cases = sample(int(rng.integers(2**31)), num_models)
+    # Models in the dtypes that they have, a run, and a model's logits.
+    assert len(cases) >= 2 + 2 * num_models
+    for case, verdict in zip(cases, judge_all(cases, num_jobs=1), strict=True):
+        assert verdict.passed, f"{case}: {verdict.text}"
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_each_fault_is_found_and_nothing_without_one():
+    assert judge(FAULTY) == Verdict(True, "0 of 15 arrays differ")
+    for fault in FAULTS:
+        with injected(fault):
+            verdict = judge(FAULTY)
+        # In arrays, and not because something was refused.
+        assert not verdict.passed
+        assert " arrays differ, " in verdict.text, (fault, verdict.text)
 
 
 def test_a_case_that_fails_is_told(capsys):

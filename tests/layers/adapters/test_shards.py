@@ -1,35 +1,78 @@
 """What all adapters share: attention in shards of a mesh, and modules that import none of the packages."""
 
-import json
-from pathlib import Path
+import importlib.util
+import pkgutil
+import sys
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
-from kernels import CausalMask
+import layers.adapters
+from kernels import CausalMask, LocalMask, dot_product_attention
 from layers.adapters.shards import attend_in_shards
-from tests.fresh_inputs import run_on_fresh_inputs
-from tests.host_cpus import environment_of_cpus
 
-HERE = Path(__file__).parent
 ADAPTED = {"bonsai", "gemma", "haliax", "levanter", "maxtext"}
 
 
-@pytest.fixture(scope="module")
-def eight_devices():
-    finished = run_on_fresh_inputs(HERE / "eight_devices.py", environment=environment_of_cpus(8))
-    return json.loads(finished.stdout.splitlines()[-1])
+@pytest.mark.usefixtures("eight_devices")
+def test_shards_give_what_one_device_gives(rng):
+    """Batch over two axes and heads over one; sinks, documents and positions differ."""
+    batch, length, num_heads, num_kv_heads, head_dim = 8, 12, 4, 2, 8
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "data", "model"), (AxisType.Auto,) * 3, devices=jax.devices()[:8])
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((batch, length, heads, head_dim)), jnp.float32)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    documents = jnp.asarray(np.sort(rng.integers(0, 3, (batch, length)), -1))
+    options = {
+        "query_segment_ids": documents,
+        "key_value_segment_ids": documents,
+        "query_positions": jnp.arange(length) + jnp.asarray(rng.integers(0, 3, (batch, 1))),
+        "logits_soft_cap": 2.0,
+        "implementation": "reference",
+    }
+    mask = CausalMask() & LocalMask(5, 0)
+
+    def in_shards(query, key, value, sinks):
+        return attend_in_shards(mesh, ("replica", "data"), ("model",), query, key, value, mask, sinks=sinks, **options)
+
+    def on_one(query, key, value, sinks):
+        return dot_product_attention(query, key, value, mask, sinks=sinks, **options)
+
+    def run(attend):
+        def loss(*inputs):
+            out = attend(*inputs)
+            return jnp.square(out).sum(), out
+
+        sinks = jnp.linspace(-1.0, 1.0, num_heads)
+        return jax.tree.leaves(jax.jit(jax.grad(loss, argnums=range(4), has_aux=True))(query, key, value, sinks))
+
+    for found, expected in zip(run(in_shards), run(on_one), strict=True):
+        assert jnp.abs(found - expected).max() < 1e-5 * jnp.abs(expected).max()
 
 
-def test_shards_give_what_one_device_gives(eight_devices):
-    assert len(eight_devices["differences"]) == 5
-    assert max(eight_devices["differences"]) < 1e-5
+def test_adapters_import_no_package(monkeypatch):
+    sought = set()
 
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            sought.add(name.partition(".")[0])
 
-def test_adapters_import_no_package(eight_devices):
-    assert "jax" in eight_devices["packages"]
-    assert not ADAPTED.intersection(eight_devices["packages"])
+    for name in [name for name in sys.modules if name.partition(".")[0] in ADAPTED]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    adapters = {module.name for module in pkgutil.iter_modules(layers.adapters.__path__)}
+    assert len(adapters) > 3
+    for name in adapters:
+        spec = importlib.util.find_spec(f"layers.adapters.{name}")
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert not ADAPTED & sought
+    importlib.util.find_spec("bonsai")
+    assert "bonsai" in sought
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
 """Collectives are counted as often as they run, from a real program's text and from texts that show one thing each."""
 
-import json
-import subprocess
-import sys
+import functools
 import textwrap
 
+import jax
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from tests.host_cpus import environment_of_cpus
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.hlo import parse_module
 
@@ -284,41 +285,26 @@ ENTRY %main (p: bf16[1,32,8], s: s32[9]) -> (bf16[1,64,24], bf16[1,64,8], s32[9]
     assert totals(program) == {"all_gather_matmul": CollectiveTotal("all_gather_matmul", 1, 1, 1024, True)}
 
 
-SCRIPT = """
-import dataclasses, functools, json, sys
-import jax
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
-from trainer.compile.collectives import count_collectives
-from trainer.compile.hlo import parse_module
-
-rows, width, trips = map(int, sys.argv[1:])
-mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2)
-
-@jax.jit
-@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
-def step(x):
-    def body(x, _):
-        x = lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
-        x = lax.psum(x, "b")
-        gathered = lax.all_gather(x, "a", axis=0, tiled=True)
-        return lax.psum_scatter(2 * gathered, "a", scatter_dimension=0, tiled=True), None
-    x, _ = lax.scan(body, x, None, length=trips)
-    return lax.all_to_all(x, "b", 0, 0, tiled=True)
-
-text = step.lower(jax.ShapeDtypeStruct((4 * rows, width), "float32")).compile().as_text()
-module = parse_module(text)
-assert module.num_instructions == sum(" = " in line and line.startswith("  ") for line in text.splitlines())
-print(json.dumps([dataclasses.asdict(total) for total in count_collectives(module)]))
-"""
-
-
+@pytest.mark.usefixtures("eight_devices")
 def test_a_program_of_eight_devices(rng):
     rows, width, trips = 2 * int(rng.integers(3, 20)), int(rng.integers(3, 50)), int(rng.integers(3, 30))
-    environment = environment_of_cpus(8)
-    command = [sys.executable, "-c", SCRIPT, *map(str, (rows, width, trips))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    mesh = jax.make_mesh((4, 2), ("a", "b"), (AxisType.Auto,) * 2, devices=jax.devices()[:8])
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    def step(x):
+        def body(x, _):
+            x = lax.ppermute(x, "a", [(i, (i + 1) % 4) for i in range(4)])
+            x = lax.psum(x, "b")
+            gathered = lax.all_gather(x, "a", axis=0, tiled=True)
+            return lax.psum_scatter(2 * gathered, "a", scatter_dimension=0, tiled=True), None
+
+        x, _ = lax.scan(body, x, None, length=trips)
+        return lax.all_to_all(x, "b", 0, 0, tiled=True)
+
+    text = step.lower(jax.ShapeDtypeStruct((4 * rows, width), "float32")).compile().as_text()
+    module = parse_module(text)
+    assert module.num_instructions == sum(" = " in line and line.startswith("  ") for line in text.splitlines())
     shard = 4 * rows * width
     expected = {
         "all-gather": (trips, trips * 4 * shard),
@@ -327,9 +313,9 @@ def test_a_program_of_eight_devices(rng):
         "all-to-all": (1, shard),
         "collective-permute": (trips, trips * shard),
     }
-    counted = {total["operation"]: (total["count"], total["bytes"]) for total in json.loads(done.stdout)}
-    assert counted == expected
-    assert all(total["is_exact"] for total in json.loads(done.stdout))
+    counted = count_collectives(module)
+    assert {total.operation: (total.count, total.bytes) for total in counted} == expected
+    assert all(total.is_exact for total in counted)
 
 
 def test_of_a_conditionals_branches_the_one_that_moves_most_counts():

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from tests.host_cpus import environment_of_cpus
 from trainer.compile.recompilation import ArgumentChange, RecompilingFunction, summarize
 from trainer.compile.stages import count_compilations
 
@@ -206,53 +202,38 @@ def test_a_long_static_value_is_cut_to_one_line(scale, told):
     assert len(change) < 250
 
 
-RESHARD = """
-import json
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from trainer.compile.recompilation import RecompilingFunction
-
-mesh = Mesh(np.array(jax.devices()), ("data",))
-along, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
-alone = SingleDeviceSharding(jax.devices()[1])
-x, abstract = jnp.arange(8.0), jax.ShapeDtypeStruct((8,), jnp.float32, sharding=along)
-told = {"bound": [], "declared": []}
-
-def make(name, **options):
-    def tell(_, changes):
-        told[name].append([str(change) for change in changes])
-    return RecompilingFunction(jax.jit(lambda x: 2 * x, **options), abstract, name=name, on_recompile=tell)
-
-bound, declared = make("bound"), make("declared", in_shardings=along)
-for placed in (x, jax.device_put(x, along), jax.device_put(x, whole), jax.device_put(x, alone)):
-    assert jnp.array_equal(bound(placed), 2 * x)
-    assert jnp.array_equal(bound(x), 2 * x), "an array that isn't bound to a device goes wherever it is wanted"
-try:
-    declared(jax.device_put(x, whole))
-except ValueError as error:
-    told["error"] = str(error)
-print(json.dumps(told))
-"""
+def make_shardings():
+    """Along four devices, whole on each of them, and on one."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    over_four = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    return *over_four, SingleDeviceSharding(jax.devices()[1])
 
 
-@pytest.fixture(scope="module")
-def told_of_shardings():
-    environment = environment_of_cpus(4)
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", RESHARD], cwd=root, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def compiled_for(sharding, told, **options):
+    """A function of eight numbers that lie so."""
+    abstract = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+    return RecompilingFunction(jax.jit(lambda x: 2 * x, **options), abstract, name="double", on_recompile=told)
 
 
-def test_a_sharding_that_changes_is_told(told_of_shardings):
-    (spec,), (device,) = told_of_shardings["bound"]
+@pytest.mark.usefixtures("eight_devices")
+def test_a_sharding_that_changes_is_told(told):
+    x, shardings = jnp.arange(8.0), make_shardings()
+    double = compiled_for(shardings[0], told)
+    for sharding in shardings:
+        np.testing.assert_array_equal(double(jax.device_put(x, sharding)), 2 * np.arange(8))
+        # An array that isn't bound to a device goes wherever it is wanted.
+        np.testing.assert_array_equal(double(x), 2 * np.arange(8))
+    (spec,), (device,) = told.changes
     assert spec == "x: sharding P('data',) → P()"
     assert re.fullmatch(r"x: sharding NamedSharding\(.*\) → SingleDeviceSharding\(.*\)", device)
 
 
-def test_a_sharding_other_than_the_declared_one_is_refused_as_jax_does(told_of_shardings):
-    assert "does not match the sharding on the respective arg" in told_of_shardings["error"]
-    assert told_of_shardings["declared"] == []
+@pytest.mark.usefixtures("eight_devices")
+def test_a_sharding_other_than_the_declared_one_is_refused_as_jax_does(told):
+    along, whole, _ = make_shardings()
+    with pytest.raises(ValueError, match="does not match the sharding on the respective arg"):
+        compiled_for(along, told, in_shardings=along)(jax.device_put(jnp.arange(8.0), whole))
+    assert told.changes == []
 
 
 def test_summaries_put_like_changes_together_and_end():

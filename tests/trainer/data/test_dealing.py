@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
-from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from kernels import CausalMask, LocalMask, MultiHeadMask
 from kernels.context import chunk_costs, deal_tokens, imbalance
 from layers import GPTConfig, LayerOverride
-from tests.host_cpus import environment_of_cpus
-from trainer.config import DataConfig, EvaluationConfig, MeshConfig, TrainConfig
+from trainer.config import CompilationConfig, ContextConfig, DataConfig, EvaluationConfig, MeshConfig, TrainConfig
 from trainer.data import BatchShare, Dealer, make_batches
+from trainer.loop.evaluator import evaluate
+from trainer.train import prepare
 
 T = 64
 MASKS = (CausalMask() & LocalMask(15, 0), CausalMask(), CausalMask() & LocalMask(15, 0))
@@ -158,21 +156,52 @@ def test_a_length_that_cannot_be_dealt_out_is_refused():
         Dealer("zigzag", 36, 4, {}, True)
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_dealt_batches_over_eight_devices_have_the_loss_of_one_device(tmp_path, random_texts):
     """Validation batches, the last of them filled up with padding, and batches of the stream."""
     for number, text in enumerate(random_texts(30)):
         (tmp_path / f"{number}.txt").write_text(text)
-    script = Path(__file__).parent / "dealt_evaluation.py"
-    done = subprocess.run(
-        [sys.executable, script, tmp_path], env=environment_of_cpus(8), capture_output=True, text=True
+    model = GPTConfig(
+        vocab_size=260,
+        num_layers=2,
+        width=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_width=32,
+        masks=(CausalMask() & LocalMask(31, 0), CausalMask()),
+        implementation="reference",
+        compute_dtype="float32",
+        remat="none",
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    *whole, has_places = report.pop("one device")
-    assert not has_places
-    assert len(report) == 2
-    for *evaluations, has_places in report.values():
-        assert has_places
-        for evaluation, expected in zip(evaluations, whole, strict=True):
-            assert evaluation["num_targets"] == expected["num_targets"] > 0
-            assert evaluation["nats_per_token"] == pytest.approx(expected["nats_per_token"], rel=1e-5)
+    data = {"files": (f"{tmp_path}/*.txt",), "validation_fraction": 0.3, "token_cache_dir": f"{tmp_path}/tokens"}
+    base = TrainConfig(
+        "dealt",
+        model,
+        num_steps=200,
+        sequence_length=128,
+        batch_size=2,
+        data=DataConfig(source="text", **data),
+        evaluation=EvaluationConfig(num_sequences=3),  # fills one batch and half of another
+        compilation=CompilationConfig(cache_dir=""),
+    )
+    params = None
+
+    def evaluate_on(mesh, deal=None):
+        nonlocal params
+        setup = prepare(dataclasses.replace(base, mesh=mesh, context=ContextConfig(deal=deal)), lambda line: None)
+        params = jax.device_get(setup.functions.init_state().params) if params is None else params
+        placed = jax.device_put(params, setup.functions.state_shardings.params)
+        training = [setup.put(next(setup.batches)) for _ in range(3)]
+        setup.batches.close()
+        assert ("places" in training[0]) == (deal is not None)
+        return [
+            evaluate(setup.functions.eval_step, placed, batches, None)
+            for batches in (setup.validation_batches, training)
+        ]
+
+    whole = evaluate_on(MeshConfig())
+    for mesh, deal in ((MeshConfig(data=2, context=4), "zigzag"), (MeshConfig(fsdp=2, context=4), "by_cost")):
+        for found, expected in zip(evaluate_on(mesh, deal), whole, strict=True):
+            assert found.num_targets == expected.num_targets > 0
+            assert found.nats_per_token == pytest.approx(expected.nats_per_token, rel=1e-5)

@@ -1,23 +1,59 @@
-"""A GPT with every field of a dense one set trains on meshes of eight fake CPU devices as on one."""
-
-import json
-from pathlib import Path
+"""A GPT with every field of a dense one set trains on meshes of eight CPU devices as on one. In float64."""
 
 import numpy as np
 import pytest
 
-from tests.fresh_inputs import run_on_fresh_inputs
-from tests.host_cpus import environment_of_cpus
+from kernels import CausalMask, LocalMask
+from layers import GPTConfig, LayerOverride, RopeScaling
+from tests.trainer.step.sharded_steps import LENGTH, draw_params, gradients_on, make_batch
+from trainer.config import MeshConfig
 
-SCRIPT = Path(__file__).parent / "sharded_decoder.py"
 
-
-def test_loss_and_gradients_are_those_of_one_device():
-    environment = environment_of_cpus(8) | {"JAX_ENABLE_X64": "1"}
-    report = json.loads(run_on_fresh_inputs(SCRIPT, environment=environment).stdout)
-    expected = report.pop("one device")
+@pytest.mark.usefixtures("eight_devices", "float64")
+def test_loss_and_gradients_are_those_of_one_device(rng):
+    # Half of a sequence's tokens are fewer than the original context, all of them are more.
+    longrope = RopeScaling(
+        "longrope", 3.0, original_context_length=LENGTH - 8, short_factors=(1.0, 1.5), long_factors=(1.0, 4.0)
+    )
+    model = GPTConfig(
+        vocab_size=64,
+        num_layers=3,
+        width=16,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        mlp_width=24,
+        mlp="clamped_swiglu",
+        mlp_bias=True,
+        tie_embeddings=False,
+        masks=(CausalMask() & LocalMask(9, 0), CausalMask()),
+        layer_overrides=(
+            LayerOverride(rope_scaling=longrope),
+            LayerOverride(rope_base=500.0, rope_fraction=0.5, num_kv_heads=4, head_dim=8),
+        ),
+        rope_scaling=RopeScaling("yarn", 4.0, original_context_length=16, beta_fast=4.0),
+        attention_bias=True,
+        output_bias=True,
+        qk_norm="whole",
+        qk_norm_after_rope=True,
+        query_scale=0.4,
+        logits_soft_cap=3.0,
+        sinks=True,
+        implementation="reference",
+        remat="save_attention",
+        norm_placement="both",
+        norm_scale_offset=1.0,
+        embedding_scale=4.0,
+        final_logits_soft_cap=2.0,
+        compute_dtype="float64",
+        param_dtype="float64",
+    )
+    params, batch = draw_params(rng, model), make_batch(rng)
+    expected, expected_sums = gradients_on(MeshConfig(), 1, model, params, batch)
     # Embedding, head and final norm; for each of two stacks 4 + 3 kernels with biases, 6 norms and the sinks.
-    assert len(expected["differences"]) == 3 + 2 * (2 * 7 + 6 + 1)
-    for name, found in report.items():
-        assert found["sums"] == pytest.approx(expected["sums"], rel=1e-12), name
-        assert np.max(list(found["differences"].values())) < 1e-10, (name, found["differences"])
+    assert len(expected) == 3 + 2 * (2 * 7 + 6 + 1)
+    for mesh, accumulation in ((MeshConfig(data=2, fsdp=2, tensor=2), 2), (MeshConfig(fsdp=2, tensor=2, context=2), 1)):
+        found, sums = gradients_on(mesh, accumulation, model, params, batch)
+        assert sums == pytest.approx(expected_sums, rel=1e-12), mesh
+        for name, gradient in expected.items():
+            assert np.abs(found[name] - gradient).max() < 1e-10 * np.abs(gradient).max(), (mesh, name)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from kernels import CausalMask
 from layers import GPTConfig
-from tests.trainer.step.shared_loss import exponentials
+from tests.trainer.step.test_loss import exact_exponentials
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.step import functions as step_functions
@@ -159,7 +159,9 @@ def test_losses_computed_again_are_counted_by_micro_batch(
     rng, functions, initial_state, train_step, monkeypatch, factor, num_recomputed
 ):
     """Far logits have unlikely targets, whose exponentials don't fit."""
-    monkeypatch.setattr(step_functions, "plan_loss", lambda *_: SimpleNamespace(exp_logits=lambda _: exponentials))
+    monkeypatch.setattr(
+        step_functions, "plan_loss", lambda *_: SimpleNamespace(exp_logits=lambda _: exact_exponentials)
+    )
     by_exponentials = make_step_functions(dataclasses.replace(CONFIG, gradient_accumulation=2), functions.mesh)
     batch, state = make_batch(rng), copy(initial_state)
     state.params["final_norm"]["scale"] *= factor

@@ -1,0 +1,188 @@
+"""Attention over a mesh of eight CPU devices is NumPy's, by every exchange; what one can't serve is refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_product_attention
+from kernels.collectives import chunks, peer_memory
+from kernels.context import MeshLayout, attend_over_mesh
+from kernels.context.exchange import EXCHANGES
+from tests.kernels.context_on_devices import AXES, DEALS, DOCUMENTS, MASKS, Case, Sizes, compare
+
+pytestmark = pytest.mark.usefixtures("eight_devices")
+
+SMALL_TILES = BlockwiseTuning(16, 24)
+KERNELS = ("reference", "reference", SMALL_TILES)  # XLA takes several times as long for blockwise's loops
+MESHES = ((1, 1, 8), (2, 1, 4), (1, 2, 4), (2, 2, 2), (1, 1, 2))
+FEW = ((1, 1, 2), (1, 1, 3), (1, 1, 4))
+"""As many devices as read each other's memory where they are GPUs."""
+WITH_REACH = ("window", "both sides", "chunked", "ahead")
+NUM_CASES = 5
+
+
+def in_turn(rng, levels, num):
+    """So many of the levels, each as often as any other, give or take one, in any order."""
+    rounds = [rng.permutation(len(levels)) for _ in range(-(-num // len(levels)))]
+    return [levels[index] for index in rng.permutation(np.concatenate(rounds)[:num])]
+
+
+def draw_cases(rng, exchange, num, *, meshes=MESHES, deals=DEALS, masks=tuple(MASKS), kernels=KERNELS):
+    """Cases that an exchange serves. It meets each mesh, deal, kind of documents and so on that there is room for."""
+    while True:
+        levels = meshes, [exchange], deals, masks, DOCUMENTS, (True, False), (True, False), [Sizes()], kernels
+        cases = list(map(Case, *(in_turn(rng, of_field, num) for of_field in levels)))
+        if not any(map(refuses_masks_of_heads, cases)):
+            return cases
+
+
+def refuses_masks_of_heads(case):
+    """Each of four heads has a mask: they can't be split, nor can four go to eight ranks."""
+    return case.mask == "heads" and (case.mesh[1] > 1 or (case.exchange, case.mesh[2]) == ("heads", 8))
+
+
+def check(rng, cases):
+    for case in cases:
+        assert compare(rng, case) < 1e-12, case
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring", "heads"])
+def test_eight_devices_compute_what_numpy_does(exchange, rng, float64):
+    check(rng, draw_cases(rng, exchange, NUM_CASES))
+
+
+def test_halos_compute_what_numpy_does(rng, float64):
+    def in_whole_tiles(case):
+        """Of runs that have whole tiles, halos are whole tiles."""
+        if case.mesh != (1, 1, 2):
+            return case
+        return case._replace(sizes=Sizes(length=256 if case.deal == "in_order" else 512))
+
+    cases = draw_cases(rng, "halo", NUM_CASES, deals=DEALS[:2], masks=WITH_REACH)
+    check(rng, map(in_whole_tiles, cases))
+
+
+def test_devices_that_read_each_others_memory_compute_what_numpy_does(rng, float64, gpus):
+    # Causal masks have the most to show: within documents, their rows are compact.
+    masks = ("causal", "causal", str(rng.choice([name for name in MASKS if name != "causal"])))
+    cases = draw_cases(rng, "peer", 3, meshes=FEW, masks=masks, kernels=[SMALL_TILES])
+    check(rng, [case._replace(sizes=Sizes(length=192)) for case in cases])
+
+
+def test_halos_that_are_read_from_the_neighbours_memory_are_what_numpy_has(rng, float64, gpus):
+    check(rng, draw_cases(rng, "halo", 2, meshes=FEW, deals=["in_order"], masks=["window", "both sides", "ahead"]))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "deal", "mask", "shape", "message"),
+    [
+        *(("halo", "by_cost", mask, (2, 1, 4), "decides for each row") for mask in WITH_REACH),
+        *(
+            ("halo", "in_order", mask, (2, 1, 4), "needs a mask that reaches only so far")
+            for mask in ("causal", "prefix", "function")
+        ),
+        ("halo", "zigzag", "heads", (2, 1, 4), "mask that reaches only so far"),
+        ("heads", "in_order", "heads", (1, 1, 8), "4 don't divide by 8 ranks"),
+        *((exchange, "zigzag", "heads", (1, 2, 4), "tensor=2 one program") for exchange in EXCHANGES),
+    ],
+)
+def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(
+    exchange, deal, mask, shape, message, rng, float64
+):
+    with pytest.raises(ValueError, match=message):
+        compare(rng, Case(shape, exchange, deal, mask, "rising", True, True, implementation="reference"))
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A few CPU devices pass for GPUs that read each other's memory: JAX's collectives do what the kernels do.
+
+    And `blockwise` for a backend that may be given less than whole rows of keys: it visits the plan's tiles alone.
+    """
+    with_tiles = tuple(
+        dataclasses.replace(backend, longest_tile=SMALL_TILES.block_kv) if backend.name == "blockwise" else backend
+        for backend in backends.BACKENDS
+    )
+    monkeypatch.setitem(backends.TABLES, "attention", with_tiles)
+    monkeypatch.setattr(peer_memory, "unsupported_reason", lambda mesh, axis: None)
+    monkeypatch.setattr(chunks, "unsupported_reason", lambda *_: None)
+    monkeypatch.setattr(chunks, "gather_chunks", gather_chunks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gather_chunks(arrays, tables, axis, _):
+    """`kernels.collectives.chunks.gather_chunks`, by JAX."""
+
+    def put_together(x):
+        rows = pick(jnp.concatenate(list(by_distance(x, axis)), axis=1), tables.of_row)
+        return jnp.where(is_there(x, rows, tables), rows, jnp.nan)  # the kernels leave what the memory held
+
+    return tuple(map(put_together, arrays))
+
+
+def gather_chunks_backward(axis, _, tables, gradients):
+    def sum_up(x):
+        # Past the places that are put together, kernels write no gradients.
+        x = jnp.where(is_there(x, x, tables), x, jnp.nan)
+        own, *places = jnp.moveaxis(tables.of_own, -1, 0)
+        total = pick(x, own)
+        for theirs, place in zip(by_distance(x, axis)[1:], places, strict=True):
+            needed = (place > 0).reshape(*place.shape, *[1] * (x.ndim - 2))
+            total += jnp.where(needed, pick(theirs, jnp.maximum(place - 1, 0)), 0)
+        return total
+
+    return tuple(map(sum_up, gradients)), None
+
+
+gather_chunks.defvjp(
+    lambda arrays, tables, *rest: (gather_chunks(arrays, tables, *rest), tables), gather_chunks_backward
+)
+
+
+def by_distance(x, axis):
+    """Every rank's, this rank's first, then the next one's."""
+    return jnp.roll(lax.all_gather(x, axis), -lax.axis_index(axis), axis=0)
+
+
+def pick(x, numbers):
+    return jax.vmap(lambda row, numbers: row[numbers])(x, numbers)
+
+
+def is_there(x, rows, tables):
+    return (jnp.arange(rows.shape[1]) < tables.num_chunks).reshape(-1, *[1] * (x.ndim - 2))
+
+
+@pytest.mark.parametrize("exchange", [name for name in EXCHANGES if name != "peer"])
+def test_layers_are_differentiated_in_a_scan_over_heads_and_tokens(exchange, rng, float64):
+    """Documents are the same in all layers: what follows from them alone, JAX takes out of the scan."""
+    batch, length, num_heads, head_dim, num_layers, mask = 2, 32, 4, 4, 3, CausalMask() & LocalMask(13, 0)
+    weights = rng.standard_normal((num_layers, head_dim))
+    hidden = rng.standard_normal((batch, length, num_heads, head_dim))
+    documents = np.cumsum(rng.random((batch, length)) < 0.1, axis=1, dtype=np.int32)
+    mesh = jax.make_mesh((1, 2, 2), AXES, (AxisType.Auto,) * 3, devices=jax.devices()[:4])
+    layout = MeshLayout(mesh, ("data",), "context", "tensor")
+
+    def gradients(attend):
+        def loss(weights, hidden, documents):
+            def layer(hidden, weight):
+                return hidden + attend(hidden * weight, hidden, hidden, documents), None
+
+            return jnp.square(lax.scan(layer, hidden, weights)[0]).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(weights, hidden, documents)
+
+    def on_one_device(query, key, value, documents):
+        options = {"query_segment_ids": documents, "key_value_segment_ids": documents}
+        return dot_product_attention(query, key, value, mask, implementation="reference", **options)
+
+    def on_mesh(query, key, value, documents):
+        return attend_over_mesh(query, key, value, mask, layout, segment_ids=documents, exchange=exchange)
+
+    for found, expected in zip(gradients(on_mesh), gradients(on_one_device), strict=True):
+        assert np.abs(found - expected).max() < 1e-12 * np.abs(expected).max()
