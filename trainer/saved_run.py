@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from layers import GPT, GPTConfig
-from trainer.checkpoints.folder import cannot_restore
+from trainer.checkpoints.folder import cannot_restore, list_checkpoints
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest
 from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory
@@ -33,16 +33,17 @@ class SavedRun:
     checkpoint: FoundCheckpoint
 
 
-def open_saved_run(path: Path, *, setting: str) -> SavedRun:
+def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> SavedRun:
     """Opens a workdir, without writing to it.
 
     Args:
       path: the workdir.
       setting: the field or flag that named it, for messages.
+      step: of the checkpoint; None: the newest that is whole.
 
     Raises:
-      UserMistake: there is no run or no checkpoint.
-      TrainingFailed: every checkpoint is damaged.
+      UserMistake: there is no run or no such checkpoint.
+      TrainingFailed: every checkpoint is damaged, or the one of the step.
     """
     workdir = Workdir(path)
     try:
@@ -55,8 +56,12 @@ def open_saved_run(path: Path, *, setting: str) -> SavedRun:
             f"{setting} takes the folder that a run of `python -m trainer` wrote to"
         )
     config = load_saved_config(workdir.config)
-    checkpoint = find_newest(workdir.checkpoints)
+    checkpoint = find_newest(workdir.checkpoints, step)
     if checkpoint is None:
+        if step is not None and (steps := list_checkpoints(workdir.checkpoints).steps):
+            raise UserMistake(
+                f"--step {step}: workdir {path} holds no checkpoint of it; there are {', '.join(map(str, steps))}"
+            )
         raise UserMistake(
             f"workdir {path} holds no checkpoint yet; let its run go on to step {config.checkpoint.every_num_steps}, "
             "where the first is saved, or lower checkpoint.every_num_steps"

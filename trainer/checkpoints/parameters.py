@@ -46,6 +46,8 @@ class FoundCheckpoint:
     """The run's config up to its step, as JSON values; None: it was saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
+    is_chosen: bool
+    """Whether its step was asked for, so that no other will do."""
     digest: str
     """SHA-256 of its list of digests, and so of the whole checkpoint."""
     hold: Hold
@@ -56,11 +58,12 @@ class _VanishedError(Exception):
     """A checkpoint was removed while it was being read, so there is a newer one."""
 
 
-def find_newest(folder: Path) -> FoundCheckpoint | None:
+def find_newest(folder: Path, step: int | None = None) -> FoundCheckpoint | None:
     """Looks for the newest whole checkpoint. It changes nothing, since the run may be under way.
 
     Args:
       folder: a run's `checkpoints/`.
+      step: look for this one's alone.
 
     Returns:
       None if there is no checkpoint.
@@ -70,7 +73,7 @@ def find_newest(folder: Path) -> FoundCheckpoint | None:
     """
     for _ in range(_MAX_VANISHED):
         try:
-            return _find_newest(folder.absolute())
+            return _find_newest(folder.absolute(), step)
         except _VanishedError:
             continue
         except OSError as error:
@@ -78,9 +81,11 @@ def find_newest(folder: Path) -> FoundCheckpoint | None:
     raise _too_fast(folder)
 
 
-def _find_newest(folder: Path) -> FoundCheckpoint | None:
+def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
     damaged: list[Damaged] = []
     for step in reversed(list_checkpoints(folder).steps if folder.is_dir() else ()):
+        if chosen not in (None, step):
+            continue
         path = folder / str(step)
         try:
             hold = Hold(path)
@@ -97,7 +102,7 @@ def _find_newest(folder: Path) -> FoundCheckpoint | None:
             tokenizer, delimiters = _read_tokenizer(path, metadata.data)
             digest = hashlib.sha256((path / DIGESTS).read_bytes()).hexdigest()
             return FoundCheckpoint(
-                path, step, tokenizer, delimiters, metadata.config_history, tuple(damaged), digest, hold
+                path, step, tokenizer, delimiters, metadata.config_history, tuple(damaged), chosen == step, digest, hold
             )
         damaged.append(Damaged(path, reason))
     if damaged:
@@ -158,7 +163,7 @@ def _of_newest(checkpoint: FoundCheckpoint, read: Callable[[FoundCheckpoint], _T
         try:
             return checkpoint, read(checkpoint)
         except _VanishedError:
-            newer = find_newest(checkpoint.path.parent)
+            newer = find_newest(checkpoint.path.parent, checkpoint.step if checkpoint.is_chosen else None)
             if newer is None:
                 raise TrainingFailed(
                     f"checkpoint {checkpoint.path} was removed while it was being read, and there is no other"

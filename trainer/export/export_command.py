@@ -29,6 +29,8 @@ class ExportCommand:
     """Folder of the run: what `python -m trainer` printed as its workdir. The run may be under way."""
     output: Path
     """Folder to write, which must not exist."""
+    step: int | None = None
+    """Step of the checkpoint, of those that the run keeps. None: the newest."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the tensors. None: that of the run's parameters, so that every bit is kept."""
     shard_size: str = "5GB"

@@ -32,7 +32,7 @@ def run(command: ExportCommand) -> None:
     """
     console, begun = Console(), time.perf_counter()
     jax.config.update("jax_platforms", "cpu")  # nothing is computed
-    saved = open_saved_run(command.workdir, setting="--workdir")
+    saved = open_saved_run(command.workdir, setting="--workdir", step=command.step)
     for damaged in saved.checkpoint.damaged:
         console.warning(f"{damaged}; the one before it is taken")
     if command.output.exists():  # what `write_huggingface` refuses, before minutes of reading

@@ -47,6 +47,7 @@ def run(command: SampleCommand) -> None:
     console = Console(rich.console.Console(file=sys.stderr, highlight=False))
     trained = open_run(
         command.workdir,
+        step=command.step,
         tokenizer=command.tokenizer,
         rope_scaling=command.rope_scaling,
         implementations=command.implementations,

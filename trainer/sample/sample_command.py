@@ -33,6 +33,8 @@ class SampleCommand:
 
     workdir: Path
     """Folder of the run: what `python -m trainer` printed as its workdir."""
+    step: int | None = None
+    """Step of the checkpoint, of those that the run keeps. None: the newest."""
     prompt: tuple[str, ...] = ()
     """Beginning of a document; several after one flag, or a flag for each. The empty text is one, too."""
     prompt_file: tuple[Path, ...] = ()

@@ -51,12 +51,18 @@ class TrainedRun:
 
 
 def open_run(
-    path: Path, *, tokenizer: str | None, rope_scaling: RopeScaling, implementations: Mapping[str, Any]
+    path: Path,
+    *,
+    step: int | None,
+    tokenizer: str | None,
+    rope_scaling: RopeScaling,
+    implementations: Mapping[str, Any],
 ) -> TrainedRun:
     """Opens a workdir, without writing to it.
 
     Args:
       path: the workdir; its run may be under way.
+      step: of the checkpoint; None: the newest.
       tokenizer: `byte`, or the path of a `tokenizer.json`; None: the one that the config names.
       rope_scaling: replaces the model's own, unless its kind is none.
       implementations: attention backends that replace the model's own, by the field of `GPTConfig`.
@@ -65,7 +71,7 @@ def open_run(
       UserMistake: there is no run or no checkpoint, the tokenizer isn't training's, or the model can't be sampled from.
       TrainingFailed: every checkpoint is damaged.
     """
-    saved = open_saved_run(path, setting="--workdir")
+    saved = open_saved_run(path, setting="--workdir", step=step)
     config, checkpoint = saved.config, saved.checkpoint
     model = dataclasses.replace(config.model, **implementations)
     if rope_scaling.kind != "none":

@@ -21,19 +21,21 @@ import rich.console
 
 from kernels import CausalMask, FullMask
 from tests.seeds import seeded_rng
-from trainer.checkpoints.parameters import find_newest
+from trainer.checkpoints.parameters import find_newest, restore_params
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import SamplesConfig
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
-from trainer.errors import UserMistake
+from trainer.errors import TrainingFailed, UserMistake
+from trainer.export.__main__ import main as export
 from trainer.loop.evaluator import Evaluator
 from trainer.observers.console_lines import ConsoleLines
 from trainer.observers.times import TimeAccount
 from trainer.sample.__main__ import main
 from trainer.sample.during_training import Samples
 from trainer.sample.sample_command import parse_command_line
+from trainer.saved_run import open_saved_run
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
 from trainer.terminal.console import Console
@@ -319,7 +321,7 @@ def test_the_tokenizer_is_held_against_what_the_checkpoint_says(
     if identity is not None:
         identity = identity.format(file=load_tokenizer(str(tokenizer_file)).identity)
     found = dataclasses.replace(find_newest(workdir / "checkpoints"), tokenizer=identity)
-    monkeypatch.setattr("trainer.saved_run.find_newest", lambda folder: found)
+    monkeypatch.setattr("trainer.saved_run.find_newest", lambda folder, step: found)
     # What comes after the tokenizer is refused by a stop token that no tokenizer has.
     told = refusal(sample(workdir, "--prompt", "x", "--stop-token", 9999, *arguments))
     assert re.search(message or "--stop-token 9999 is not an id", told)
@@ -465,3 +467,21 @@ def test_samples_that_cannot_be_written_are_refused_with_the_config(trained):
         dataclasses.replace(config, model=dataclasses.replace(config.model, masks=(FullMask(),)))
     with pytest.raises(ValueError, match=r"samples.prompts needs a tokenizer, and a .bin file doesn't say which"):
         dataclasses.replace(config, data=dataclasses.replace(config.data, source="bin"))
+
+
+def test_the_checkpoint_of_a_step_is_taken_and_no_other(sample, workdir, capsys):
+    found = open_saved_run(workdir, setting="--workdir", step=20).checkpoint
+    assert (found.step, open_saved_run(workdir, setting="--workdir").checkpoint.step) == (20, 40)
+    told = f"--step 30: workdir {workdir} holds no checkpoint of it; there are 20, 40"
+    assert refusal(sample(workdir, "--prompt", "a", "--step", 30)) == told
+    assert export(["--workdir", str(workdir), "--output", str(workdir / "out"), "--step", "30"]) == 2
+    assert capsys.readouterr().err == f"error: {told}\n"
+    shutil.rmtree(workdir / "checkpoints" / "20")
+    with pytest.raises(TrainingFailed, match="was removed while it was being read, and there is no other"):
+        restore_params(found, {"embedding": jax.ShapeDtypeStruct((1,), jnp.float32)})
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_not_replaced(workdir):
+    (workdir / "checkpoints" / "20" / "run.json").write_text("{}")
+    with pytest.raises(TrainingFailed, match=r"20 is damaged \(run\.json is not what was written\)"):
+        open_saved_run(workdir, setting="--workdir", step=20)
