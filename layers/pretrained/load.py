@@ -48,7 +48,7 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
     Example:
       >>> from pathlib import Path
       >>> sizes = '"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128'
-      >>> text = f'{{"model_type": "qwen2", "num_attention_heads": 4, {sizes}}}'
+      >>> text = f'{{"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 4, {sizes}}}'
       >>> num_characters = Path("config.json").write_text(text)
       >>> config_from_huggingface(".").attention_bias
       True

@@ -86,7 +86,7 @@ def draw(rng: Rng, config_class: type, others: tuple[type, ...] = ()) -> dict[st
     # Most of the ways to be refused hide how the other keys are read.
     likelihood |= dict.fromkeys(("is_causal", "quantization_config", "per_layer_config"), 0.02)
     likelihood |= dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), 0.25)
-    likelihood |= dict.fromkeys(_OLDER, 0.15)
+    likelihood |= dict.fromkeys(_OLDER, 0.15) | {"layer_types": 0.3}
     if "rope_parameters" not in own:  # which transformers 4 doesn't look at
         del likelihood["rope_parameters"]
     for name in rng.permutation(sorted(likelihood)).tolist():

@@ -160,6 +160,8 @@ def _settings_of(case: str) -> dict[str, Any]:
         parameters = parameters["full_attention"]
     scaling = dict(parameters)
     settings["rope_theta"] = scaling.pop("rope_theta")
+    if case == "olmo3":
+        settings["rope_theta"] = 500_000.0  # transformers 5 finds no other for layers with windows
     if "partial_rotary_factor" in scaling:
         settings["partial_rotary_factor"] = scaling.pop("partial_rotary_factor")
     if "long_factor" in scaling:
