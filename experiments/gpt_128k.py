@@ -8,7 +8,7 @@ Command:
     python -m trainer --config experiments/gpt_128k.py
 
 Hardware and expected numbers:
-    Two H200s of one host: the model of experiments/gpt_1b_32k.py, 1.3B parameters (1,317M), every layer global. Whether
+    Two H200s of one host: the model of experiments/gpt_1b_32k.py, 1.3B parameters (1,336M), every layer global. Whether
     the step fits: `python -m trainer.compile --config experiments/gpt_128k.py --topology h200:2`. With GPT-2's MLP in
     SwiGLU's place it takes 71.4 GB on each GPU, compiled ahead of time, and one sequence to a step 5.88 s, 22,290
     tokens/s, 1.95 times one GPU's speed (JAX 0.11.2, 2026-11-24):

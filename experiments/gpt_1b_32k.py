@@ -8,11 +8,11 @@ Command:
     python -m trainer --config experiments/gpt_1b_32k.py
 
 Hardware and expected numbers:
-    An accelerator: 1.3B parameters (1,317M: 24 layers, width 2048, 16 heads of 128, a SwiGLU of 5,504 features, 50,304
-    vocabulary), every layer global. With GPT-2's MLP of 8,192 features in SwiGLU's place one H200 (JAX 0.11.2,
-    2026-11-27) takes 32,400 tokens/s and 72.0 GB where each sequence is one document, the most work that there can be:
-    `python -m experiments.benchmarks.train_throughput --workloads 1b_32k`; `gpt_1b_32k` measures this page. The results
-    are in experiments/benchmarks/results/train_throughput_h200.jsonl.
+    An accelerator: 1.3B parameters (1,336M: 24 layers, width 2048, 16 heads of 128, a SwiGLU of 5,632 features, 50,304
+    vocabulary), every layer global. One H200 (JAX 0.11.2, 2026-11-29) takes 32,200 tokens/s and 73.1 GB where each
+    sequence is one document, the most work that there can be:
+    `python -m experiments.benchmarks.train_throughput --workloads gpt_1b_32k`. The results are in
+    experiments/benchmarks/results/train_throughput_h200.jsonl.
     There is no small version of this page: without an accelerator it refuses, and experiments/gpt_32k.py has one.
 
 Data: the Python standard library's own sources, as bytes. For your own see `data` in trainer/config/train_config.py.
@@ -48,7 +48,7 @@ def gpt_1b() -> TrainConfig:
         name="gpt_1b_32k",
         description="A large GPT on long packed documents, meant for one accelerator",
         model=dataclasses.replace(
-            base.model, num_layers=24, width=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_width=5504
+            base.model, num_layers=24, width=2048, num_heads=16, num_kv_heads=16, head_dim=128, mlp_width=5632
         ),
         batch_size=8,
         gradient_accumulation=8,

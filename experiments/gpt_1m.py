@@ -9,7 +9,7 @@ Command:
 
 Hardware and expected numbers:
     Two H100s or H200s of one host with 256 GB of memory: the model of experiments/gpt_1b_32k.py, 1.3B parameters
-    (1,317M), every layer global; parameters and optimizer state split over both.
+    (1,336M), every layer global; parameters and optimizer state split over both.
     `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2` says ahead of time what a step takes.
     With GPT-2's MLP in SwiGLU's place that is 55 GB on each GPU, and for each 104 GB of the host's memory. So, on two
     H100s (JAX 0.11.2, 2026-11-25, with `--num-steps 1 --optimizer.num-warmup-steps 0` and

@@ -8,10 +8,10 @@ Command:
 
 Hardware and expected numbers:
     Accelerator: 124M parameters (123.6M: GPT-2 small's sizes, 12 layers, width 768, 12 heads, 50,304 vocabulary, with a
-    SwiGLU of 2,048 features in the place of its MLP of 3,072, of as many parameters), every layer global. With GPT-2's
-    MLP one H200 (JAX 0.11.2, 2026-11-27) takes 182,500 tokens/s and 12.7 GB where each sequence is one document, the
-    most work that there can be: `python -m experiments.benchmarks.train_throughput --workloads 124m_32k`; `gpt_32k`
-    measures this page. The results are in experiments/benchmarks/results/train_throughput_h200.jsonl.
+    SwiGLU of 2,048 features in the place of its MLP of 3,072, of as many parameters), every layer global. One H200
+    (JAX 0.11.2, 2026-11-29) takes 179,400 tokens/s and 12.7 GB where each sequence is one document, the most work that
+    there can be: `python -m experiments.benchmarks.train_throughput --workloads gpt_32k`. The results are in
+    experiments/benchmarks/results/train_throughput_h200.jsonl.
     CPU: 0.6M parameters, 3 layers of which the last is global and the others see 1,024 tokens. See
     experiments/benchmarks/results/gpt_32k_cpu.json for a run on two cores: seconds, memory and losses.
 

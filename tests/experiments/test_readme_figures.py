@@ -39,8 +39,8 @@ def test_the_figures_are_those_of_the_rows():
         faster("1x16x32768x128", "forward", "cudnn") + " cuDNN's speed",
         faster("1x16x32768x128", "backward", "cudnn") + " cuDNN's speed",
         faster("1x16x32768x128_documents", "forward", "torch_flex") + " FlexAttention's speed",
-        f"{round(training['124m_32k']['tokens_per_s'], -2):,.0f} tokens/s",
-        f"{100 * training['1b_32k']['mfu_causal']:.1f} % MFU",
+        f"{round(training['gpt_32k']['tokens_per_s'], -2):,.0f} tokens/s",
+        f"{100 * training['gpt_1b_32k']['mfu_causal']:.1f} % MFU",
         f"{on_two['tokens_per_s'] / training['1b_131k']['tokens_per_s']:.2f} × one GPU's speed",
         f"{trace_s:.2f} s",
     ]
