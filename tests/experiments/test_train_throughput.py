@@ -26,7 +26,7 @@ from trainer.step.sharding import make_mesh
 # Of Llamas and Qwen: the published models'. The plain ones have two matrices of each three in the MLP.
 NUM_PARAMETERS = {
     "gpt_32k": 123_587_328,
-    "gpt_1b_32k": 1_317_373_952,
+    "gpt_1b_32k": 1_336_248_320,
     "124m": 124e6,
     "124m_window": 124e6,
     "1b": 1.31e9,
@@ -46,12 +46,15 @@ def tiny_config(**changes):
 
 
 def test_pages_and_gpt2s_differ_in_the_mlp_alone():
-    """nanoGPT, which the latter are compared with, has GPT-2's; they keep the pages' parameters and FLOPs."""
+    """nanoGPT, which the latter are compared with, has GPT-2's; within 2 % they keep the pages' parameters and FLOPs.
+
+    Of 1.3B parameters a SwiGLU of exactly as many would be no multiple of 256 features wide.
+    """
     for page, gpt2, length in (("gpt_32k", "124m_32k", 32_768), ("gpt_1b_32k", "1b_32k", 32_768)):
         one, other = WORKLOADS[page].config(), WORKLOADS[gpt2].config()
         assert (one.model.mlp, other.model.mlp, other.model.mlp_width) == ("swiglu", "gelu", 4 * other.model.width)
         assert dataclasses.replace(one.model, mlp="gelu", mlp_width=other.model.mlp_width) == other.model
-        assert one.model.num_parameters == pytest.approx(other.model.num_parameters, rel=0.005)
+        assert one.model.num_parameters == pytest.approx(other.model.num_parameters, rel=0.02)
         assert one.sequence_length == other.sequence_length == length
         assert (WORKLOADS[page].peer is None, WORKLOADS[gpt2].peer is None) == (True, False)
 
