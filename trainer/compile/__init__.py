@@ -8,6 +8,7 @@ history.py          collects what a run compiled, for the record
 
 fit.py              judges whether a program fits in the devices' memory
 fit_search.py       searches for the smallest change of the config that makes it fit
+longest_context.py  searches for the longest context that fits
 out_of_memory.py    explains an error about memory in one message
 
 topology/           TPUs and GPUs that aren't there, to compile for

@@ -1,4 +1,4 @@
-"""`--compare FIELD=A,B,C`: one training step, compiled with each of some values of a config field."""
+"""`--compare FIELD=A,B,C`: a training step, compiled with each of some values of a config field, or of each page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from trainer.errors import UserMistake
 
 # What `mask=` compares: attention backends that differ only in how they make their masks.
 MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
+# What stands in a field's place where config pages are compared.
+_PAGES = "config"
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The values of a field, in the order in which the table lists them."""
+    """The values of a field, or the pages, in the order in which the table lists them."""
 
     field: str
     variants: tuple[Variant, ...]
+
+    @property
+    def compares_pages(self) -> bool:
+        """Whether the variants are config pages."""
+        return self.field == _PAGES
 
     @staticmethod
     def parse(text: str) -> Comparison:
@@ -42,6 +49,8 @@ class Comparison:
         ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
         >>> Comparison.parse("mask=dense,ours").variants[1].arguments
         ('--model.implementation', 'splash')
+        >>> Comparison.parse("config=base.py,wider.py").variants[1].arguments
+        ('--config', 'wider.py')
         """
         field, _, listed = text.partition("=")
         field = field.replace("-", "_")
@@ -59,8 +68,8 @@ class Comparison:
             return Comparison(
                 field, tuple(Variant(value, ("--model.implementation", MASKS[value])) for value in values)
             )
-        if field not in flag_types():
-            near = did_you_mean_field(field, ["mask", *flag_types()])
+        if field not in (_PAGES, *flag_types()):
+            near = did_you_mean_field(field, ["mask", _PAGES, *flag_types()])
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
