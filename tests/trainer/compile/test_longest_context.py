@@ -105,7 +105,7 @@ def test_nothing_fits():
     found, _ = search(make_config(), lambda config: 101)
     assert found.changed.tokens is None
     assert describe_longest_context(found, 900) == [
-        "no context fits, with no change of one field: change the batch, the model or the topology"
+        "no context fits, whatever changes are made: change the batch, the model or the topology"
     ]
 
 

@@ -124,7 +124,9 @@ def describe_longest_context(search: LongestContext, seconds: float) -> list[str
     as_is, changed = search.as_is, search.changed
     lines = [f"longest context as the config is: {_describe_bounds(as_is)}"]
     if changed.tokens is None:
-        lines = ["no context fits, with no change of one field: change the batch, the model or the topology"]
+        lines = ["no context that fits was found"]
+        if search.is_complete:
+            lines = ["no context fits, whatever changes are made: change the batch, the model or the topology"]
     elif changed.tokens != as_is.tokens and changed.attempt is not None:
         lines += [f"longest context with changes: {_describe_bounds(changed)}:", f"  {changed.attempt.change}"]
     elif search.is_complete:
