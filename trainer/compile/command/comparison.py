@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trainer.config.file import flag_types
@@ -49,12 +50,15 @@ class Comparison:
         ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
         >>> Comparison.parse("mask=dense,ours").variants[1].arguments
         ('--model.implementation', 'splash')
-        >>> Comparison.parse("config=base.py,wider.py").variants[1].arguments
-        ('--config', 'wider.py')
+        >>> comparison = Comparison.parse("config=base,window:left=511,right=0")
+        >>> [variant.arguments for variant in comparison.variants]
+        [('--config', 'base'), ('--config', 'window:left=511,right=0')]
         """
         field, _, listed = text.partition("=")
         field = field.replace("-", "_")
         values = split_at_commas(listed)
+        if field == _PAGES:
+            values = _rejoin_page_arguments(values)
         if len(values) < 2 or not all(values):
             raise UserMistake(
                 f"--compare {text}: expected a field and two or more values, such as model.remat=none,full or "
@@ -73,3 +77,14 @@ class Comparison:
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
+
+
+def _rejoin_page_arguments(parts: list[str]) -> list[str]:
+    """Gives `name=value` back to the page before it, whose arguments have commas between them, too."""
+    pages: list[str] = []
+    for part in parts:
+        if pages and re.match(r"\w+=", part):
+            pages[-1] += f",{part}"
+        else:
+            pages.append(part)
+    return pages

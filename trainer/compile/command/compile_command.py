@@ -74,13 +74,7 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
         written, a config file that doesn't work, or settings that can't work together.
       SystemExit: with status 0, after `--help` was printed.
     """
-    parser = OptionParser(takes_config=True)
-    parser.add_argument("--topology")
-    parser.add_argument("--output", type=read_path)
-    parser.add_argument("--compare")
-    parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=_read_bool)
-    parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = _read_options(arguments)
     if not options.search_seconds >= 0:
         raise UserMistake(f"--search-seconds {options.search_seconds} must not be negative; 0 doesn't search")
     if options.longest_context and (options.compare is not None or options.search_seconds == 0):
@@ -91,19 +85,30 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
     if comparison is not None and comparison.compares_pages:
         if options.config is not None:
             raise UserMistake(f"--compare names the pages already; leave --config {options.config} out")
-        options = parser.parse_known_args([*arguments, *comparison.variants[0].arguments])[0]
+        options, _ = _read_options([*arguments, *comparison.variants[0].arguments])
     if options.output is not None:
         _require_writable(options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
         for variant in comparison.variants if comparison else ():
-            with_variant = parser.parse_known_args([*arguments, *variant.arguments])
-            apply_overrides(CompileCommand, vars(with_variant[0]), with_variant[1], program=PROGRAM)
+            options_of_variant, overrides_of_variant = _read_options([*arguments, *variant.arguments])
+            apply_overrides(CompileCommand, vars(options_of_variant), overrides_of_variant, program=PROGRAM)
     if topology is not None:
         topology.require_compiler()
     page = () if comparison is not None and comparison.compares_pages else ("--config", command.config)
     longest, seconds = command.longest_context, command.search_seconds
     return Task(command.train, (*page, *overrides), topology, comparison, command.output, longest, seconds)
+
+
+def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what remains: flags of the config's fields."""
+    parser = OptionParser(takes_config=True)
+    parser.add_argument("--topology")
+    parser.add_argument("--output", type=read_path)
+    parser.add_argument("--compare")
+    parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=_read_bool)
+    parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
+    return parser.parse_known_args(arguments)
 
 
 def _read_bool(text: str) -> bool:
