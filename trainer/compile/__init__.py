@@ -13,6 +13,7 @@ out_of_memory.py    explains an error about memory in one message
 
 topology/           TPUs and GPUs that aren't there, to compile for
 step_profile.py     compiles a config's step and gathers what is known without running it
+slow.py             says why a step compiles slowly, and what to compare
 hlo.py, collectives.py
                     read the optimized program: its loops and its collectives
 command/            `python -m trainer.compile`, which reports a step profile

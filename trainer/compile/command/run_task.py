@@ -12,6 +12,7 @@ from trainer.compile.command.compile_command import Task
 from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
 from trainer.compile.fit_search import Changes, Remedy, SearchResult, Try, search_remedy
 from trainer.compile.longest_context import LongestContext, search_longest_context
+from trainer.compile.slow import describe_slowness
 from trainer.compile.step_profile import StepProfile
 from trainer.files.atomic import write_atomically
 from trainer.terminal.console import Console
@@ -39,6 +40,8 @@ def run(task: Task, *, command: Sequence[str]) -> bool | None:
     with console.working(f"compiling the training step of {name}"):
         profile = profile_in_fresh_process(CompileRequest(task.arguments, task.topology))
     facts = report.describe_target(task.config, task.topology, profile) | report.describe_profile(profile)
+    if causes := describe_slowness(task.config, profile, is_topology=task.topology is not None):
+        facts["slow"] = causes
     console.opening(name, facts)
     found: SearchResult | None = None
     longest: LongestContext | None = None
