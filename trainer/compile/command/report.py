@@ -116,7 +116,7 @@ def describe_search(search: SearchResult, seconds: float) -> list[str]:
     lines = [f"no single change makes it fit{out_of_time}"]
     if search.closest is not None:
         lines += ["closest:", f"  {describe_try(search.closest)}"]
-    return lines
+    return [*lines, "--longest-context finds the longest sequence that fits"]
 
 
 def describe_longest_context(search: LongestContext, seconds: float) -> list[str]:
