@@ -429,7 +429,8 @@ def test_what_libtpu_refuses_is_one_message(config, capsys, arguments, message):
 def test_no_config_names_the_program(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == (
-        "error: --config FILE is missing; for example: python -m trainer.compile --config experiments/smoke.py\n"
+        "error: --config FILE is missing; for example: python -m trainer.compile --config experiments/smoke.py; "
+        "python -m trainer.compile --config lists the pages\n"
     )
 
 
