@@ -60,10 +60,39 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Try:
-    """A remedy, and what compiling with it gave."""
+class Changes:
+    """Several fields of the config set to other values."""
 
-    change: Remedy
+    remedies: tuple[Remedy, ...] = ()
+
+    def also(self, remedy: Remedy) -> Changes:
+        """These and another one, in the place of one of the same field."""
+        return Changes((*(each for each in self.remedies if each.field != remedy.field), remedy))
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """As the command line takes them."""
+        return tuple(argument for remedy in self.remedies for argument in remedy.arguments)
+
+    def __str__(self) -> str:
+        return " ".join(self.arguments)
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """The changed config.
+
+        Raises:
+          ValueError: it is none that can be run.
+        """
+        for remedy in self.remedies:
+            config = remedy.apply(config)
+        return config
+
+
+@dataclass(frozen=True)
+class Try:
+    """A change, and what compiling with it gave."""
+
+    change: Remedy | Changes
     profile: StepProfile | None
     problem: str | None = None
     """Why there is no profile."""
@@ -99,7 +128,7 @@ class SearchResult:
         return min(compiled, key=lambda attempt: attempt.needed, default=None)
 
 
-class _OutOfTime(Exception):
+class OutOfTime(Exception):
     """Ends a search whose time is up."""
 
 
@@ -127,7 +156,7 @@ def search_remedy(
 
     def attempt(change: Remedy) -> Try:
         if time.monotonic() >= deadline:
-            raise _OutOfTime
+            raise OutOfTime
         try:
             tried = Try(change, compile_with(change))
         except (UserMistake, TrainingFailed) as error:
@@ -140,7 +169,7 @@ def search_remedy(
         for changes in single_remedies(config, num_devices, can_offload=can_offload):
             if _narrow_down(changes, attempt):
                 break
-    except _OutOfTime:
+    except OutOfTime:
         return SearchResult(tuple(tries), is_complete=False)
     return SearchResult(tuple(tries), is_complete=True)
 

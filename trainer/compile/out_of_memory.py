@@ -200,6 +200,7 @@ def _describe_remedies(program: str, config: TrainConfig, command: Sequence[str]
     yield from (f"  {remedy}" for remedy in remedies or ["a smaller model, or more devices (mesh.fsdp)"])
     if program in ("train_step", "init_state", "restoring"):
         yield f"the smallest change with which the step fits is found by: {_compile_command(command)}"
+        yield "the longest context that fits, by the same with --longest-context"
     yield "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 
 

@@ -303,9 +303,9 @@ class HuggingFaceTokenizer:
     def _num_decoded_bytes(self, token_ids: Sequence[int]) -> int:
         if "ByteFallback" not in self._decoders:
             return len(self.decode(token_ids).encode())
-        tokens = self._spoken(token_ids)
-        others = [token for token in tokens if not bytes_at_end([token])]
-        return len(self._tokenizer.decoder.decode(others).encode()) + len(tokens) - len(others)
+        # A letter is a byte, too, and unlike a byte may stand alone.
+        tokens = ["a" if bytes_at_end([token]) else token for token in self._spoken(token_ids)]
+        return len(self._tokenizer.decoder.decode(tokens).encode())
 
     def _cannot_encode(self, text: str) -> str:
         shown = text if len(text) <= _NUM_SHOWN_CHARACTERS else f"{text[:_NUM_SHOWN_CHARACTERS]}…"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,6 +16,8 @@ import pytest
 
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.host_cpus import environment_of_cpus
+from tests.trainer.compile.step_profiles import make_profile
+from trainer.cli.train_command import parse_command_line as parse_train_command
 from trainer.compile.__main__ import DOES_NOT_FIT, main
 from trainer.compile.command.compile_command import parse_command_line
 from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
@@ -156,6 +159,78 @@ def test_any_field_can_be_compared(config, tmp_path, capsys):
     assert header.split()[:4] == ["model.num_layers", "trace", "lower", "XLA"]
     assert (first.split()[0], second.split()[0]) == ("1", "3")
     assert second.count("1.00×") == 5
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[tuple[str, ...]]:
+    """The arguments of what was compiled, without compiling: a token needs one of the 100 bytes, one in ten with remat.
+
+    Parameters and activations are those of the test's imagination; the command line is real.
+    """
+    requests = []
+
+    def profile(request: CompileRequest):
+        requests.append(request.arguments)
+        made = parse_train_command(request.arguments).train
+        needed = made.sequence_length // (1 if made.model.remat == "none" else 10)
+        return dataclasses.replace(
+            make_profile(needed, 1), num_parameters=made.model.num_parameters, tokens_per_step=made.sequence_length
+        )
+
+    monkeypatch.setattr("trainer.compile.command.run_task.profile_in_fresh_process", profile)
+    return requests
+
+
+def test_the_longest_context_is_found_and_told_with_its_flags(config, compiled, tmp_path, capsys):
+    arguments = ("--config", config, "--longest-context", "--model.remat", "none", "--sequence-length", 128)
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    longest = report["longest_context"]
+    assert (longest["as_is"]["tokens"], longest["as_is"]["found"]) == (None, None), "128 are the fewest"
+    # 1,009 tokens fit into 100 bytes of ten each; of the lengths in eighths of a power of two, 960 is the longest.
+    flags = ["--sequence-length", "960", "--model.remat", "save_matmuls"]
+    assert longest["changed"]["found"]["arguments"] == flags
+    assert (longest["changed"]["tokens"], longest["changed"]["too_long"]) == (960, 1024)
+    assert longest["is_complete"]
+    assert report["search"] is None
+    assert len(compiled) == len(longest["tries"])
+    printed = capsys.readouterr().out
+    assert "longest context as the config is: none (128 don't fit)\n" in printed
+    assert f"longest context with changes: 960 tokens (1,024 don't fit):\n  {' '.join(flags)}\n" in printed
+    assert f"tiny with {' '.join(flags)}\n" in printed
+
+
+def test_no_context_that_fits_has_the_status_of_a_step_that_does_not(config, compiled, capsys):
+    arguments = ["--config", str(config), "--longest-context", "--sequence-length", "4096", "--model.num-layers", "1"]
+    assert main([*arguments, "--search-seconds", "1e-9"]) == DOES_NOT_FIT
+    assert len(compiled) == 1
+    assert "no context that fits was found\n" in capsys.readouterr().out
+
+
+def test_pages_can_be_compared(config, compiled, tmp_path, capsys):
+    wider = tmp_path / "wider.py"
+    wider.write_text(
+        config.read_text().replace("width=64", "width=128").replace("sequence_length=128", "sequence_length=64")
+    )
+    pages = (str(config), str(wider))
+    arguments = ("--compare", f"config={','.join(pages)}", "--batch-size", 1, "--model.remat", "full")
+    status, report = compile_step(*arguments, output=tmp_path / "report.json")
+    assert status == 0
+    assert report["config"] is None
+    assert report["comparison"]["field"] == "config"
+    assert [variant["value"] for variant in report["comparison"]["variants"]] == [*pages]
+    assert [each.count("--config") for each in compiled] == [1, 1]
+    assert all("--batch-size" in each for each in compiled)
+    few, many = (variant["profile"]["num_parameters"] for variant in report["comparison"]["variants"])
+    assert few < many
+    *printed, header, first, second = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"  {config}: ") and "128 tokens a step" in line for line in printed)
+    assert any(line.startswith(f"  {wider}: ") and "64 tokens a step" in line for line in printed)
+    assert header.split()[:4] == ["config", "trace", "lower", "XLA"]
+    assert (first.split()[0], second.split()[0]) == pages
+
+    assert main(["--compare", f"config={config},{tmp_path}/missing.py"]) == 2
+    assert "missing.py does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.full
@@ -320,6 +395,10 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
         (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),
         (("--output", "x" * 300), f"--output {'x' * 300} can't be written"),
         (("--search-seconds", "nan"), "--search-seconds nan must not be negative"),
+        (("--longest-context", "yes"), "--longest-context: expected True or False, or nothing, got 'yes'"),
+        (("--longest-context", "--compare", "model.remat=none,full"), "--longest-context doesn't go with --compare"),
+        (("--longest-context", "--search-seconds", "0"), "--longest-context doesn't go with --search-seconds 0"),
+        (("--compare", "config=a.py,b.py"), "--compare names the pages already; leave --config "),
     ],
 )
 def test_mistakes_are_one_message(config, capsys, arguments, message):
@@ -350,7 +429,8 @@ def test_what_libtpu_refuses_is_one_message(config, capsys, arguments, message):
 def test_no_config_names_the_program(capsys):
     assert main([]) == 2
     assert capsys.readouterr().err == (
-        "error: --config FILE is missing; for example: python -m trainer.compile --config experiments/smoke.py\n"
+        "error: --config FILE is missing; for example: python -m trainer.compile --config experiments/smoke.py; "
+        "python -m trainer.compile --config lists the pages\n"
     )
 
 
@@ -359,7 +439,7 @@ def test_help_lists_the_options_and_every_field(config, capsys):
         main(["--config", str(config), "--help"])
     assert caught.value.code == 0
     printed = capsys.readouterr().out
-    options = ["topology", "output", "compare", "search-seconds"]
+    options = ["topology", "output", "compare", "longest-context", "search-seconds"]
     names = [*options, *(name.replace("_", "-") for name in flag_types())]
     assert [name for name in names if f"--{name}" not in printed] == []
 

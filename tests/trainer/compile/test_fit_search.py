@@ -6,6 +6,7 @@ import pytest
 
 from layers import GPTConfig
 from tests.trainer.compile.step_profiles import make_profile
+from trainer.compile.command.report import describe_search
 from trainer.compile.fit_search import Remedy, search_remedy, single_remedies
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.errors import TrainingFailed
@@ -118,6 +119,12 @@ def test_nothing_fits():
     assert result.found is None
     assert result.is_complete
     assert str(result.closest.change) == "--mesh.fsdp 2"
+    assert describe_search(result, 900) == [
+        "no single change makes it fit",
+        "closest:",
+        "  --mesh.fsdp 2: does not fit, 202 B of 100 B",
+        "--longest-context finds the longest sequence that fits",
+    ]
     assert len(told) == 2 + 2 + 1 + 2 + 2 + 2 + 1
 
 

@@ -111,6 +111,7 @@ def config(trainer_command):
 
 
 SEARCH = "the smallest change with which the step fits is found by: python -m trainer.compile"
+LONGEST = "the longest context that fits, by the same with --longest-context"
 AGAIN = "then run the same command with it: it goes on from the newest checkpoint, if there is one"
 STEP = ["  --gradient-accumulation 2"]
 
@@ -142,7 +143,13 @@ def test_a_step_that_is_too_large_ends_the_run_with_one_message(config, tmp_path
     )
     assert re.fullmatch(r"there is [\d.]+ [GT]B on each device \(this machine's\)", there_is)
     assert fits.startswith("so the program alone would fit: ")
-    assert remedies == ["what helps, the least harmful first:", *STEP, f"{SEARCH} --config 'a page.py' --seed 1", AGAIN]
+    assert remedies == [
+        "what helps, the least harmful first:",
+        *STEP,
+        f"{SEARCH} --config 'a page.py' --seed 1",
+        LONGEST,
+        AGAIN,
+    ]
 
 
 def explain(config, error: OutOfMemory) -> list[str]:
@@ -161,7 +168,7 @@ def test_each_program_is_told_what_helps_it(config, monkeypatch):
         return lines[lines.index("what helps, the least harmful first:") + 1 : -1]
 
     smaller = ["  --loss.chunk-size 512 … 128", "  --gradient-accumulation 2 … 8"]
-    search = [f"{SEARCH} --config FILE"]
+    search = [f"{SEARCH} --config FILE", LONGEST]
     assert helps("train_step") == ["  --model.remat save_matmuls … full", *smaller, *search]
     assert helps("eval_step") == smaller
     assert helps("init_state") == helps("restoring") == ["  a smaller model, or more devices (mesh.fsdp)", *search]

@@ -174,6 +174,26 @@ def test_bits_per_byte_are_of_the_evaluated_tokens_own_bytes(base, tmp_path, tok
     assert describe_validation(config, validation, corpus.tokenizer)[0] == expected
 
 
+def test_a_space_after_many_byte_tokens_is_counted(tmp_path):
+    """Llama 2's decoder takes a space away, but only at the beginning of a text."""
+    from tokenizers import Tokenizer, decoders, models
+
+    from trainer.data import load_tokenizer
+
+    names = ["<unk>", "</s>", "\u2581", "x", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(parts)
+    made.add_special_tokens(["<unk>", "</s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    ids = [vocabulary[f"<0x{byte:02X}>"] for byte in "🙂".encode() * 4] + [vocabulary["\u2581"], vocabulary["x"]]
+    assert tokenizer.num_bytes(ids, 16) == len(" x")
+    assert tokenizer.num_bytes(ids, 0) == 18
+    assert tokenizer.num_bytes(ids[16:], 0) == len("x")
+
+
 def test_bytes_of_ids_without_a_tokenizer_are_unknown(base, tmp_path, rng):
     for name in ("train", "validation"):
         np.asarray([*rng.integers(0, 256, 500), 256], "<u2").tofile(tmp_path / f"{name}.bin")

@@ -1,7 +1,8 @@
-"""`--compare FIELD=A,B,C`: one training step, compiled with each of some values of a config field."""
+"""`--compare FIELD=A,B,C`: a training step, compiled with each of some values of a config field, or of each page."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trainer.config.file import flag_types
@@ -11,6 +12,8 @@ from trainer.errors import UserMistake
 
 # What `mask=` compares: attention backends that differ only in how they make their masks.
 MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
+# What stands in a field's place where config pages are compared.
+_PAGES = "config"
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The values of a field, in the order in which the table lists them."""
+    """The values of a field, or the pages, in the order in which the table lists them."""
 
     field: str
     variants: tuple[Variant, ...]
+
+    @property
+    def compares_pages(self) -> bool:
+        """Whether the variants are config pages."""
+        return self.field == _PAGES
 
     @staticmethod
     def parse(text: str) -> Comparison:
@@ -42,10 +50,15 @@ class Comparison:
         ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
         >>> Comparison.parse("mask=dense,ours").variants[1].arguments
         ('--model.implementation', 'splash')
+        >>> comparison = Comparison.parse("config=base,window:left=511,right=0")
+        >>> [variant.arguments for variant in comparison.variants]
+        [('--config', 'base'), ('--config', 'window:left=511,right=0')]
         """
         field, _, listed = text.partition("=")
         field = field.replace("-", "_")
         values = split_at_commas(listed)
+        if field == _PAGES:
+            values = _rejoin_page_arguments(values)
         if len(values) < 2 or not all(values):
             raise UserMistake(
                 f"--compare {text}: expected a field and two or more values, such as model.remat=none,full or "
@@ -59,8 +72,19 @@ class Comparison:
             return Comparison(
                 field, tuple(Variant(value, ("--model.implementation", MASKS[value])) for value in values)
             )
-        if field not in flag_types():
-            near = did_you_mean_field(field, ["mask", *flag_types()])
+        if field not in (_PAGES, *flag_types()):
+            near = did_you_mean_field(field, ["mask", _PAGES, *flag_types()])
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))
+
+
+def _rejoin_page_arguments(parts: list[str]) -> list[str]:
+    """Gives `name=value` back to the page before it, whose arguments have commas between them, too."""
+    pages: list[str] = []
+    for part in parts:
+        if pages and re.match(r"\w+=", part):
+            pages[-1] += f",{part}"
+        else:
+            pages.append(part)
+    return pages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +38,13 @@ class CompileCommand:
     """JSON file for the report."""
     compare: str | None = None
     """FIELD=A,B,C compiles the step with each of these values of a config field, afresh, and tabulates what each cost;
-    mask=dense,upstream_lazy,ours compares TPU splash attention with a dense mask, JAX's lazy masks, and ours."""
+    config=A.py,B.py does so with pages, all with the other flags; mask=dense,upstream_lazy,ours compares TPU splash
+    attention with a dense mask, JAX's lazy masks, and ours."""
+    longest_context: bool = False
+    """Look for the longest sequence that fits: as the config is, and with other remat, loss chunks, micro-batches or
+    mesh."""
     search_seconds: float = 900.0
-    """Time in which to look for a change that makes it fit; 0: don't look."""
+    """Time in which to look for a change that makes it fit, or for the longest context; 0: don't look."""
     train: Annotated[TrainConfig, tyro.conf.arg(name="")]
 
 
@@ -48,11 +53,13 @@ class Task:
     """A parsed command line."""
 
     config: TrainConfig
+    """Of the first page, where pages are compared."""
     arguments: tuple[str, ...]
-    """`--config FILE` and the overrides, from which `config` was made."""
+    """`--config FILE` and the overrides, from which `config` was made; without the page where pages are compared."""
     topology: Topology | None
     comparison: Comparison | None
     output: Path | None
+    longest_context: bool
     search_seconds: float
 
 
@@ -67,26 +74,47 @@ def parse_command_line(arguments: Sequence[str]) -> Task:
         written, a config file that doesn't work, or settings that can't work together.
       SystemExit: with status 0, after `--help` was printed.
     """
-    parser = OptionParser(takes_config=True)
-    parser.add_argument("--topology")
-    parser.add_argument("--output", type=read_path)
-    parser.add_argument("--compare")
-    parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
-    options, overrides = parser.parse_known_args(arguments)
+    options, overrides = _read_options(arguments)
     if not options.search_seconds >= 0:
         raise UserMistake(f"--search-seconds {options.search_seconds} must not be negative; 0 doesn't search")
+    if options.longest_context and (options.compare is not None or options.search_seconds == 0):
+        other = "--compare" if options.compare is not None else "--search-seconds 0, which doesn't search"
+        raise UserMistake(f"--longest-context doesn't go with {other}; leave one of them out")
     topology = None if options.topology is None else parse_topology(options.topology)
     comparison = None if options.compare is None else Comparison.parse(options.compare)
+    if comparison is not None and comparison.compares_pages:
+        if options.config is not None:
+            raise UserMistake(f"--compare names the pages already; leave --config {options.config} out")
+        options, _ = _read_options([*arguments, *comparison.variants[0].arguments])
     if options.output is not None:
         _require_writable(options.output)
     with compiling_for(None if topology is None else topology.platform):
         command = apply_overrides(CompileCommand, vars(options), overrides, program=PROGRAM)
-        fixed = ("--config", command.config, *overrides)
         for variant in comparison.variants if comparison else ():
-            apply_overrides(CompileCommand, vars(options), [*overrides, *variant.arguments], program=PROGRAM)
+            options_of_variant, overrides_of_variant = _read_options([*arguments, *variant.arguments])
+            apply_overrides(CompileCommand, vars(options_of_variant), overrides_of_variant, program=PROGRAM)
     if topology is not None:
         topology.require_compiler()
-    return Task(command.train, fixed, topology, comparison, command.output, command.search_seconds)
+    page = () if comparison is not None and comparison.compares_pages else ("--config", command.config)
+    longest, seconds = command.longest_context, command.search_seconds
+    return Task(command.train, (*page, *overrides), topology, comparison, command.output, longest, seconds)
+
+
+def _read_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and what remains: flags of the config's fields."""
+    parser = OptionParser(takes_config=True)
+    parser.add_argument("--topology")
+    parser.add_argument("--output", type=read_path)
+    parser.add_argument("--compare")
+    parser.add_argument("--longest-context", nargs="?", const=True, default=False, type=_read_bool)
+    parser.add_argument("--search-seconds", type=float, default=CompileCommand.search_seconds)
+    return parser.parse_known_args(arguments)
+
+
+def _read_bool(text: str) -> bool:
+    if text not in ("True", "False"):
+        raise argparse.ArgumentTypeError(f"expected True or False, or nothing, got {text!r}")
+    return text == "True"
 
 
 def _require_writable(output: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from trainer.compile.collectives import CollectiveTotal
 from trainer.compile.command.comparison import Variant
 from trainer.compile.fit_search import SearchResult, Try
+from trainer.compile.longest_context import Bounds, LongestContext
 from trainer.compile.stages import format_stages
 from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
@@ -41,6 +42,15 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         **({"loss": profile.loss.describe()} if profile.platform == "gpu" else {}),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
+
+
+def describe_page(profile: StepProfile) -> str:
+    """A page among others that are compared: what it trains, and on what."""
+    mesh = " × ".join(f"{axis} {size}" for axis, size in profile.mesh.items())
+    return (
+        f"{format_count(profile.num_parameters)} parameters, {profile.tokens_per_step:,} tokens a step, "
+        f"{profile.num_devices_used} × {profile.device_kind}, mesh {mesh}"
+    )
 
 
 def describe_profile(profile: StepProfile) -> Facts:
@@ -98,7 +108,7 @@ def describe_try(attempt: Try) -> str:
 
 def describe_search(search: SearchResult, seconds: float) -> list[str]:
     """The result of a search, in lines."""
-    out_of_time = "" if search.is_complete else f" (not everything was tried in the {seconds:g} s of --search-seconds)"
+    out_of_time = "" if search.is_complete else _out_of_time(seconds)
     if search.found is not None:
         return [f"smallest single change that makes it fit{out_of_time}:", f"  {search.found.change}"]
     if not search.tries:
@@ -106,7 +116,31 @@ def describe_search(search: SearchResult, seconds: float) -> list[str]:
     lines = [f"no single change makes it fit{out_of_time}"]
     if search.closest is not None:
         lines += ["closest:", f"  {describe_try(search.closest)}"]
-    return lines
+    return [*lines, "--longest-context finds the longest sequence that fits"]
+
+
+def describe_longest_context(search: LongestContext, seconds: float) -> list[str]:
+    """The result of a search for the longest context, in lines."""
+    as_is, changed = search.as_is, search.changed
+    lines = [f"longest context as the config is: {_describe_bounds(as_is)}"]
+    if changed.tokens is None:
+        lines = ["no context that fits was found"]
+        if search.is_complete:
+            lines = ["no context fits, whatever changes are made: change the batch, the model or the topology"]
+    elif changed.tokens != as_is.tokens and changed.attempt is not None:
+        lines += [f"longest context with changes: {_describe_bounds(changed)}:", f"  {changed.attempt.change}"]
+    elif search.is_complete:
+        lines.append("no change of one field makes a longer one fit")
+    return lines if search.is_complete else [*lines, _out_of_time(seconds).strip()]
+
+
+def _describe_bounds(bounds: Bounds) -> str:
+    too_long = f" ({bounds.too_long:,} don't fit)" if bounds.too_long is not None else ""
+    return ("none" if bounds.tokens is None else f"{bounds.tokens:,} tokens") + too_long
+
+
+def _out_of_time(seconds: float) -> str:
+    return f" (not everything was tried in the {seconds:g} s of --search-seconds)"
 
 
 def comparison_table(field: str, profiles: Mapping[Variant, StepProfile]) -> list[str]:
@@ -142,16 +176,17 @@ def _ratio(value: float, of_last: float) -> str:
 
 
 def to_json(
-    config: TrainConfig,
+    config: TrainConfig | None,
     topology: Topology | None,
     command: Sequence[str],
     *,
     profile: StepProfile | None = None,
     search: SearchResult | None = None,
+    longest: LongestContext | None = None,
     field: str | None = None,
     profiles: Mapping[Variant, StepProfile] | None = None,
 ) -> dict[str, Any]:
-    """The report as JSON's types: of one profile, and of the search if it didn't fit; or of a comparison."""
+    """The report as JSON's types: of one profile, and of a search; or of a comparison."""
     comparison = None
     if profiles is not None:
         variants = [
@@ -163,10 +198,11 @@ def to_json(
         "schema_version": SCHEMA_VERSION,
         "command": list(command),
         "versions": installed_versions(_DISTRIBUTIONS),
-        "config": config_to_json(config),
+        "config": None if config is None else config_to_json(config),
         "topology": None if topology is None else topology.name,
         "profile": None if profile is None else profile_to_json(profile),
         "search": None if search is None else _search_to_json(search),
+        "longest_context": None if longest is None else _longest_context_to_json(longest),
         "comparison": comparison,
     }
 
@@ -221,22 +257,34 @@ def _collective_to_json(total: CollectiveTotal) -> dict[str, Any]:
 
 
 def _search_to_json(search: SearchResult) -> dict[str, Any]:
-    def try_to_json(attempt: Try | None) -> dict[str, Any] | None:
-        if attempt is None:
-            return None
-        profile = None if attempt.profile is None else profile_to_json(attempt.profile)
-        return {
-            "arguments": list(attempt.change.arguments),
-            "fits": attempt.fits,
-            "problem": attempt.problem,
-            "profile": profile,
-        }
+    return {
+        "found": _try_to_json(search.found),
+        "closest": _try_to_json(search.closest) if search.found is None else None,
+        "is_complete": search.is_complete,
+        "tries": [_try_to_json(attempt) for attempt in search.tries],
+    }
+
+
+def _longest_context_to_json(search: LongestContext) -> dict[str, Any]:
+    def bounds_to_json(bounds: Bounds) -> dict[str, Any]:
+        return {"tokens": bounds.tokens, "too_long": bounds.too_long, "found": _try_to_json(bounds.attempt)}
 
     return {
-        "found": try_to_json(search.found),
-        "closest": try_to_json(search.closest) if search.found is None else None,
+        "as_is": bounds_to_json(search.as_is),
+        "changed": bounds_to_json(search.changed),
         "is_complete": search.is_complete,
-        "tries": [try_to_json(attempt) for attempt in search.tries],
+        "tries": [_try_to_json(attempt) for attempt in search.tries],
+    }
+
+
+def _try_to_json(attempt: Try | None) -> dict[str, Any] | None:
+    if attempt is None:
+        return None
+    return {
+        "arguments": list(attempt.change.arguments),
+        "fits": attempt.fits,
+        "problem": attempt.problem,
+        "profile": None if attempt.profile is None else profile_to_json(attempt.profile),
     }
 
 

@@ -10,7 +10,9 @@ from trainer.compile.command import report
 from trainer.compile.command.comparison import Comparison
 from trainer.compile.command.compile_command import Task
 from trainer.compile.command.worker import CompileRequest, profile_in_fresh_process
-from trainer.compile.fit_search import Remedy, SearchResult, search_remedy
+from trainer.compile.fit_search import Changes, Remedy, SearchResult, Try, search_remedy
+from trainer.compile.longest_context import LongestContext, search_longest_context
+from trainer.compile.slow import describe_slowness
 from trainer.compile.step_profile import StepProfile
 from trainer.files.atomic import write_atomically
 from trainer.terminal.console import Console
@@ -38,37 +40,61 @@ def run(task: Task, *, command: Sequence[str]) -> bool | None:
     with console.working(f"compiling the training step of {name}"):
         profile = profile_in_fresh_process(CompileRequest(task.arguments, task.topology))
     facts = report.describe_target(task.config, task.topology, profile) | report.describe_profile(profile)
+    if causes := describe_slowness(task.config, profile, is_topology=task.topology is not None):
+        facts["slow"] = causes
     console.opening(name, facts)
     found: SearchResult | None = None
+    longest: LongestContext | None = None
     fits = None if profile.fit is None else profile.fit.fits
-    if fits is False and task.search_seconds > 0:
+    if task.longest_context and fits is not None:
+        longest = _search_longest(task, profile, console)
+        fits = longest.changed.tokens is not None
+    elif fits is False and task.search_seconds > 0:
         found = _search(task, profile, console)
-    _write(task, report.to_json(task.config, task.topology, command, profile=profile, search=found))
+    content = report.to_json(task.config, task.topology, command, profile=profile, search=found, longest=longest)
+    _write(task, content)
     return fits
 
 
 def _search(task: Task, profile: StepProfile, console: _Progress) -> SearchResult:
-    def compile_with(change: Remedy) -> StepProfile:
-        with console.working(f"trying {change}"):
-            return profile_in_fresh_process(CompileRequest((*task.arguments, *change.arguments), task.topology))
-
     result = search_remedy(
         task.config,
         profile.num_devices,
-        compile_with,
+        lambda change: _compile_with(task, change, console),
         seconds=task.search_seconds,
         can_offload=profile.platform != "cpu",
         on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
     )
     for line in report.describe_search(result, task.search_seconds):
         console.note(line)
-    if result.found is not None and result.found.profile is not None:
-        changed = result.found.change.apply(task.config)
-        facts = report.describe_target(changed, task.topology, result.found.profile)
-        console.closing(
-            f"{task.config.name} with {result.found.change}", facts | report.describe_profile(result.found.profile)
-        )
+    _close(task, result.found, console)
     return result
+
+
+def _search_longest(task: Task, profile: StepProfile, console: _Progress) -> LongestContext:
+    result = search_longest_context(
+        task.config,
+        profile,
+        lambda changes: _compile_with(task, changes, console),
+        seconds=task.search_seconds,
+        on_try=lambda attempt: console.note(f"tried {report.describe_try(attempt)}"),
+    )
+    for line in report.describe_longest_context(result, task.search_seconds):
+        console.note(line)
+    _close(task, result.changed.attempt, console)
+    return result
+
+
+def _compile_with(task: Task, change: Remedy | Changes, console: _Progress) -> StepProfile:
+    with console.working(f"trying {change}"):
+        return profile_in_fresh_process(CompileRequest((*task.arguments, *change.arguments), task.topology))
+
+
+def _close(task: Task, found: Try | None, console: _Progress) -> None:
+    """Reports what was found."""
+    if found is not None and found.profile is not None:
+        facts = report.describe_target(found.change.apply(task.config), task.topology, found.profile)
+        console.closing(f"{task.config.name} with {found.change}", facts | report.describe_profile(found.profile))
 
 
 def _compare(task: Task, comparison: Comparison, command: Sequence[str], console: _Progress) -> bool | None:
@@ -78,15 +104,25 @@ def _compare(task: Task, comparison: Comparison, command: Sequence[str], console
             # Without the cache: a variant that was compiled earlier would seem to compile in no time.
             request = CompileRequest((*task.arguments, *variant.arguments), task.topology, use_cache=False)
             profiles[variant] = profile_in_fresh_process(request)
-    last = profiles[comparison.variants[-1]]
-    facts = report.describe_target(task.config, task.topology, last)
-    console.opening(f"{task.config.name}: {comparison.field} compared", facts)
-    console.note(f"each figure with its ratio to that of {comparison.variants[-1].name}:")
+    last = comparison.variants[-1]
+    if comparison.compares_pages:
+        pages = {variant.name: report.describe_page(profile) for variant, profile in profiles.items()}
+        console.opening("config pages compared", pages)
+    else:
+        facts = report.describe_target(task.config, task.topology, profiles[last])
+        console.opening(f"{task.config.name}: {comparison.field} compared", facts)
+    console.note(f"each figure with its ratio to that of {last.name}:")
     for line in report.comparison_table(comparison.field, profiles):
         console.note(line)
     _write(
         task,
-        report.to_json(task.config, task.topology, command, field=comparison.field, profiles=profiles),
+        report.to_json(
+            None if comparison.compares_pages else task.config,
+            task.topology,
+            command,
+            field=comparison.field,
+            profiles=profiles,
+        ),
     )
     verdicts = [None if profile.fit is None else profile.fit.fits for profile in profiles.values()]
     return False if False in verdicts else None if None in verdicts else True
