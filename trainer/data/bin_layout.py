@@ -122,7 +122,7 @@ def _read_numpy_layout(path: Path, head: bytes, size: int) -> BinLayout:
         version = np.lib.format.read_magic(file)
         read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         shape, _, dtype = read_header[version](file)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # the header is Python, of which a damaged one raises whatever Python's parser does
         raise DataError(f"{path}: its .npy header can't be read: {error}; write it again with `np.save`") from error
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(

@@ -14,6 +14,7 @@ from trainer.data.files import read_at_most
 MAX_FILE_BYTES = 2**28
 """Of either file. Published ones have up to 35 MB."""
 CONFIG_NAME = "tokenizer_config.json"
+_BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def read_stated(tokenizer_file: Path) -> dict[str, Any]:
@@ -95,7 +96,8 @@ def set_tokens_before_text(tokenizer: dict[str, Any], before: Sequence[_Named]) 
 def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
     """A `tokenizer.json` with other names for some tokens, so that no text becomes them.
 
-    Their ids stay. Merges that make or use them are left out, so that BPE makes other tokens of such text.
+    Their ids stay. Merges that make or use them are left out, so that BPE makes other tokens of such text. A token of
+    one character keeps its name, and so does one of byte fallback: nothing else could stand for that text.
 
     Args:
         tokenizer_json: as `tokenizers` writes it.
@@ -103,7 +105,13 @@ def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
     """
     tokenizer = json.loads(tokenizer_json)
     model = tokenizer["model"]
-    other = {token: uuid.uuid4().hex for token in tokens}  # which no text holds
+    prefix, suffix = (model.get(name) or "" for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    fallback = _BYTE_TOKENS if model.get("byte_fallback") else frozenset()
+    other = {
+        token: uuid.uuid4().hex  # which no text holds
+        for token in tokens
+        if len(token.removeprefix(prefix).removesuffix(suffix)) > 1 and token not in fallback
+    }
     if isinstance(model["vocab"], dict):
         model["vocab"] = {other.get(token, token): each for token, each in model["vocab"].items()}
     else:
@@ -111,11 +119,10 @@ def without_spelling(tokenizer_json: str, tokens: Collection[str]) -> str:
     if model.get("unk_token") in other:
         model["unk_token"] = other[model["unk_token"]]
     if "merges" in model:
-        prefix = len(model["continuing_subword_prefix"] or "")
         model["merges"] = [
             [first, second]
             for first, second in model["merges"]
-            if not other.keys() & {first, second, first + second[prefix:]}
+            if not other.keys() & {first, second, first + second[len(prefix) :]}
         ]
     for added in tokenizer["added_tokens"]:
         added["content"] = other.get(added["content"], added["content"])

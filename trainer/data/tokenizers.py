@@ -216,7 +216,7 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         with _refusing(self._cannot_encode(text)):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-            return ids if self._stays_text(ids) else self._encode_literally(text, ids)
+            return ids if self._stays_text(ids) else self._encode_literally(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         with _refusing(f"{self.name}: cannot decode tokens"):
@@ -264,36 +264,25 @@ class HuggingFaceTokenizer:
     def _stays_text(self, ids: Sequence[int] | np.ndarray) -> bool:
         return not self._is_reserved[np.asarray(ids, np.int64)].any()
 
-    def _encode_literally(self, text: str, ids: Sequence[int]) -> list[int]:
+    def _encode_literally(self, text: str) -> list[int]:
         """Ids of a text that the model, or an added token that isn't special, takes for a reserved token."""
-        literal, unspellable = self._literal
-        lost = unspellable.intersection(ids)
-        if not lost:
-            ids = literal.encode(text, add_special_tokens=False).ids
-            lost = frozenset(i for i in ids if self._is_reserved[i])
-        if lost:
-            token = min(lost)
+        ids = self._literal.encode(text, add_special_tokens=False).ids
+        if not self._stays_text(ids):
+            token = next(i for i in ids if self._is_reserved[i])
             raise ValueError(
-                f"only token {token} ({self._tokenizer.id_to_token(token)!r}) can stand for a part of it, and that is "
-                f"special or begins or ends documents ({self.delimiters})"
+                f"only token {token} ({self.token(token)!r}) can stand for a part of it, and that is special or "
+                f"begins or ends documents ({self.delimiters})"
             )
-        return list(ids)
+        return ids
 
     @functools.cached_property
-    def _literal(self) -> tuple[Any, frozenset[int]]:
-        """A tokenizer that makes no reserved tokens of text, and those without which it would lose text."""
-        named = {int(i): self.token(int(i)) for i in np.flatnonzero(self._is_reserved)}
-        tokens = {i: token for i, token in named.items() if token is not None}
-        literal = type(self._tokenizer).from_str(without_spelling(self._tokenizer.to_str(), tokens.values()))
+    def _literal(self) -> Any:
+        """The tokenizer for text that spells reserved tokens."""
+        names = [self.token(int(i)) for i in np.flatnonzero(self._is_reserved)]
+        tokens = {name for name in names if name is not None}
+        literal = type(self._tokenizer).from_str(without_spelling(self._tokenizer.to_str(), tokens))
         literal.encode_special_tokens = True
-        added = self._tokenizer.get_added_tokens_decoder()
-        unspellable = set()
-        for i, token in tokens.items():
-            text = token if i in added else self._tokenizer.decode([i], skip_special_tokens=False)
-            with contextlib.suppress(Exception):  # `encode` tells what the model can't encode.
-                if "\ufffd" in text or not _places(literal, text) >= _places(self._tokenizer, text):
-                    unspellable.add(i)
-        return literal, frozenset(unspellable)
+        return literal
 
     def _spoken(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens, by name, that `decode` doesn't leave out."""
@@ -368,12 +357,6 @@ def _before_text(
 def _unknown_id(model: dict[str, Any]) -> int | None:
     """The token that a model makes of what its vocabulary lacks."""
     return model["unk_id"] if model["type"] == "Unigram" else model["vocab"].get(model["unk_token"])
-
-
-def _places(tokenizer: Any, text: str) -> set[int]:
-    """The characters of a text that have tokens."""
-    offsets = tokenizer.encode(text, add_special_tokens=False).offsets
-    return {place for start, stop in offsets for place in range(start, stop)}
 
 
 class PretokenizedIds:

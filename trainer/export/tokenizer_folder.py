@@ -30,13 +30,22 @@ def special_token_ids(delimiters: Delimiters) -> dict[str, int]:
 def tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
     """A folder that holds the tokenizer as Hugging Face names its files; None: it is no such tokenizer.
 
-    The files are the tokenizer's own, unless they don't tell transformers what documents began with.
+    The files are the tokenizer's own, unless some version of transformers would begin texts otherwise by them than
+    documents began: 5 follows the post-processor, 4 also `add_bos_token` for some classes, and for the class of the
+    model's family where there is no `tokenizer_config.json`.
     """
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         yield None
         return
-    path, begins_as_told = Path(tokenizer.name).absolute(), _begins_as_told(tokenizer)
-    if path.name == _FILE_NAME and begins_as_told and (path.parent / CONFIG_NAME).is_file():
+    import tokenizers
+
+    path, begin = Path(tokenizer.name).absolute(), tokenizer.delimiters.begin
+    begins_as_told = _begins_as_told(tokenizer)
+    wanted = [(tokenizer.token(begin) or "", begin)] if begin is not None else []
+    wanted = tokenizer.before_text if begins_as_told else wanted
+    content = json.loads(tokenizers.Tokenizer.from_file(str(path)).to_str())
+    is_wanted = tokens_around_text(content["post_processor"])[0] == wanted
+    if path.name == _FILE_NAME and begins_as_told and is_wanted and (path.parent / CONFIG_NAME).is_file():
         yield path.parent
         return
     with tempfile.TemporaryDirectory(prefix="trainer-export-") as name:
@@ -46,7 +55,10 @@ def tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
                 if (path.parent / each).exists():
                     shutil.copyfile(inside(path.parent, each), folder / each)
         shutil.copyfile(path, folder / _FILE_NAME)
-        _tell_beginning(folder, tokenizer, begins_as_told)
+        if not is_wanted:
+            set_tokens_before_text(content, wanted)
+            _write_json(folder / _FILE_NAME, content)
+        _tell_beginning(folder, tokenizer, adds=bool(wanted))
         yield folder
 
 
@@ -57,28 +69,16 @@ def _begins_as_told(tokenizer: HuggingFaceTokenizer) -> bool:
     return told == [begin] if told else begin in (None, end)
 
 
-def _tell_beginning(folder: Path, tokenizer: HuggingFaceTokenizer, begins_as_told: bool) -> None:
-    """Has a tokenizer's files put before a text what documents began with.
-
-    `tokenizer_config.json` says it, too. Without one, transformers takes the class of the model's family, which may add
-    a token of its own.
-    """
-    import tokenizers
-
+def _tell_beginning(folder: Path, tokenizer: HuggingFaceTokenizer, *, adds: bool) -> None:
+    """Has the files beside a tokenizer.json say what documents began with, and whether texts begin with it."""
     begin, end = tokenizer.delimiters
-    name = tokenizer.token(begin)
-    adds = bool(tokenizer.before_text) if begins_as_told else begin is not None
-    content = json.loads(tokenizers.Tokenizer.from_file(str(folder / _FILE_NAME)).to_str())
-    wanted = [(name or "", begin)] if adds and begin is not None else []
-    if tokens_around_text(content["post_processor"])[0] != wanted:
-        set_tokens_before_text(content, wanted)
-        _write_json(folder / _FILE_NAME, content)
+    bos = {"bos_token": tokenizer.token(begin)}
     if not (folder / CONFIG_NAME).exists():
         eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.token(end)}
         _write_json(folder / CONFIG_NAME, eos)
     for file, change in (
-        (CONFIG_NAME, {"add_bos_token": adds, "bos_token": name}),
-        (_MAP_NAME, {"bos_token": name}),
+        (CONFIG_NAME, {"add_bos_token": adds, **bos}),
+        (_MAP_NAME, bos),
         (GENERATION_NAME, {"bos_token_id": begin}),
     ):
         if (folder / file).exists():

@@ -95,7 +95,8 @@ class Setup:
             **({} if self.tensor is None else {"tensor": self.tensor.describe()}),
             **({"loss": self.loss.describe()} if devices[0].platform == "gpu" else {}),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
-            f"{data['tokenizer']} tokenizer, unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
+            f"{data['tokenizer']} tokenizer, documents {self.corpus.tokenizer.delimiters}, "
+            f"unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",
             "step": f"{self.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}"
             + (f" in {config.gradient_accumulation} micro-batches" if config.gradient_accumulation > 1 else ""),
             "memory": f"{format_bytes(state_bytes)} of state and {format_bytes(gradient_bytes)} of gradients "

@@ -329,3 +329,20 @@ def test_validation_can_use_every_sequence_and_no_more(corpus):
     assert _rows(make(num_sequences + 1, on_progress=told.append)) == _rows(batches)
     [line] = told
     assert line.startswith(f"validation fills {num_sequences} of the {num_sequences + 1} sequences of {T} tokens")
+
+
+@pytest.mark.parametrize("begin", [None, 256])
+@pytest.mark.parametrize("end", [None, 256])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_bytes_of_the_targets_are_counted_whatever_stands_around_documents(rng, make_documents, begin, end, is_known):
+    documents = make_documents([rng.integers(0, 256, length) for length in (1, 5, 63, 64, 65, 200)])
+    documents = dataclasses.replace(documents, delimiters=Delimiters(begin, end))
+    if is_known:
+        documents.table["num_bytes"] = documents.table["length"]
+    else:
+        documents.table["num_bytes"] = -1
+    validation = ValidationSet(PackedSequences(documents, T), tuple(range(len(PackedSequences(documents, T)))))
+    batches = validation.batches(4)
+    targets = np.concatenate([batch.arrays["targets"][batch.arrays["target_mask"]] for batch in batches])
+    assert len(targets) == documents.num_tokens
+    assert validation.count_bytes(ByteTokenizer()) == (targets < 256).sum()

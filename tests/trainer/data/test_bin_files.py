@@ -342,14 +342,16 @@ def test_odd_files_of_numpys_are_refused(tmp_path, data_config, array, message):
         load_corpus(data_config(source="bin", files=["a.npy"], end_of_document_token=9), vocab_size=50_304)
 
 
-def test_a_file_of_numpys_that_was_cut_short_is_refused(tmp_path, data_config):
+def test_a_damaged_file_of_numpys_is_refused(tmp_path, data_config):
     np.save(tmp_path / "a.npy", np.arange(100, dtype="<u2"))
     content = (tmp_path / "a.npy").read_bytes()
-    for length, message in (
-        (len(content) - 1, "its header promises 100 tokens"),
-        (20, "its .npy header can't be read"),
+    for damaged, message in (
+        (content[:-1], "its header promises 100 tokens"),
+        (content[:20], "its .npy header can't be read"),
+        (content.replace(b"(100,), }", b"(100,,,,("), "its .npy header can't be read"),
+        (content.replace(b"(100,)", b"(-10,)"), "its header promises -10 tokens"),
     ):
-        (tmp_path / "a.npy").write_bytes(content[:length])
+        (tmp_path / "a.npy").write_bytes(damaged)
         with pytest.raises(DataError, match=rf"a.npy: {message}"):
             load_corpus(data_config(source="bin", files=["a.npy"]), vocab_size=50_304)
 

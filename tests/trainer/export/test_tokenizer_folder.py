@@ -97,10 +97,14 @@ def test_another_beginning_is_told_by_all_files(write, begin, ids, told):
     assert again.delimiters == (tokenizer.delimiters if begin != "none" else Delimiters(0, 0))
 
 
-def test_a_beginning_that_only_the_config_tells_goes_into_the_tokenizer(write):
-    write("tokenizer.json", adds=False, tokenizer_config=CONFIG)
-    path = write("some.json", adds=False)
-    assert _exported(load_tokenizer(str(path)))["ids"] == [1, 2, 3]
+@pytest.mark.parametrize("name", ["tokenizer.json", "some.json"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_where_the_files_contradict_each_other_both_say_what_was_trained_on(write, name, adds):
+    # transformers 5 follows the post-processor alone, 4 follows either, by its class of the tokenizer.
+    path = write(name, not adds, tokenizer_config=CONFIG | {"add_bos_token": adds})
+    exported = _exported(load_tokenizer(str(path)))
+    assert exported["ids"] == [1, 2, 3] if adds else [2, 3]
+    assert exported["tokenizer_config"]["add_bos_token"] is adds
 
 
 def test_what_is_no_tokenizer_of_a_file_has_no_folder():
