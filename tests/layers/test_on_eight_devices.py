@@ -87,6 +87,20 @@ def test_attention(sizes, has_documents, options, rng):
     check_module(make_attention, sizes, (inputs, *(packed_documents(rng) if has_documents else ())), rng)
 
 
+def test_tokens_know_their_places_within_a_shard_map():
+    sharding = ActivationSharding(make_mesh((1, 2, 2, 2)))
+    assert sharding.places(8).tolist() == [[*range(8)]]
+    assert sharding.whole_length(8) == 8
+
+    def places(tokens):
+        assert sharding.whole_length(tokens.shape[1]) == 8
+        return sharding.places(tokens.shape[1])
+
+    tokens = PartitionSpec(None, "context")
+    mapped = jax.shard_map(places, mesh=sharding.mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    assert jax.jit(mapped)(jnp.zeros((1, 8))).tolist() == [[*range(8)]]
+
+
 @pytest.mark.parametrize("hidden_width", [64, 65])
 def test_mlp(hidden_width, rng):
     """65 hidden features don't divide into `tensor`; 64 do, with tokens of the same axis."""
