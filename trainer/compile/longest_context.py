@@ -135,7 +135,7 @@ class _Search:
         def compile_also(remedy: Remedy) -> StepProfile:
             also = self._attempt(changes.also(remedy))
             if also.profile is None:
-                raise TrainingFailed(also.problem)
+                raise TrainingFailed(also.problem or "")
             return also.profile
 
         search = search_remedy(

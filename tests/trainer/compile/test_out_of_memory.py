@@ -208,6 +208,9 @@ class Anything:
     def __exit__(self, *_):
         return None
 
+    def __iter__(self):
+        return iter(())
+
 
 @pytest.mark.parametrize(
     ("place", "program"),
