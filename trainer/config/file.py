@@ -26,7 +26,7 @@ from layers import LayerOverride
 from trainer.config.page import Page, find_page
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
-from trainer.errors import UserMistake
+from trainer.errors import UserMistake, shorten
 
 
 def load_config(named: str | Path | Page) -> TrainConfig:
@@ -161,10 +161,9 @@ def _is_readable(value: Any, hint: Any) -> bool:
 
 def _short(value: Any) -> str:
     try:
-        text = repr(value)
-    except Exception:  # of a page's own class
-        text = f"an object of {type(value).__name__}"
-    return text if len(text) <= 200 else f"{text[:200]}…"
+        return shorten(repr(value), 200)
+    except Exception:  # of a page's own class, or an integer of too many digits
+        return f"an object of {type(value).__name__}"
 
 
 def _from_json(value: Any, hint: Any, name: str = "") -> Any:
