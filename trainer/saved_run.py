@@ -19,7 +19,7 @@ from trainer.config.file import load_saved_config
 from trainer.data import Tokenizer, load_tokenizer
 from trainer.data.delimiters import NONE
 from trainer.errors import UserMistake
-from trainer.files.paths import refuse_other_encoding
+from trainer.files.paths import refuse_unusual
 from trainer.observers.record import read_record
 from trainer.workdir import Workdir
 
@@ -47,7 +47,7 @@ def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> Save
     """
     workdir = Workdir(path)
     try:
-        refuse_other_encoding(path.absolute())
+        refuse_unusual(path.absolute())
     except ValueError as refused:
         raise UserMistake(f"{setting}: {refused}") from None
     if not workdir.config.is_file():

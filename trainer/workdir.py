@@ -19,7 +19,7 @@ from trainer.config.changes import refuse_other_run
 from trainer.config.file import config_to_json, load_saved_config, require_readable
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
-from trainer.files.paths import refuse_other_encoding, refuse_url
+from trainer.files.paths import refuse_unusual, refuse_url
 
 _LOCK = ".lock"
 
@@ -136,7 +136,7 @@ def claim_workdir(path: str | os.PathLike[str], config: TrainConfig) -> Workdir:
     try:
         refuse_url(path)
         path = Path(path).absolute()  # as Orbax has it, in every message
-        refuse_other_encoding(path)
+        refuse_unusual(path, to_save=True)
     except ValueError as refused:
         raise UserMistake(f"workdir: {refused}") from None
     workdir = Workdir(path)

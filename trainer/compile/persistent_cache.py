@@ -10,7 +10,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from trainer.errors import UserMistake
-from trainer.files.paths import refuse_other_encoding
+from trainer.files.paths import refuse_unusual
 
 OWN_FOLDER = "~/.cache/flax-longcontext/xla"
 OWN_FOLDER_BYTES = 10 * 2**30
@@ -41,7 +41,7 @@ def use_compilation_cache(named: str | None) -> None:
     path = Path(folder).expanduser().absolute()
     is_of_jax = named is None and folder != OWN_FOLDER
     try:
-        refuse_other_encoding(folder if is_of_jax else path)
+        refuse_unusual(folder if is_of_jax else path)
     except ValueError as refused:
         raise UserMistake(f"{_JAX_VARIABLE if is_of_jax else 'compilation.cache_dir'}={refused}") from None
     if folder and not is_of_jax:

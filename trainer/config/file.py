@@ -26,7 +26,7 @@ from layers import LayerOverride
 from trainer.config.page import Page, find_page
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
-from trainer.errors import UserMistake
+from trainer.errors import UserMistake, shorten
 
 
 def load_config(named: str | Path | Page) -> TrainConfig:
@@ -161,10 +161,9 @@ def _is_readable(value: Any, hint: Any) -> bool:
 
 def _short(value: Any) -> str:
     try:
-        text = repr(value)
-    except Exception:  # of a page's own class
-        text = f"an object of {type(value).__name__}"
-    return text if len(text) <= 200 else f"{text[:200]}…"
+        return shorten(repr(value), 200)
+    except Exception:  # of a page's own class, or an integer of too many digits
+        return f"an object of {type(value).__name__}"
 
 
 def _from_json(value: Any, hint: Any, name: str = "") -> Any:
@@ -288,19 +287,20 @@ def _ill_typed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for name, hint in _field_types(type(config)).items():
         value = getattr(config, name)
         if not _fits(value, hint):
-            yield f"{prefix}{name}={value!r}", _describe_misfit(value, hint)
+            yield f"{prefix}{name}={_short(value)}", _describe_misfit(value, hint)
         elif dataclasses.is_dataclass(value) and not isinstance(value, Mask):
             yield from _ill_typed(value, f"{prefix}{name}.")
         elif isinstance(value, tuple) and any(isinstance(item, LayerOverride) for item in value):
             for index, item in enumerate(value):
                 yield from _ill_typed(item, f"{prefix}{name}[{index}].")
         elif not all(is_text(item) for item in (value if isinstance(value, tuple) else (value,))):
-            yield f"{prefix}{name}={value!r}", " holds a NUL character, or what UTF-8 can't write"
+            yield f"{prefix}{name}={_short(value)}", " holds a NUL character, or what UTF-8 can't write"
 
 
 def _describe_misfit(value: Any, hint: Any) -> str:
     if get_origin(hint) is Literal:
-        nearest = did_you_mean(str(value), [str(choice) for choice in get_args(hint)])
+        choices = [str(choice) for choice in get_args(hint)]
+        nearest = did_you_mean(value, choices) if isinstance(value, str) else ""
         return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
     expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
     told = f" is of type {type(value).__name__}; expected {expected}"

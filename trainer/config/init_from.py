@@ -20,7 +20,7 @@ from layers.pretrained.folder import inside
 from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
 from trainer.errors import UserMistake
-from trainer.files.paths import refuse_other_encoding
+from trainer.files.paths import refuse_unusual
 
 _OF_THE_RUN = ("implementation", "decode_implementation", "remat", "scan_layers", "compute_dtype", "param_dtype")
 _OF_THE_CONTEXT = ("masks", "layer_overrides", "rope_base", "rope_scaling")
@@ -165,7 +165,7 @@ def read_initial_model(init_from: str) -> InitialModel:
     if ".." in folder.parts:  # a resumed run tells by its name whether it is the same
         folder = folder.resolve()
     try:
-        refuse_other_encoding(folder)
+        refuse_unusual(folder)
     except ValueError as refused:
         raise UserMistake(f"init_from={refused}") from None
     if not os.path.isdir(folder):

@@ -27,21 +27,26 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         )
 
 
-def refuse_other_encoding(path: str | os.PathLike[str]) -> None:
-    """Refuses a path of bytes that aren't UTF-8, for folders that JAX and TensorStore read and write.
+def refuse_unusual(path: str | os.PathLike[str], *, to_save: bool = False) -> None:
+    """Refuses a path that JAX, Orbax or TensorStore take for another one, or not at all.
 
     Args:
       path: absolute, as the folder that a relative one begins in may be such a one.
+      to_save: whether checkpoints are to be saved there. Orbax finds their parts by a pattern that the path is part of.
 
     Raises:
-      ValueError: it isn't UTF-8.
+      ValueError: it isn't UTF-8, or has characters of another meaning.
 
-    >>> refuse_other_encoding("/data/caf\u00e9")
+    >>> refuse_unusual("/data/caf\u00e9[1]")
     """
+    text = os.fspath(path)
     try:
-        os.fspath(path).encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise ValueError(
-            f"{os.fspath(path)!r} is not UTF-8, and libraries that read and write there take nothing else; rename the "
-            "folder, or choose another"
-        ) from None
+        reason = "is not UTF-8, and libraries that read and write there take nothing else"
+    else:
+        found = [sign for sign in ("\\", *("[*?" if to_save else "")) if sign in text]
+        if not found:
+            return
+        reason = f"has {found[0]}, which libraries that read and write there take for a separator or a pattern"
+    raise ValueError(f"{text!r} {reason}; rename the folder, or choose another")

@@ -327,3 +327,24 @@ def test_every_file_and_folder_is_on_the_disk_before_the_checkpoint_has_its_name
     tree = [tmp_path / "7", *(tmp_path / "7").rglob("*")]
     assert len(tree) > 5
     assert [path for path in tree if path.stat().st_ino not in synced_before_the_name] == []
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "a\\b"])
+def test_a_rehearsal_finds_where_nothing_could_be_read_back(tmp_path, name):
+    (tmp_path / name).mkdir()
+    checkpoints = Checkpoints(tmp_path / name, num_kept=3)
+    with pytest.raises(TrainingFailed, match=r"no checkpoint can be saved in .*does not exist"):
+        checkpoints.rehearse(jax.devices()[:1])
+    checkpoints.close()
+    assert list((tmp_path / name).iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a{1}", "50%20", "a b", "#x", "日本", "x:y"])
+def test_checkpoints_in_folders_of_odd_names_are_read_back(tmp_path, rng, name):
+    (tmp_path / name).mkdir()
+    checkpoints, state = Checkpoints(tmp_path / name, num_kept=3), make_state(rng)
+    checkpoints.rehearse(jax.devices())
+    checkpoints.save(1, state, None)
+    checkpoints.wait()
+    assert_same(checkpoints.restore_newest(abstract(state)).state, state)
+    checkpoints.close()

@@ -148,3 +148,16 @@ def test_a_folder_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UserMistake, match=rf"JAX_COMPILATION_CACHE_DIR=.*{told.format('xla')}"):
         use_compilation_cache(None)
     assert sorted(path.name for path in odd.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "a*", "what?", "a\\b"])
+def test_a_workdir_whose_checkpoints_could_not_be_read_again_is_refused(tmp_path, name):
+    with pytest.raises(UserMistake, match=r"has (\[|\*|\?|\\), which libraries that read and write there take for"):
+        claim_workdir(tmp_path / name / "run", load_config(Path(PAGE)))
+    assert not (tmp_path / name).exists()
+
+
+def test_odd_names_that_serve_are_taken(tmp_path):
+    for name in ("a{1}", "50%20", "a b", "#x", "'q\"", "日本", "a]b", "$HOME"):
+        with claim_workdir(tmp_path / name, load_config(Path(PAGE))) as workdir:
+            assert workdir.path == tmp_path / name

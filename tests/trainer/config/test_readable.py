@@ -22,7 +22,7 @@ from kernels import (
 )
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
 from trainer.config import DataConfig, TrainConfig
-from trainer.config.file import require_readable
+from trainer.config.file import check_types, require_readable
 from trainer.errors import UserMistake
 from trainer.workdir import claim_workdir
 
@@ -122,3 +122,11 @@ def test_a_section_of_a_derived_class_is_refused():
 )
 def test_what_a_page_may_hold_is_read_back(config):
     require_readable(config)
+
+
+@pytest.mark.parametrize("odd_value", [10**5000, "x" * 10_000], ids=["integer", "text"])
+def test_a_value_of_another_type_is_told_in_few_words_however_long_it_is(odd_value):
+    config = dataclasses.replace(config_of(), description=[odd_value])
+    with pytest.raises(UserMistake, match=r"description=.* is of type list; expected str") as refused:
+        check_types(config)
+    assert len(str(refused.value)) < 300
