@@ -317,7 +317,7 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether a value has the annotated type; covers the annotations that configs use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
-        return value in arguments
+        return any(isinstance(value, type(choice)) and value == choice for choice in arguments)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, option) for option in arguments)
     if origin is tuple:

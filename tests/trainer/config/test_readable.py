@@ -21,7 +21,7 @@ from kernels import (
     PrefixMask,
 )
 from layers import GPTConfig, LayerOverride, MoEConfig, RopeScaling
-from trainer.config import DataConfig, TrainConfig
+from trainer.config import DataConfig, TrainConfig, WandbConfig
 from trainer.config.file import check_types, require_readable
 from trainer.errors import UserMistake
 from trainer.workdir import claim_workdir
@@ -130,3 +130,8 @@ def test_a_value_of_another_type_is_told_in_few_words_however_long_it_is(odd_val
     with pytest.raises(UserMistake, match=r"description=.* is of type list; expected str") as refused:
         check_types(config)
     assert len(str(refused.value)) < 300
+
+
+def test_an_array_in_the_place_of_a_choice_is_of_another_type():
+    with pytest.raises(UserMistake, match=r"wandb\.mode=array.* is not one of online, offline"):
+        check_types(dataclasses.replace(config_of(), wandb=WandbConfig(mode=np.arange(2))))
