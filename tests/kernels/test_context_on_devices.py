@@ -57,6 +57,14 @@ def test_eight_devices_compute_what_numpy_does(exchange, rng, float64):
     check(rng, draw_cases(rng, exchange, NUM_CASES))
 
 
+def test_a_ring_goes_round_as_far_as_windows_reach(rng, float64):
+    """They reach back over more ranks than one."""
+    cases = draw_cases(
+        rng, "ring", 2, meshes=[(1, 1, 8)], deals=["in_order"], masks=["window", "chunked"], kernels=["reference"]
+    )
+    check(rng, cases)
+
+
 def test_halos_compute_what_numpy_does(rng, float64):
     def in_whole_tiles(case):
         """Of runs that have whole tiles, halos are whole tiles."""
