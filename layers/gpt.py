@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import SlabCache
+from kernels.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
 from layers.config import GPTConfig
@@ -242,7 +243,7 @@ class GPT(nnx.Module):
         with jax.named_scope("embedding"):
             hidden = jnp.take(table, tokens, axis=0)
             if (scale := self.config.embedding_scale) is not None:
-                hidden = hidden.astype(jnp.promote_types(self.config.compute_dtype, jnp.float32)) * scale
+                hidden = hidden.astype(at_least_float32(self.config.compute_dtype)) * scale
             hidden = hidden.astype(self.config.compute_dtype)
         if self.activation_sharding is not None:
             hidden = self.activation_sharding.constrain_hidden(hidden)
@@ -278,7 +279,7 @@ class GPT(nnx.Module):
     def logits(self, hidden: Float[Array, "*batch W"]) -> Float[Array, "*batch V"]:
         """Returns logits in float32 or wider, as their sums, soft cap included; operands in the compute dtype."""
         kernel = self.head_kernel.astype(self.config.compute_dtype)
-        dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+        dtype = at_least_float32(kernel.dtype)
         logits = jnp.einsum("...w,wv->...v", hidden, kernel, preferred_element_type=dtype)
         cap = self.config.final_logits_soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
