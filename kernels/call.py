@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels.masks import FullMask, Mask, require_mask
+from kernels.number_types import at_least_float32
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
@@ -80,7 +81,7 @@ class AttentionCall(NamedTuple):
     @property
     def softmax_dtype(self) -> np.dtype:
         """Type of the logits, the softmax and all sums: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return at_least_float32(self.dtype)
 
     @property
     def group_size(self) -> int:
@@ -112,7 +113,7 @@ class Cotangent(NamedTuple):
         d_output = jnp.asarray(d_output)
         delta = (output.astype(lse.dtype) * d_output.astype(lse.dtype)).sum(-1)
         if d_lse is not None:
-            delta -= jnp.where(lse != -jnp.inf, jnp.asarray(d_lse), 0)
+            delta -= jnp.where(lse != -jnp.inf, jnp.asarray(d_lse, lse.dtype), 0)
         return Cotangent(d_output, lse, delta)
 
     def by_head(self) -> tuple[Float[Array, "B N T"], Float[Array, "B N T"]]:

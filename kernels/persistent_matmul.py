@@ -23,6 +23,7 @@ from jaxtyping import Array
 from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
+from kernels.number_types import types_of_32_bits
 from kernels.slice_fusion import without_slice_fusion
 from kernels.target import Target
 
@@ -218,6 +219,7 @@ def launch_on(
     return without_slice_fusion(*results)
 
 
+@types_of_32_bits()
 def launch_matmul(
     make_phases: Callable[..., Sequence[Phase]],
     operands: tuple[Array, ...],

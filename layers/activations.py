@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kernels.number_types import at_least_float32
 from layers.config import MLPKind
 
 # gpt-oss's (arXiv:2508.10925): its gate's sigmoid is steeper, and both sides are clamped.
@@ -56,11 +57,11 @@ def activate(
     if (gate is None) != (kind == "gelu"):
         expected, got = ("a gate", "none") if gate is None else ("no gate", "one")
         raise ValueError(f"kind={kind!r} takes {expected}, got {got}")
-    dtype = jnp.promote_types(features.dtype, jnp.float32)
+    dtype = at_least_float32(features.dtype)
     hidden = features.astype(dtype)
     hidden = _gelu(hidden) if gate is None else _apply(GATES[kind], gate.astype(dtype), hidden)
     if weights is not None:
-        hidden *= weights[..., None]
+        hidden *= weights[..., None].astype(dtype)
     return hidden.astype(features.dtype)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels import Target
 from kernels.grouped_matmul import GroupedMatmul
 from kernels.mesh import manual_axes
+from kernels.number_types import at_least_float32
 from kernels.varying import vary, varying_axes
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
@@ -124,7 +125,7 @@ class MoE(nnx.Module):
         self.config = config
         self.activation_sharding = activation_sharding
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.router_dtype = jnp.promote_types(self.compute_dtype, jnp.float32)
+        self.router_dtype = at_least_float32(self.compute_dtype)
         kernel_init = kernel_init or small_init(width)
         self.router = nnx.Linear(
             width,

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kernels.number_types import at_least_float32
+
 
 class RMSNorm(nnx.Module):
     """Divides by the root mean square over the last dim and multiplies by a learned scale, in float32 or wider.
@@ -43,7 +45,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         """Returns the normalised inputs, in the inputs' own type."""
         with jax.named_scope("norm"):
-            dtype = jnp.promote_types(inputs.dtype, jnp.float32)
+            dtype = at_least_float32(inputs.dtype)
             values = inputs.astype(dtype)
             mean_square = jnp.mean(jnp.square(values), axis=-1, keepdims=True)
             values = values * jax.lax.rsqrt(mean_square + self.epsilon)

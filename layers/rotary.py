@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.number_types import at_least_float32
 from kernels.token_integers import int32_positions
 from layers.checks import rotary_dim
 from layers.rope_scaling import RopeScaling
@@ -167,7 +168,7 @@ def make_rotation(
     with jax.named_scope("rope"):
         num_features = rotary_dim(rotary.head_dim, rotary.fraction)
         frequencies = inverse_frequencies(num_features, rotary.base, rotary.scaling, context_length)
-        phases = _phases(int32_positions("positions", positions), frequencies, jnp.promote_types(dtype, jnp.float32))
+        phases = _phases(int32_positions("positions", positions), frequencies, at_least_float32(dtype))
         cos, sin, factor = jnp.cos(phases), jnp.sin(phases), attention_factor(rotary.scaling)
         return Rotation(cos, sin) if factor == 1 else Rotation(factor * cos, factor * sin)
 
@@ -188,7 +189,7 @@ def rotate(inputs: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, 
         return jnp.concatenate([rotate(turning, rotation), still], axis=-1)
     with jax.named_scope("rope"):
         cos, sin = (angle[:, :, None, :] for angle in rotation)
-        first, second = jnp.split(inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32)), 2, axis=-1)
+        first, second = jnp.split(inputs.astype(at_least_float32(inputs.dtype)), 2, axis=-1)
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
         return turned.astype(inputs.dtype)
 

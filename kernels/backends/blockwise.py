@@ -119,11 +119,11 @@ class _Tiling:
     def allowed(self, b, i, j) -> Array:
         """Which pairs of tile (i, j) of batch element b may attend, bool `[block_q, C]`."""
         c, tokens = self.call, self.tokens
-        kv_index = j * self.block_kv + jnp.arange(self.block_kv)
+        kv_index = j * self.block_kv + jnp.arange(self.block_kv, dtype=jnp.int32)
         if c.has_positions:
             q_pos, kv_pos = tokens["query_positions"][b, i], tokens["key_value_positions"][b, j]
         else:
-            q_pos, kv_pos = i * self.block_q + jnp.arange(self.block_q), kv_index
+            q_pos, kv_pos = i * self.block_q + jnp.arange(self.block_q, dtype=jnp.int32), kv_index
         allowed = c.mask(q_pos[:, None], kv_pos[None, :])
         if c.has_segment_ids:
             allowed &= tokens["query_segment_ids"][b, i][:, None] == tokens["key_value_segment_ids"][b, j][None, :]

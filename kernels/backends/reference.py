@@ -66,7 +66,8 @@ def _allowed(inputs: AttentionInputs, call: AttentionCall):
     if inputs.query_positions is not None and inputs.key_value_positions is not None:
         q_pos, kv_pos = inputs.query_positions[:, :, None], inputs.key_value_positions[:, None, :]
     else:
-        q_pos, kv_pos = jnp.arange(call.q_len)[None, :, None], jnp.arange(call.kv_len)[None, None, :]
+        q_pos, kv_pos = (jnp.arange(length, dtype=jnp.int32) for length in (call.q_len, call.kv_len))
+        q_pos, kv_pos = q_pos[None, :, None], kv_pos[None, None, :]
     allowed = call.mask(q_pos, kv_pos)
     # A per-head mask answers [N, B, T, S], any other [B, T, S].
     allowed = jnp.moveaxis(allowed, 0, 1) if allowed.ndim == 4 else allowed[:, None]

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.collectives.gpu_peers import GpuPeers
+from kernels.number_types import types_of_32_bits
 from kernels.persistent_matmul import div_rem
 
 # Lines of a tile, and stages of shared memory: for two arrays 96 KiB, and 80 KiB, or 112 KiB of four GPUs.
@@ -201,6 +202,7 @@ def _load_float32(tile: Any) -> jax.Array:
     return plgpu.load(tile, layout=layout).astype(jnp.float32)  # type: ignore[call-arg]  # as JAX 0.10 has it
 
 
+@types_of_32_bits()
 def _copy_chunks(
     start_load: Callable,
     arrays: Sequence[Array],

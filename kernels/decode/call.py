@@ -19,6 +19,7 @@ from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import of_sequences, sequences_of_batch
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
+from kernels.number_types import at_least_float32
 from kernels.static_numbers import checked_scale, checked_soft_cap
 from kernels.target import Target
 from kernels.varying import vary, varying_axes
@@ -66,7 +67,7 @@ class DecodeCall(NamedTuple):
     @property
     def softmax_dtype(self) -> np.dtype:
         """Type of the logits, the softmax and all sums: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return at_least_float32(self.dtype)
 
     @property
     def group_size(self) -> int:

@@ -425,7 +425,7 @@ class CellTable:
     def _sets(self, sequences: Int[Array, " n"]) -> UInt32[Array, "n W"]:
         """Each sequence as a set of its own."""
         word, bit = sequences // _WORD_BITS, (sequences % _WORD_BITS).astype(jnp.uint32)
-        is_its_word = jnp.arange(self.owners.shape[-1]) == word[:, None]
+        is_its_word = jnp.arange(self.owners.shape[-1], dtype=jnp.int32) == word[:, None]
         return jnp.where(is_its_word, jnp.uint32(1) << bit[:, None], jnp.uint32(0))
 
     def _sees(
@@ -438,7 +438,7 @@ class CellTable:
 
     def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
         """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
-        blocks = jnp.arange(self.num_blocks) if blocks is None else blocks
+        blocks = jnp.arange(self.num_blocks, dtype=jnp.int32) if blocks is None else blocks
         positions, owners = (
             x.reshape(self.num_blocks, self.block_size, *x.shape[1:]).at[blocks].get(mode="clip")
             for x in (self.positions, self.owners)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.grouped_matmul.multiply import GroupedMatmulChoice
 from kernels.grouped_matmul.row_groups import RowGroups
+from kernels.number_types import at_least_float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -50,7 +51,7 @@ def sum_copies(
 ) -> Float[Array, "N W"]:
     """The sum of each row's copies, added up in float32 or wider; arguments as of `copy_rows`."""
     places = groups.places.reshape(-1, num_copies)
-    total = jnp.zeros((len(places), copies.shape[1]), jnp.promote_types(copies.dtype, jnp.float32))
+    total = jnp.zeros((len(places), copies.shape[1]), at_least_float32(copies.dtype))
     for k in range(num_copies):
         total += copies[places[:, k]].astype(total.dtype)
     return total.astype(copies.dtype)

@@ -200,7 +200,7 @@ def multiply_groups(
     num_across, num_down = num_columns // columns, pl.cdiv(num_rows, BLOCK_ROWS)
     pair_size = _PAIR_SIZE if num_down % _PAIR_SIZE == 0 else 1
     starts = jnp.cumsum(groups.sizes) - groups.sizes
-    num_steps = pl.cdiv(groups.counts, BLOCK_DEPTH)
+    num_steps = -(-groups.counts // BLOCK_DEPTH)
 
     def make_phases(gmem) -> list[Phase]:
         left, right, starts, num_steps, result = gmem

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.grouped_matmul.row_groups import RowGroups
+from kernels.number_types import types_of_32_bits
 from kernels.persistent_matmul import BLOCK_DEPTH
 from kernels.slice_fusion import without_slice_fusion
 
@@ -47,6 +48,7 @@ def _line(width: int) -> int:
     return next(line for line in _LINES if width % line == 0)
 
 
+@types_of_32_bits()
 def copy_rows(
     rows: Float[Array, "N W"], groups: RowGroups, num_copies: int, choice: GroupedMatmulChoice
 ) -> Float[Array, "R W"]:

@@ -56,7 +56,8 @@ def group_rows(groups: Int[Array, " C"], num_groups: int, alignment: int = 1) ->
     rows = jnp.arange(groups.size, dtype=jnp.int32)
     sorted_groups, order = lax.sort_key_val(groups, rows)
     # On a GPU faster than to count: all rows would add to the same few counters.
-    ends = jnp.searchsorted(sorted_groups, jnp.arange(num_groups), side="right", method="scan_unrolled")
+    numbers = jnp.arange(num_groups, dtype=jnp.int32)
+    ends = jnp.searchsorted(sorted_groups, numbers, side="right", method="scan_unrolled")
     ends = ends.astype(jnp.int32)
     counts = jnp.diff(ends, prepend=0)
     sizes = -(-counts // alignment) * alignment
@@ -78,5 +79,5 @@ def own_groups(groups: RowGroups, dtype: jnp.dtype) -> Float[Array, "R G"]:
     By a matmul with it the gradient of what rows look up is a matmul, too. JAX would add it up row by row.
     """
     ends = jnp.cumsum(groups.sizes)
-    own = jnp.searchsorted(ends, jnp.arange(groups.sources.size), side="right", method="compare_all")
+    own = jnp.searchsorted(ends, jnp.arange(groups.sources.size, dtype=ends.dtype), side="right", method="compare_all")
     return jax.nn.one_hot(own, groups.sizes.size, dtype=dtype)

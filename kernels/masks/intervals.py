@@ -48,7 +48,10 @@ def array_namespace(*arrays):
 
 def tile_kind(nonempty, full):
     """The kind of a rectangle from two truth values (scalars or arrays)."""
-    return nonempty * 1 + (nonempty & full) * 1
+    if array_namespace(nonempty, full) is np:
+        return nonempty * 1 + (nonempty & full) * 1
+    # JAX multiplies no truth value by a number under jax_numpy_dtype_promotion="strict".
+    return jnp.where(nonempty, jnp.where(full, 2, 1), 0)
 
 
 def kleene_and(a, b):

@@ -175,7 +175,7 @@ def _rows_by_position(
     full_stop, _ = search(too_high[0][None], too_high[1][None], *ends, above=True)
     if call.kv_len % block_kv:
         last_tile = -(-call.kv_len // block_kv) - 1
-        sticks_out = jnp.arange(shape[1]) == last_tile
+        sticks_out = jnp.arange(shape[1], dtype=jnp.int32) == last_tile
         full_stop = jnp.where(sticks_out, 0, full_stop) if transposed else jnp.minimum(full_stop, last_tile)
     return Rows.of_intervals(start, full_start, full_stop, stop)
 

@@ -96,4 +96,4 @@ def _table_of_documents(ids: Int[Array, "B M"], varying_axes) -> tuple[Int[Array
     # A token amid its document says nothing new, and is dropped.
     slot = jnp.where(is_start | is_end, ids & (num_slots - 1), num_slots)
     table = vary(jnp.full((batch, num_slots, 3), _NOWHERE), varying_axes)
-    return table.at[jnp.arange(batch)[:, None], slot].max(entries, mode="drop"), num_slots
+    return table.at[jnp.arange(batch, dtype=jnp.int32)[:, None], slot].max(entries, mode="drop"), num_slots

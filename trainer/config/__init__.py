@@ -1,5 +1,6 @@
 """Everything that a run can be told: the config classes, which a config page imports from here."""
 
+from layers.token_choice import TokenChoice
 from trainer.config.train_config import (
     CheckpointConfig,
     CompilationConfig,
@@ -12,7 +13,6 @@ from trainer.config.train_config import (
     OptimizerConfig,
     SamplesConfig,
     TensorConfig,
-    TokenChoice,
     TrainConfig,
     WandbConfig,
     WatchdogConfig,

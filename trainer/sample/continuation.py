@@ -14,13 +14,16 @@ import jax
 import jax.numpy as jnp
 import rich.console
 
+from kernels.backends import Task
+from layers import GPT
+from layers.generator import Generator, NewToken, SampleRequest
 from trainer.compile.out_of_memory import OutOfMemory, describe_device, describe_host, running
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import MeshConfig
 from trainer.data import Tokenizer
 from trainer.data.files import read_at_most
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.sample.generate import Generator, NewToken, SampleRequest
+from trainer.sample.backends import check_backends
 from trainer.sample.sample_command import SampleCommand
 from trainer.sample.streams import make_streams, show_whole
 from trainer.sample.text import GrowingText, encode_prompt, find_stop_token
@@ -58,8 +61,9 @@ def run(command: SampleCommand) -> None:
 
     use_compilation_cache(trained.config.compilation.cache_dir)
     device = make_mesh(MeshConfig()).devices.flat[0]
-    generator = Generator(trained.model, vocab_size=trained.tokenizer.vocab_size, choice=command.choice)
-    generator.check(requests, {"attention": "--implementation", "decoding": "--decode-implementation"})
+    generator = Generator(GPT, trained.model, vocab_size=trained.tokenizer.vocab_size)
+    settings: dict[Task, str] = {"attention": "--implementation", "decoding": "--decode-implementation"}
+    check_backends(generator, requests, command.choice, settings)
     with _explained(requests, trained, device, generator):
         trained, restored = trained.restore_params(device)
         params = generator.lay_out(restored)
@@ -70,7 +74,9 @@ def run(command: SampleCommand) -> None:
     )
     begun = time.perf_counter()
     with _explained(requests, trained, device, generator):
-        num_added, num_ended = _show(generator.generate(params, requests), prompts, requests, trained.tokenizer)
+        num_added, num_ended = _show(
+            generator.generate(params, requests, command.choice), prompts, requests, trained.tokenizer
+        )
     console.note(
         f"tokens added: {num_added:,} in {format_seconds(time.perf_counter() - begun)}, compiling included; "
         f"texts that ended by themselves: {num_ended} of {len(requests)}"

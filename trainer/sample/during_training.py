@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from kernels.backends import Task
+from layers import GPT
+from layers.generator import Generator, SampleRequest
 from trainer.config import TrainConfig
 from trainer.data import Tokenizer
 from trainer.errors import UserMistake
-from trainer.sample.generate import Generator, SampleRequest
+from trainer.sample.backends import check_backends
 from trainer.sample.text import GrowingText, encode_prompt
 from trainer.step.sharding import on_one_device
 
@@ -40,7 +42,8 @@ class Samples:
                 )
             num_new_tokens = min(samples.num_tokens, length - len(tokens) + 1)
             self._requests.append(SampleRequest(tokens, num_new_tokens, samples.seed, tokenizer.delimiters.end))
-        self._generator = Generator(config.model, vocab_size=tokenizer.vocab_size, choice=samples)
+        self._choice = samples
+        self._generator = Generator(GPT, config.model, vocab_size=tokenizer.vocab_size)
 
     def check(self) -> None:
         """Checks that the backends that the config names serve the prompts; looks at the devices.
@@ -49,7 +52,7 @@ class Samples:
           UserMistake: one doesn't.
         """
         settings: dict[Task, str] = {"attention": "model.implementation", "decoding": "model.decode_implementation"}
-        self._generator.check(self._requests, settings)
+        check_backends(self._generator, self._requests, self._choice, settings)
 
     def write(self, params: Any, mesh: jax.sharding.Mesh) -> Iterator[tuple[str, str]]:
         """Continues the prompts.
@@ -64,7 +67,7 @@ class Samples:
         laid_out = on_one_device(self._generator.lay_out(params), mesh)
         growing = [GrowingText(self._tokenizer, request.tokens) for request in self._requests]
         texts = [""] * len(growing)
-        for new in self._generator.generate(laid_out, self._requests):
+        for new in self._generator.generate(laid_out, self._requests, self._choice):
             if new.token != self._tokenizer.delimiters.end:
                 texts[new.request] += growing[new.request].add(new.token)
             if new.is_last:

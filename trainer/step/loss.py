@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kernels.exp_logits import ExpLogits
+from kernels.number_types import at_least_float32
 
 # Beyond it, hidden states times what the exponentials are multiplied by would be lost. It is a loss of 69 nats.
 _HIGHEST_SUM = 1e30
@@ -249,7 +250,7 @@ def _sweep_by_exponentials(
 
 
 def _sum_dtype(head: Array) -> jnp.dtype:
-    return jnp.promote_types(head.dtype, jnp.float32)
+    return at_least_float32(head.dtype)
 
 
 def _sum_up(

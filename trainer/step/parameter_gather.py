@@ -33,6 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from kernels.number_types import at_least_float32
 from trainer.step.sharding import AXES, STATE_AXES, TOKEN_AXES, axes_of, path_name
 
 
@@ -199,7 +200,7 @@ class _Route:
                 gradient = self._sum_shards(gradient)
             return lax.psum(gradient, self.sum_axes)
 
-        return self._map_rest(reduce)(gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32)))
+        return self._map_rest(reduce)(gradient.astype(at_least_float32(gradient.dtype)))
 
     def _sum_shards(self, gradient: Array) -> Array:
         """This device's shard of the sum."""

@@ -27,6 +27,7 @@ from kernels.backends.mosaic_gpu.registers import (
 )
 from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
+from kernels.number_types import types_of_32_bits
 from kernels.target import Target
 
 # Few, so that programs have several blocks each.
@@ -183,6 +184,7 @@ def machine_of(tuning: MosaicGpuTuning) -> Hopper:
     return Hopper()
 
 
+@types_of_32_bits()
 def launch(
     make_context: Callable[..., Any],
     producer: Callable[[Any], None],

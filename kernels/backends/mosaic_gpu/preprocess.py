@@ -20,6 +20,7 @@ from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, lse_is_offset, offset_columns
 from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, store_matrix
 from kernels.call import AttentionCall
+from kernels.number_types import types_of_32_bits
 
 # Of a program (docs/hopper_kernels.md).
 _NUM_ZEROS = 1024
@@ -34,6 +35,7 @@ def with_offsets(arrays: BackwardArrays, call: AttentionCall, machine: Hopper, *
     return arrays._replace(lse=loaded_lse, delta=None, offsets=columns, d_query=d_query)
 
 
+@types_of_32_bits()
 def preprocess(
     delta: Float[Array, "B N T"],
     lse: Float[Array, "B N T"] | None,

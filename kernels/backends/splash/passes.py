@@ -197,7 +197,7 @@ def forward(
         row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
         attends = lse != -jnp.inf
         alpha = jnp.where(attends, jnp.exp(lse - row_max) / row_sum, 0)
-        output = (output * alpha[..., None]).astype(call.dtype)
+        output = (output.astype(lse.dtype) * alpha[..., None]).astype(call.dtype)
         lse = jnp.where(attends, row_max + jnp.log(row_sum), -jnp.inf)
     return output.swapaxes(1, 2), lse.swapaxes(1, 2)
 

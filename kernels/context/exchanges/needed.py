@@ -113,16 +113,16 @@ class NeededChunks:
         self.num_chunks = call.q_len // split.run_chunk
         is_needed = needed_by_others(call, split, chunks, segment_ids).any(-1)
         by_rank = is_needed.reshape(-1, split.num_ranks, self.num_chunks)
-        most = by_rank.sum(-1).max()
+        most = by_rank.sum(-1, dtype=np.int32).max()
         # Where neither documents nor the deal of each row decide, it is known ahead of time.
         self.most = int(most) if isinstance(is_needed, np.ndarray) else most
         # The needed chunks have the first turns to be sent, in the order in which they are held.
-        self.sent = jnp.argsort(~by_rank, axis=-1)
-        turns = jnp.argsort(self.sent, axis=-1)
+        self.sent = jnp.argsort(~by_rank, axis=-1).astype(jnp.int32)
+        turns = jnp.argsort(self.sent, axis=-1).astype(jnp.int32)
         self.chunks = jnp.asarray(chunks, jnp.int32).reshape(by_rank.shape)
         self.own_chunks, self.own_turns = self.chunks[:, self.rank], turns[:, self.rank]
         # Of each chunk of the row: the rank that holds it, which of the rank's chunks it is, and its turn.
-        holders = jnp.argsort(chunks, axis=1)
+        holders = jnp.argsort(chunks, axis=1).astype(jnp.int32)
         self.holders, self.numbers = jnp.divmod(holders, self.num_chunks)
         self.turns = jnp.take_along_axis(turns.reshape(chunks.shape), holders, axis=1)
 
@@ -141,7 +141,7 @@ class NeededChunks:
 
     def sum_to_owners(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
         """Each rank's tokens of the sum over all ranks, in the softmax's dtype; the transpose of `gather`."""
-        dtype, ranks = self.call.softmax_dtype, jnp.arange(self.split.num_ranks)
+        dtype, ranks = self.call.softmax_dtype, jnp.arange(self.split.num_ranks, dtype=jnp.int32)
 
         def sum_to_owners(x: Shaped[Array, "B T ..."], size: int) -> Shaped[Array, "B t ..."]:
             whole = cut_into_chunks(x, self.split)

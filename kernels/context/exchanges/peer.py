@@ -110,10 +110,10 @@ class KeyRows(NamedTuple):
         chunks = split.chunks(split.row_order(inputs), call.batch)
         is_needed = jnp.moveaxis(jnp.asarray(needed_by_others(call, split, chunks, inputs.query_segment_ids)), -1, 0)
         chunks, num_all = jnp.asarray(chunks, jnp.int32), chunks.shape[1]
-        ranks = jnp.arange(split.num_ranks)[:, None, None]
-        is_there = is_needed | (jnp.arange(num_all) // (num_all // split.num_ranks) == ranks)
+        ranks = jnp.arange(split.num_ranks, dtype=jnp.int32)[:, None, None]
+        is_there = is_needed | (jnp.arange(num_all, dtype=jnp.int32) // (num_all // split.num_ranks) == ranks)
         is_there = is_there if is_compact else jnp.ones_like(is_there)
-        order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1)
+        order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1).astype(jnp.int32)
         places = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
         here, num_chunks = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
         return KeyRows(split, is_compact, is_needed, order[here], places, num_chunks[here])
@@ -147,7 +147,7 @@ class KeyRows(NamedTuple):
         holder, number = jnp.divmod(self.order, num_own)
         is_read = jnp.take_along_axis(self.is_needed[self._rank], self.order, axis=1)
         of_row = number + num_own * jnp.where(is_read, (holder - self._rank) % num_ranks, 0)
-        others = (self._rank + jnp.arange(1, num_ranks)) % num_ranks
+        others = (self._rank + jnp.arange(1, num_ranks, dtype=jnp.int32)) % num_ranks
         there = jnp.where(self.is_needed[others], self.places[others] + 1, 0)
         of_own = jnp.stack([self._own(x) for x in (self.places[self._rank], *there)], axis=-1)
         num_more = -(-num_past_the_last // self.split.run_chunk)

@@ -182,7 +182,7 @@ def needed_hops(call: AttentionCall, split: Split, segment_ids: Int[Array, "B t"
     if not documents_bound_hops(call, split) or most == 2:
         return most
     assert segment_ids is not None, "the call has documents"
-    ranks = jnp.arange(split.num_ranks)
+    ranks = jnp.arange(split.num_ranks, dtype=jnp.int32)
     hops_to = 1 + jnp.tril(ranks[:, None] - ranks)  # from the keys' rank to the queries', which isn't before it
     farthest = jnp.max(jnp.where(may_share_documents(segment_ids[:, None], split), hops_to, 1))
     # A collective is one operation of all devices, so they all go round as often. The first hop is under way before the

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layers.token_choice import choose_tokens, keep_top_k, keep_top_p
 from trainer.config import SamplesConfig, TokenChoice
-from trainer.sample.choice import choose_tokens, keep_top_k, keep_top_p
 
 
 def likeliest_first(row):

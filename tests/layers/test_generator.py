@@ -12,9 +12,9 @@ from flax import nnx
 
 from kernels import CausalMask, LocalMask
 from layers import GPT, GPTConfig
+from layers.generator import Generator, SampleRequest, _numbers, generator_of
+from layers.token_choice import TokenChoice
 from tests.seeds import seeded_rng
-from trainer.config import TokenChoice
-from trainer.sample.generate import Generator, SampleRequest
 
 CONFIG = GPTConfig(
     vocab_size=40,
@@ -42,7 +42,7 @@ def model():
 @pytest.fixture(scope="module")
 def draw(model):
     """One generator for all tests, which are of three texts each, and its parameters."""
-    generator = Generator(CONFIG, vocab_size=VOCAB_SIZE, choice=TokenChoice(temperature=3.0, top_k=20, top_p=0.95))
+    generator = Generator(GPT, CONFIG, vocab_size=VOCAB_SIZE)
     return generator, generator.lay_out(parameters(model))
 
 
@@ -50,10 +50,13 @@ def parameters(model):
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def texts_of(generator, params, requests):
+CHOICE = TokenChoice(temperature=3.0, top_k=20, top_p=0.95)
+
+
+def texts_of(generator, params, requests, choice=CHOICE):
     """The tokens of each text, checked to come in turns and to end when they say so."""
     texts, ended = [[] for _ in requests], set()
-    for new in generator.generate(params, requests):
+    for new in generator.generate(params, requests, choice):
         assert new.request not in ended
         texts[new.request].append(new.token)
         ended |= {new.request} if new.is_last else set()
@@ -66,12 +69,10 @@ def random_request(rng, length, num_new_tokens, seed=0):
     return SampleRequest(tuple(rng.integers(0, VOCAB_SIZE, length).tolist()), num_new_tokens, seed, stop_token=-1)
 
 
-def test_the_likeliest_texts_are_those_of_the_whole_forward_pass(rng, model, draw, monkeypatch):
-    generator, params = draw
-    monkeypatch.setitem(generator._choice, "top_k", 1)
+def test_the_likeliest_texts_are_those_of_the_whole_forward_pass(rng, model, draw):
     # All grow past the window, one of them from a prompt of one token.
     requests = [random_request(rng, length, 12) for length in (1, 20, 40)]
-    texts = texts_of(generator, params, requests)
+    texts = texts_of(*draw, requests, dataclasses.replace(CHOICE, top_k=1))
 
     @jax.jit
     def logits_of(tokens):
@@ -119,7 +120,7 @@ def test_a_token_is_told_while_the_next_is_made(rng, draw, monkeypatch):
     monkeypatch.setattr(
         generator, "_step", lambda *arguments, **options: steps.append(None) or step(*arguments, **options)
     )
-    tokens = generator.generate(params, [random_request(rng, 4, 100)] * 3)
+    tokens = generator.generate(params, [random_request(rng, 4, 100)] * 3, CHOICE)
     told = [next(tokens).request for _ in range(6)]
     assert told == [0, 1, 2, 0, 1, 2]
     assert len(steps) == 2
@@ -130,7 +131,7 @@ def test_caches_are_written_in_place(rng, draw):
     """What a step gives back lies where its caches lay: no second copy of them exists."""
     generator, params = draw
     texts = generator._no_texts([random_request(rng, 4, 20_000)] * 3)
-    step = generator._step.lower(params, texts, generator._choice, context_length=20_224)
+    step = generator._step.lower(params, texts, _numbers(CHOICE), context_length=20_224)
     memory = step.compile().memory_analysis()
     caches = sum(leaf.nbytes for leaf in jax.tree.leaves(texts.caches))
     assert memory.alias_size_in_bytes >= caches
@@ -139,4 +140,49 @@ def test_caches_are_written_in_place(rng, draw):
 
 def test_a_model_that_looks_ahead_is_refused():
     with pytest.raises(ValueError, match="may let a token see later ones"):
-        Generator(GPTConfig(num_layers=1, masks=(LocalMask(3, 3),)), vocab_size=257, choice=TokenChoice())
+        Generator(GPT, GPTConfig(num_layers=1, masks=(LocalMask(3, 3),)), vocab_size=257)
+
+
+def test_a_model_generates_what_its_generator_does_and_compiles_once(rng, model, draw):
+    prompts = [rng.integers(0, VOCAB_SIZE, length).tolist() for length in (9, 3, 5)]
+    requests = [SampleRequest(tuple(prompt), 6, 4 + i, -1) for i, prompt in enumerate(prompts)]
+    options = {"seed": 4, "vocab_size": VOCAB_SIZE, "top_k": 20, "top_p": 0.95}
+    texts = model.generate(prompts, 6, temperature=3.0, **options)
+    assert texts == texts_of(*draw, requests)
+    generator = generator_of(GPT, CONFIG, VOCAB_SIZE)
+    sizes = [program._cache_size() for program in (generator._lay_out, generator._begin, generator._step)]
+    stop = texts[0][2]
+    other = nnx.clone(model)
+    longer = [np.asarray(prompt + prompt) for prompt in prompts]
+    again = other.generate(longer, 8, temperature=1.0, stop_token=stop, **options)
+    assert (
+        sizes == [1, 1, 1] == [each._cache_size() for each in (generator._lay_out, generator._begin, generator._step)]
+    )
+    assert all(len(text) == 8 or text[-1] == stop for text in again)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "num_tokens", "options", "message"),
+    [
+        ([], 3, {}, "there must be a prompt and a token to add, got 0 and num_tokens=3"),
+        ([[1]], 0, {}, "got 1 and num_tokens=0"),
+        ([[1], []], 3, {}, "with a token at least"),
+        ([1, 2], 3, {}, r"must be lists of token ids.*a single prompt is \[prompt\]"),
+        ("a text", 3, {}, "must be lists of token ids"),
+        (["a text"], 3, {}, "must be lists of token ids"),
+        ([[1, 40]], 3, {}, "from 0 to vocab_size - 1 = 39"),
+        ([[-1]], 3, {}, "from 0 to vocab_size - 1 = 39"),
+        ([[0.5]], 3, {}, "must hold integers"),
+        ([[1]], 3, {"temperature": -1.0}, "temperature=-1.0 must be finite and not negative"),
+        ([[1]], 3, {"top_k": 0}, "top_k=0 must be at least 1"),
+        ([[1]], 3, {"top_p": 1.5}, "top_p=1.5 must be more than 0 and at most 1"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(model, prompts, num_tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompts, num_tokens, **options)
+
+
+def test_generate_is_called_outside_of_jit(model):
+    with pytest.raises(ValueError, match=r"call it outside of jax\.jit"):
+        jax.eval_shape(lambda: model.generate([jnp.zeros(3, jnp.int32)], 2))

@@ -7,9 +7,32 @@ Shapes: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """How a sampled text's next token is chosen."""
+
+    temperature: float = 0.8
+    """Logits are divided by it; less makes likely tokens likelier. 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest tokens only; None: among all."""
+    top_p: float | None = None
+    """Choose among the fewest likeliest tokens whose probabilities reach this sum (arXiv:1904.09751); None: all."""
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be finite and not negative; 0 takes the likeliest")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1; None chooses among all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be more than 0 and at most 1; None chooses among all tokens")
 
 
 def choose_tokens(

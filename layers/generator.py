@@ -5,7 +5,8 @@ Shapes: B texts written side by side, T tokens of a prompt and its padding, V vo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,12 +16,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kernels import CantServe, SlabCache
-from kernels.backends import Task
-from layers import GPT, GPTConfig, init_caches, unroll_params, unrolled_config
-from trainer.config import TokenChoice
-from trainer.errors import UserMistake
-from trainer.sample.choice import choose_tokens
+from kernels import SlabCache
+from layers.config import GPTConfig
+from layers.decoding import init_caches, unroll_params, unrolled_config
+from layers.token_choice import TokenChoice, choose_tokens
 
 # Prompts are padded to a power of two, this one or a larger, and caches to a multiple, so that other prompts seldom
 # mean another program to compile.
@@ -78,49 +77,37 @@ class Generator:
     """Continues texts with a model, on one device; nothing is compiled before the first.
 
     Args:
+      model_class: `layers.GPT`, which is given and not imported, since its own `generate` makes a generator.
       config: of the model.
       vocab_size: the tokenizer's; a model often has room for more ids, which mean nothing.
-      choice: how tokens are chosen.
 
     Raises:
       ValueError: a mask of the model looks ahead.
     """
 
-    def __init__(self, config: GPTConfig, *, vocab_size: int, choice: TokenChoice):
+    def __init__(self, model_class: Callable[..., Any], config: GPTConfig, *, vocab_size: int):
         config.check_looks_back_only()
         self._config = config
-        laid_out = nnx.eval_shape(lambda: GPT(unrolled_config(config), rngs=nnx.Rngs(0)))
+        laid_out = nnx.eval_shape(lambda: model_class(unrolled_config(config), rngs=nnx.Rngs(0)))
         self._graphdef, self._abstract_params = nnx.split(laid_out, nnx.Param)
         self._vocab_size = vocab_size
-        # Arguments of the programs: whether there is a number is compiled in, which one isn't.
-        self._choice = {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
         self._lay_out = jax.jit(lambda params: unroll_params(config, params))
         self._begin = jax.jit(self._begin_text, donate_argnums=1, static_argnames="context_length")
         self._step = jax.jit(self._add_tokens, donate_argnums=1, static_argnames="context_length")
 
-    def check(self, requests: Sequence[SampleRequest], settings: Mapping[Task, str]) -> None:
+    def check(self, requests: Sequence[SampleRequest], choice: TokenChoice) -> None:
         """Checks that the backends that the model's config names serve these texts; needs no parameters.
 
-        Args:
-          requests: the texts.
-          settings: what a user calls the choice of a backend for prompts ("attention") and for new tokens ("decoding").
-
         Raises:
-          UserMistake: a backend doesn't, with the setting to change.
+          CantServe: a backend doesn't.
         """
         if self._config.implementation is None and self._config.decode_implementation is None:
             return  # Something serves every call.
         params = nnx.to_pure_dict(self._abstract_params)
         texts, context_length = jax.eval_shape(lambda: self._no_texts(requests)), _context_length(requests)
-        try:
-            for prompt in _prompts(requests):
-                self._begin.eval_shape(params, texts, *prompt, self._choice, context_length=context_length)
-            self._step.eval_shape(params, texts, self._choice, context_length=context_length)
-        except CantServe as refused:
-            raise UserMistake(
-                f"{settings[refused.task]}={refused.implementation!r} can't serve this call: {refused.reason}; "
-                "choose another, or None for the fastest that can"
-            ) from refused
+        for prompt in _prompts(requests):
+            self._begin.eval_shape(params, texts, *prompt, _numbers(choice), context_length=context_length)
+        self._step.eval_shape(params, texts, _numbers(choice), context_length=context_length)
 
     def lay_out(self, params: Any) -> Any:
         """The model's parameters as `generate` wants them; the given ones aren't needed any more.
@@ -130,18 +117,19 @@ class Generator:
         """
         return self._lay_out(params)
 
-    def generate(self, params: Any, requests: Sequence[SampleRequest]) -> Iterator[NewToken]:
+    def generate(self, params: Any, requests: Sequence[SampleRequest], choice: TokenChoice) -> Iterator[NewToken]:
         """Continues texts side by side, until all have ended.
 
         Args:
           params: from `lay_out`.
           requests: at least one, of any lengths.
+          choice: how tokens are chosen.
 
         Returns:
           Every token as soon as it is chosen.
         """
         num_ended = 0
-        programs = self._run(params, requests)
+        programs = self._run(params, requests, _numbers(choice))
         added = next(programs)
         while num_ended < len(requests):
             following = next(programs)  # The device has it before the host waits for what came before.
@@ -156,14 +144,14 @@ class Generator:
         caches = jax.eval_shape(lambda: self._no_caches(requests))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
-    def _run(self, params: Any, requests: Sequence[SampleRequest]) -> Iterator[_Added]:
+    def _run(self, params: Any, requests: Sequence[SampleRequest], choice: dict[str, float | None]) -> Iterator[_Added]:
         """Starts one program after another, without an end, and yields what each is going to add."""
         texts, context_length = self._no_texts(requests), _context_length(requests)
         for prompt in _prompts(requests):
-            texts, added = self._begin(params, texts, *prompt, self._choice, context_length=context_length)
+            texts, added = self._begin(params, texts, *prompt, choice, context_length=context_length)
             yield added
         while True:
-            texts, added = self._step(params, texts, self._choice, context_length=context_length)
+            texts, added = self._step(params, texts, choice, context_length=context_length)
             yield added
 
     def _no_texts(self, requests: Sequence[SampleRequest]) -> _Texts:
@@ -229,7 +217,7 @@ class Generator:
 
     def _choose(
         self,
-        model: GPT,
+        model: Any,
         hidden: Float[Array, "B W"],
         seeds: UInt32[Array, " B"],
         positions: Int[Array, " B"],
@@ -238,6 +226,35 @@ class Generator:
         # From the text's own seed and the token's place in it, so that no text depends on another.
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
+
+
+@functools.lru_cache(maxsize=8)
+def generator_of(model_class: Callable[..., Any], config: GPTConfig, vocab_size: int) -> Generator:
+    """The generator of all models of a config, whose programs are compiled once."""
+    return Generator(model_class, config, vocab_size=vocab_size)
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]], num_tokens: int, *, seed: int, stop_token: int | None, vocab_size: int
+) -> list[SampleRequest]:
+    """One request for each prompt, with seeds that count up; ValueError, as `GPT.generate` says."""
+    if not all(np.ndim(prompt) == 1 and len(prompt) for prompt in prompts):
+        raise ValueError(
+            "prompts must be lists of token ids, one for each text, with a token at least (one that begins a document "
+            f"will do), got {str(prompts)[:80]!r}; a single prompt is [prompt]"
+        )
+    if not len(prompts) or num_tokens < 1:
+        raise ValueError(f"there must be a prompt and a token to add, got {len(prompts)} and num_tokens={num_tokens}")
+    ids = [np.asarray(prompt) for prompt in prompts]
+    if not all(x.dtype.kind in "iu" and x.min() >= 0 and x.max() < vocab_size for x in ids):
+        raise ValueError(f"prompts must hold integers from 0 to vocab_size - 1 = {vocab_size - 1}")
+    stop = -1 if stop_token is None else stop_token
+    return [SampleRequest(tuple(x.tolist()), num_tokens, seed + i, stop) for i, x in enumerate(ids)]
+
+
+def _numbers(choice: TokenChoice) -> dict[str, float | None]:
+    # Arguments of the programs: whether there is a number is compiled in, which one isn't.
+    return {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
 
 
 def _context_length(requests: Sequence[SampleRequest]) -> int:
