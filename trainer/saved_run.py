@@ -108,10 +108,6 @@ def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -
     name = name or data.tokenizer or (None if data.source == "bin" else "byte")
     if name is None:
         return None
-    if delimiters is None:
-        # Documents began with the token that ended them, whatever the tokenizer says.
-        end = load_tokenizer(name, data.end_of_document_token, NONE, setting=setting).delimiters.end
-        delimiters = (end, end)
     begin_token, end_token = (NONE if token is None else token for token in delimiters)
     return load_tokenizer(name, end_token, begin_token, setting=setting)
 
@@ -127,7 +123,7 @@ def read_init_from(path: Path) -> Mapping[str, Any]:
     """
     record = Workdir(path).record
     try:
-        init_from = read_record(record).get("init_from") or {}  # older records don't have it
+        init_from = read_record(record)["init_from"] or {}
         found = {name: init_from[name] for name in ("family", "context_length") if init_from.get(name) is not None}
         if not isinstance(found.get("family", ""), str):
             raise ValueError("its family is no name")
@@ -135,7 +131,7 @@ def read_init_from(path: Path) -> Mapping[str, Any]:
             raise ValueError("its context_length is no number of tokens")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserMistake(
             f"{record}, which says what the run began with, can't be read: {error!r}; mend it, or move it away"
         ) from error

@@ -38,10 +38,10 @@ class FoundCheckpoint:
 
     path: Path
     step: int
-    tokenizer: str | None
-    """Identity of the tokenizer that made the tokens; None: it was saved before checkpoints said so."""
-    delimiters: tuple[int | None, int | None] | None
-    """Tokens that began and ended documents; None: it was saved before checkpoints said so."""
+    tokenizer: str
+    """Identity of the tokenizer that made the tokens."""
+    delimiters: tuple[int | None, int | None]
+    """Tokens that began and ended documents."""
     config_history: Any
     """The run's config up to its step, as JSON values; None: it was saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
@@ -110,15 +110,13 @@ def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
     return None
 
 
-def _read_tokenizer(path: Path, data: Any) -> tuple[str | None, tuple[int | None, int | None] | None]:
+def _read_tokenizer(path: Path, data: Any) -> tuple[str, tuple[int | None, int | None]]:
     """The identity of the tokenizer, and the delimiters, that a checkpoint's data state tells."""
     data = data if isinstance(data, dict) else {}
     tokenizer, delimiters = data.get("tokenizer"), data.get("delimiters")
-    if not isinstance(tokenizer, str | None):
+    if not isinstance(tokenizer, str):
         raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
     match delimiters:
-        case None:
-            return tokenizer, None
         case [int() | None as begin, int() | None as end]:
             return tokenizer, (begin, end)
     raise cannot_restore(path, f"its run.json names the tokens around documents by {printable(str(delimiters)[:40])}")

@@ -248,22 +248,11 @@ class Checkpoints:
 
     def _restore(self, path: Path, abstract_state: Any) -> Any:
         try:
-            return self._restore_fields(path / "state", abstract_state)
+            return self._orbax.restore(path / "state", abstract_state)
         except Exception as error:
             if reason_of(error) is not None:
                 raise
             raise cannot_restore(path, error) from error
-
-    def _restore_fields(self, path: Path, abstract_state: Any) -> Any:
-        """Reads a state. A field that has a default has it where an older version didn't save the field."""
-        defaults = getattr(abstract_state, "_field_defaults", {})
-        held = self._orbax.metadata(path).item_metadata.tree
-        absent = {name: default for name, default in defaults.items() if name not in held}
-        if not absent:
-            return self._orbax.restore(path, abstract_state)
-        fields = abstract_state._asdict()
-        shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, fields.pop(name)) for name in absent}
-        return type(abstract_state)(**self._orbax.restore(path, fields), **jax.device_put(absent, shardings))
 
     def _path(self, step: int) -> Path:
         return self._folder / str(step)

@@ -97,7 +97,7 @@ class TrainIterator:
         notes = []
         if changed := [name for name in self._stream if theirs.get(name) != self._stream[name]]:
             self._refuse(changed, state, allow_changed)
-            num_epochs = position / (num_sequences or self.num_sequences)
+            num_epochs = position / num_sequences
             epoch = min(math.ceil(num_epochs), _MAX_POSITION // self.num_sequences)
             notes.append(
                 f"the sequences are other ones than before ({' and '.join(changed)} changed): the run has seen about "
@@ -127,14 +127,13 @@ class TrainIterator:
                 "a place in another order; go back to the seed that the checkpoint was made with, or start in a new "
                 "workdir"
             )
-        if "corpus" in changed and state.get("tokenizer") != self._tokenizer:
+        if "corpus" in changed and state["tokenizer"] != self._tokenizer:
             raise DataError(
-                f"the checkpoint's tokens were made by tokenizer {state.get('tokenizer')!r}, and this run's by "
+                f"the checkpoint's tokens were made by tokenizer {state['tokenizer']!r}, and this run's by "
                 f"{self._tokenizer!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
                 "back to that tokenizer, or start in a new workdir"
             )
-        # Older states lack the delimiters. Documents then began with the token that ended them.
-        delimiters = state.get("delimiters", [self._delimiters.end] * 2)
+        delimiters = state["delimiters"]
         if "corpus" in changed and not allow_changed and delimiters != list(self._delimiters):
             raise DataError(
                 f"the checkpoint's documents begin and end with tokens {str(delimiters)[:40]}, and this run's with "
@@ -149,17 +148,15 @@ class TrainIterator:
             )
 
 
-def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
-    """The stream, the position and the sequences of an epoch that a state holds. Old states lack the last: None."""
+def _read_state(state: Any) -> tuple[dict[str, Any], int, int]:
+    """The stream, the position and the sequences of an epoch that a state holds."""
     try:
-        stream = state["stream"]
-        if "grain" in state:
-            counts = (state["grain"]["next_index"], stream["batch_size"])
-        else:
-            counts = (state["position"], state["num_sequences"])
+        stream, position, num_sequences = (state[name] for name in ("stream", "position", "num_sequences"))
+        if absent := {"tokenizer", "delimiters"} - state.keys():
+            raise KeyError(min(absent))
         if not isinstance(stream, dict):
             raise TypeError(f"stream={stream!r}")
-        for count, least in zip(counts, (0, 1), strict=True):
+        for count, least in ((position, 0), (num_sequences, 1)):
             if type(count) is not int or not least <= count <= _MAX_POSITION:
                 raise ValueError(f"{count!r} is no count of sequences")
     except (TypeError, KeyError, ValueError) as error:
@@ -167,6 +164,4 @@ def _read_state(state: Any) -> tuple[dict[str, Any], int, int | None]:
             f"the checkpoint's data state can't be read ({type(error).__name__}: {str(error)[:80]}); move the "
             "checkpoint elsewhere to go on from the one before it, or start in a new workdir"
         ) from error
-    if "grain" in state:
-        return stream, min(counts[0] * counts[1], _MAX_POSITION), None
-    return stream, *counts
+    return stream, position, num_sequences

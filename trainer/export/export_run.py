@@ -89,7 +89,7 @@ def run(command: ExportCommand) -> None:
 
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint) -> None:
     """Refuses a tokenizer that isn't training's. What `.bin` files were made with, nobody knows."""
-    trained = checkpoint.tokenizer or tokenizer.identity
+    trained = checkpoint.tokenizer
     if trained != "pretokenized" and _digest(trained) != _digest(tokenizer.identity):
         raise UserMistake(
             f"the {tokenizer.name} tokenizer is not the one that the run was trained with: expected "

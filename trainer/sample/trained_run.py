@@ -98,11 +98,6 @@ def open_run(
 def _check_tokenizer(tokenizer: Tokenizer, checkpoint: FoundCheckpoint, model: GPTConfig) -> None:
     """Refuses a tokenizer that isn't training's. Of `.bin` files nobody knows which that was."""
     trained, given = checkpoint.tokenizer, tokenizer.identity
-    if trained is None:
-        raise UserMistake(
-            f"checkpoint {checkpoint.path} doesn't say which tokenizer made its tokens: an earlier version saved it; "
-            "train it again to sample from it"
-        )
     if trained not in (given, PretokenizedIds.identity):
         raise UserMistake(
             f"the {tokenizer.name} tokenizer is not the one that the run was trained with: "

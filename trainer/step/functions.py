@@ -59,7 +59,7 @@ class TrainState(NamedTuple):
     """Nested dict of float32 arrays, by the names of the model's attributes."""
     opt_state: Any
     """The optimizer's, its moments sharded like the parameters."""
-    skipping: Skipping = Skipping()
+    skipping: Skipping
     """What is remembered of updates that were skipped."""
 
 

@@ -133,12 +133,6 @@ def test_a_loss_is_measured_anew_exactly_where_something_else_is_measured(change
     assert told is None or "measured otherwise from now on, and don't compare with those up to here" in told
 
 
-def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word():
-    evaluator = Evaluator(SimpleNamespace(validation_digest="d"), None, None, None)
-    assert evaluator.take_up([{"step": 9, "validation_nats_per_token": 7.5}]) is None
-    assert evaluator.evaluations == {}
-
-
 def num_bytes_of_tokens(tokenizer, ids: list[int]) -> int:
     """Of byte-level tokens, each for itself: GPT-2 spells each byte as one character."""
     names = (tokenizer._tokenizer.id_to_token(i) for i in ids if i != tokenizer.delimiters.end)
