@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 import sys
-import threading
 import traceback
 import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import kernels
 import layers
@@ -45,14 +42,13 @@ def load_config(named: str | Path | Page) -> TrainConfig:
             raise UserMistake(f"config {path} takes no arguments: it is a run's config, not a page of Python")
         return load_saved_config(path)
     try:
-        with _exit_is_an_error():
-            get_config = _run_file(path).get("get_config")
-            if not callable(get_config):
-                raise UserMistake(
-                    f"config {path} defines no get_config(); "
-                    "add `def get_config() -> TrainConfig` that returns the experiment"
-                )
-            config = page.call(get_config)
+        get_config = _run_file(path).get("get_config")
+        if not callable(get_config):
+            raise UserMistake(
+                f"config {path} defines no get_config(); "
+                "add `def get_config() -> TrainConfig` that returns the experiment"
+            )
+        config = page.call(get_config)
     except (UserMistake, KeyboardInterrupt):
         raise
     except BaseException as error:
@@ -216,24 +212,6 @@ def flag_types(cls: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
         else:
             flags[f"{prefix}{name}"] = hint
     return flags
-
-
-@contextlib.contextmanager
-def _exit_is_an_error() -> Iterator[None]:
-    """Makes `os._exit` raise SystemExit, as `sys.exit` does: nobody could tell an end with status 0 from a run's."""
-    real, here = os._exit, (os.getpid(), threading.get_ident())
-
-    def exit_here(status: int) -> NoReturn:
-        # Processes that a page forks end by it, and so does this one at a stop signal, from another thread.
-        if here != (os.getpid(), threading.get_ident()):
-            real(status)
-        raise SystemExit(status)
-
-    os._exit = exit_here
-    try:
-        yield
-    finally:
-        os._exit = real
 
 
 def _run_file(path: Path) -> dict[str, Any]:

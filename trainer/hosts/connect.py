@@ -50,8 +50,6 @@ def connect(launch: Launch, timeout_s: int = CONNECT_WITHIN_S) -> Peers:
     _within(timeout_s, functools.partial(jax.distributed.initialize, **arguments), launch)
     state = distributed.global_state
     peers = Peers(state.process_id, state.num_processes, state.client)
-    assert state.coordinator_address is not None, "initialised"
-    peers.first_address = state.coordinator_address
     peers.hosts = peers.exchange("hosts", socket.gethostname(), patience_s=timeout_s)
     return peers
 

@@ -48,8 +48,6 @@ class Peers:
         self._table = table
         self.hosts: Sequence[str] = ("",) * count
         """The name of each process's machine."""
-        self.first_address = ""
-        """HOST:PORT at which process 0 answers as long as it lives."""
 
     @property
     def is_first(self) -> bool:

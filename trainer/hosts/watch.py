@@ -39,7 +39,7 @@ class PeerWatch:
     """Gives signs of life, and looks for those of the others, in a thread.
 
     Process 0 looks whether each process is alive, and tells the others. Process 0 itself holds JAX's coordination
-    service: JAX ends the others within seconds when it is gone, and `trainer/hosts/loss_of_first.py` records it.
+    service: JAX ends the others within seconds when it is gone. The next attempt tells that this one was killed.
 
     Args:
       peers: the processes.

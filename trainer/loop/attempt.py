@@ -14,7 +14,6 @@ from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.family import describe_export
-from trainer.hosts.loss_of_first import recording_loss_of_first
 from trainer.hosts.membership import ALONE, Membership
 from trainer.hosts.stop import SharedStopRequest
 from trainer.hosts.watch import Farewell
@@ -170,7 +169,7 @@ def attempt(
     over = ending or threading.Event()
     this = Attempt(config, workdir, command, TimeAccount(started), over, membership, owns_process)
     # Outermost, so that this run still answers signals while its end is being recorded.
-    with this.stop, draining_event_loops(), recording_loss_of_first(workdir.record, membership.peers):
+    with this.stop, draining_event_loops():
         try:
             with explained(config, command, this.record):
                 yield this

@@ -359,8 +359,6 @@ _USABLE = "from layers import GPTConfig\nfrom trainer.config import *\n"
             "config {path}: seed=1.5 is of type float; expected int",
         ),
         ("import sys\nsys.exit(0)\n", "config {path}:2: ends Python (exit status 0)"),
-        ("import os\nos._exit(0)\n", "config {path}:2: ends Python (exit status 0)"),
-        ("def get_config():\n    from os import _exit\n    _exit(3)\n", "config {path}:3: ends Python (exit status 3)"),
         ("raise GeneratorExit('odd')\n", "config {path}:1: GeneratorExit: odd"),
         ("class E(Exception):\n    __str__ = None\nraise E\n", "config {path}:3: E"),
         ("raise TypeError('an unexpected keyword argument')\n", "config {path}:1: TypeError: an unexpected keyword"),
@@ -401,25 +399,6 @@ def test_a_page_that_imports_one_that_exits_is_told_with_its_own_line(config_fil
     assert refusal("--config", path) == (
         f"config {path}:2: ends Python (exit status 0), before anything is trained; leave that out"
     )
-
-
-def test_what_a_page_forks_and_other_threads_may_end_while_it_runs(config_file, tmp_path):
-    # A stop signal ends the process from its own thread, with a status that must stay.
-    path = config_file(
-        "import os, threading, time\n"
-        "if os.fork() == 0:\n"
-        "    os._exit(7)\n"
-        f"open({str(tmp_path / 'status')!r}, 'w').write(str(os.waitstatus_to_exitcode(os.wait()[1])))\n"
-        "threading.Thread(target=lambda: os._exit(75)).start()\n"
-        "time.sleep(60)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"from trainer.config.file import load_config, Path; load_config(Path({str(path)!r}))"],
-        cwd=Path(__file__).parents[3],
-        timeout=60,
-    )
-    assert done.returncode == 75
-    assert (tmp_path / "status").read_text() == "7"
 
 
 def test_a_page_may_define_dataclasses_and_is_read_afresh(config_file):

@@ -145,29 +145,22 @@ def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, rea
     assert record["status"] == "failed"
     assert record["message"].startswith("process 1 (")
 
-    # Process 0 is killed. JAX aborts the survivor, and the record says why.
+    # Process 0 is killed. JAX aborts the survivor.
     pair = start_two("--workdir", workdir, "--mesh.data", 8)
     # Both processes are past their first exchange once the record names the devices.
     wait_until(pair, lambda: {"devices", "running"} <= words_of_record(workdir), "the next attempt")
     pair[0].kill()
-    begun = time.monotonic()
     _, errors = pair[1].communicate(timeout=100)
     assert pair[1].returncode == -signal.SIGABRT, errors
-    while "running" in words_of_record(workdir):
-        assert time.monotonic() - begun < LOST_WITHIN_S, errors
-        time.sleep(0.1)
-    record, _, _ = read_run(workdir)
-    assert record["status"] == "failed"
-    assert re.match(
-        r"process 0 \(.+\) is gone: nothing answers at 127\.0\.0\.1:\d+, and JAX has ended", record["message"]
-    )
 
-    # One process of 8 devices goes on, on another mesh, over the same tokens.
+    # One process of 8 devices goes on, on another mesh, over the same tokens. It tells how the one before ended.
     others = ("--mesh.fsdp", 2, "--mesh.tensor", 2, "--mesh.context", 2)
     finished = trainer_command.run_alone("--workdir", workdir, *others, *ARGUMENTS, **eight)
     assert finished.status == 0, finished.errors
+    assert "the last attempt ended without a word" in finished.output
     record, steps, evaluations = read_run(workdir)
     assert record["status"] == "completed"
+    assert [attempt["status"] for attempt in record["attempts"]] == ["preempted", "failed", "killed"]
     assert [row["step"] for row in steps] == list(range(1, 41))
     assert [row["num_targets"] for row in steps] == [row["num_targets"] for row in expected_steps]
     assert len({(row["loss"], row["grad_norm"]) for row in expected_steps}) == 40  # two losses may be alike by chance
