@@ -53,6 +53,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.full
 @needs_libtpu
 def test_a_sweep_from_the_command_line_to_the_plot(tmp_path, capsys):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_repeats": 2}

@@ -84,6 +84,7 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
     assert "least (busiest rank)" in printed
 
 
+@pytest.mark.full
 def test_a_ring_counts_the_hops_that_documents_need(tmp_path, capsys, monkeypatch):
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
         monkeypatch.setenv(name, environment_of_cpus(8)[name])

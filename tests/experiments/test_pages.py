@@ -41,7 +41,7 @@ def assert_no_t_by_t_array(config):
     assert max(arrays_in(hlo)) < config.sequence_length**2
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.full)])
 def test_no_array_of_t_by_t_elements_in_the_training_step(platform, monkeypatch):
     """The page's config for either kind of machine, compiled for this one."""
     monkeypatch.setenv("JAX_PLATFORMS", platform)

@@ -80,7 +80,7 @@ def kinds_of_warpgroups(rows: BlockRows, batch: int, num_warpgroups: int, num_co
     return kinds.reshape(-1, num_cols)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("num_warpgroups", [2, 3])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("mask", [FullMask(), CausalMask(), LocalMask(70, 0), CausalMask(-200)], ids=repr)

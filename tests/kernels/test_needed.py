@@ -30,6 +30,7 @@ def packed_row(rng):
     return ids, np.concatenate([np.arange(length) for length in lengths])
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize(("mask", "allows"), MASKS, ids=[repr(mask) for mask, _ in MASKS])
 @pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])

@@ -74,6 +74,7 @@ def test_gpus_attend_as_numpy_does(preallocates):
         assert case.get("difference", np.inf) < TOLERANCES[case["sizes"][-1]], case
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
 @pytest.mark.parametrize(("has_documents", "is_compact"), [(True, True), (True, False), (False, False)])

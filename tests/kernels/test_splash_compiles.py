@@ -78,6 +78,7 @@ def count_kernels(topology: str, cases: list[str]) -> dict[str, int]:
     return json.loads(finished.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("topology", "cases"),
     [("v5p:2x2x1", list(CASES)), ("v6e:2x2", ["wide heads, own tiles"])],

@@ -20,6 +20,7 @@ def assert_same(ours: Expected, theirs: Expected) -> None:
     np.testing.assert_array_equal(ours.greedy, theirs.greedy)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_computes_what_transformers_computed(case, tmp_path):
     expected = unpack(case, tmp_path)
