@@ -19,7 +19,7 @@ from tests.seeds import run_seed
 STEPS_PER_KILL = 8  # an attempt that is killed gets about five further
 # Saves every third step, so that kills fall into saves often; logs off that beat.
 ARGUMENTS = ("--checkpoint.every-num-steps", 3, "--log-every-num-steps", 4, "--evaluation.every-num-steps", 20)
-OPTIMISED = {"XLA_FLAGS": ""}  # as users run it: the last bit is theirsfrom tests.seeds import run_seed
+OPTIMISED = {"XLA_FLAGS": ""}  # as users run it: the last bit is theirs
 
 
 def final_state(workdir: Path, num_steps: int):
