@@ -25,7 +25,7 @@ from kernels import (
 from kernels.backends import BACKENDS, mosaic_gpu
 from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.shared_memory import shared_memory_bytes, shared_memory_excess
-from kernels.backends.mosaic_gpu.tuning import WHOLE_HEADS, TunedCall, resolve
+from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
 from kernels.call import Cotangent, make_call
 from tests.kernels.contract_cases import has_fused_backward
 from tests.kernels.gpu_calls import H200, call_of
@@ -82,13 +82,8 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
             (192, 192),
             "takes persistent forward_tiles for head dims up to 128, not 192",
         ),
-        (
-            MosaicGpuTuning(backward_tiles=WHOLE_HEADS),
-            (64, 72),
-            "takes backward_tiles with whole_heads for up to 512 queries, head dims up to 64 and as many heads of keys",
-        ),
     ],
-    ids=["backward", "fused", "three warpgroups", "persistent", "forward", "whole heads"],
+    ids=["backward", "fused", "three warpgroups", "persistent", "forward"],
 )
 def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, reason):
     head_dim, value_dim = head_dims
@@ -102,12 +97,11 @@ def test_tiles_that_are_not_for_the_head_dims_are_refused(tuning, head_dims, rea
     [
         MosaicGpuTuning("split", backward_tiles=MosaicBackwardTuning()),
         MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning()),
-        MosaicGpuTuning(backward_tiles=WHOLE_HEADS),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1)),
         MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(block_q=128)),
         MosaicGpuTuning(backward_tiles=ONE_GRADIENT),
     ],
-    ids=["split", "fused", "whole heads", "one warpgroup", "tall tiles", "one gradient each"],
+    ids=["split", "fused", "one warpgroup", "tall tiles", "one gradient each"],
 )
 def test_tiles_for_narrow_heads_are_taken(tuning):
     assert select_backend(call_of(head_dim=64)[1], tuning).name == "mosaic_gpu"
@@ -149,11 +143,7 @@ def test_says_that_it_needs_a_newer_jax():
         (lambda: MosaicGpuTuning("fused", backward_tiles=MosaicBackwardTuning(3)), "or (2, 128), not (3, 64)"),
         (lambda: MosaicGpuTuning(backward_tiles=MosaicBackwardTuning(1, 128)), "or (2, 128), not (1, 128)"),
         (lambda: MosaicGpuTuning("both"), "backward='both' must be 'fused', 'split' or None"),
-        (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split', or backward_tiles with whole_heads"),
-        (lambda: MosaicGpuTuning("split", backward_tiles=WHOLE_HEADS), "with whole_heads; use backward='fused'"),
-        (lambda: MosaicBackwardTuning(whole_heads=True), "and persistent=True, not 2, 64 and False"),
-        (lambda: MosaicBackwardTuning(1, persistent=True, whole_heads=True), "num_warpgroups=2, block_q=64 and"),
-        (lambda: MosaicBackwardTuning(2, 128, persistent=True, whole_heads=True), "not 2, 128 and True"),
+        (lambda: MosaicGpuTuning("fused", interpret=True), "use backward='split'"),
     ],
 )
 def test_tunings_refuse_what_cannot_run(make, message):
@@ -198,8 +188,6 @@ def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
             num_warpgroups, block_q, one_of(1, 2, 3), persistent=widest <= 128 and one_of(False, True), **tiles_dq
         )
     )
-    if fused and widest <= 64 and one_of(False, True):
-        backward = dataclasses.replace(WHOLE_HEADS, num_stages=one_of(1, 2, 3))
     persistent = widest <= 128 and one_of(False, True)
     forward = MosaicForwardTuning(one_of(1, 2, 3), one_of(64, 128, 192, 256), one_of(1, 2, 3), True, persistent)
     return MosaicGpuTuning("fused" if fused else "split", forward, backward)
@@ -207,13 +195,12 @@ def random_tuning(rng, head_dim: int, value_dim: int) -> MosaicGpuTuning:
 
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize(
-    ("backward", "length", "num_kernels", "has_zeros"),
+    ("backward", "num_kernels"),
     # Forward and preprocess, and one for all gradients, or one for dK and dV and one for dQ.
-    [("fused", 1024, 3, True), ("fused", 512, 3, False), ("split", 512, 4, False)],
-    ids=["fused", "whole heads", "split"],
+    [("fused", 3), ("split", 4)],
 )
-def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backward, length, num_kernels, has_zeros):
-    inputs, call = call_of(CausalMask(), length=length)
+def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backward, num_kernels):
+    inputs, call = call_of(CausalMask())
     tuning = resolve(MosaicGpuTuning(backward), call)
 
     def lower() -> str:
@@ -226,7 +213,7 @@ def test_a_kernel_has_the_same_bytes_however_many_were_lowered_before_it(backwar
     text = lower()
     assert text.count("mosaic_gpu_v2") == num_kernels
     zeros = f"tensor<{inputs.query.size // 1024}x1024xf32>"
-    assert (zeros in text) == has_zeros
+    assert (zeros in text) == (backward == "fused")
     assert lower() == text
 
 
@@ -298,9 +285,8 @@ def test_no_tile_of_keys_is_longer_than_the_backend_says():
         MosaicBackwardTuning(1),
         MosaicBackwardTuning(2, persistent=True, num_l2_heads=1),
         MosaicBackwardTuning(one_gradient_per_warpgroup=True),
-        WHOLE_HEADS,
     ],
-    ids=["one block", "persistent", "one gradient", "whole heads"],
+    ids=["one block", "persistent", "one gradient"],
 )
 def test_keys_past_a_rows_last_are_neither_read_nor_differentiated(tiles, rng):
     q_len, kv_len = 64, 384

@@ -40,12 +40,7 @@ from kernels.backends.mosaic_gpu.search_space import (
     variations,
 )
 from kernels.backends.mosaic_gpu.support import unsupported_reason
-from kernels.backends.mosaic_gpu.tuning import (
-    MosaicBackwardTuning,
-    MosaicForwardTuning,
-    resolve,
-    tabled_backward_tiles,
-)
+from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, resolve
 from kernels.call import AttentionCall, make_call
 from trainer.process.broken_pipe import reader_may_leave
 
@@ -103,16 +98,12 @@ class SearchArguments:
 
 
 def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardTuning | MosaicBackwardTuning:
-    """The table's tiles for a call, which others must beat; the search space's, if these don't serve the call.
-
-    A backward's are those of longer calls, where this one takes programs of whole heads.
-    """
+    """The tiles that a call takes today, which others must beat; the search space's, if these don't serve the call."""
     tuning = backend_tuning(search, None, None)
     if unsupported_reason(call, tuning) is not None:
         return SEARCH_SPACES[search].start
-    if search == "fused" or search == "split":
-        return tabled_backward_tiles(search, call)
-    tiles = resolve(tuning, call).forward_tiles
+    today = resolve(tuning, call)
+    tiles = today.forward_tiles if search in FORWARD_SEARCHES else today.backward_tiles
     assert tiles is not None, "resolved"
     return tiles
 

@@ -85,7 +85,7 @@ def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[s
     if tuning_class is None:
         value_type, names = 'Literal["fused", "split"]', []
     else:
-        fields = _tabled_fields(tuning_class)
+        fields = dataclasses.fields(tuning_class)
         value_type = f"tuple[{', '.join(str(field.type) for field in fields)}]"
         names = [f"    # {line}" for line in textwrap.wrap(", ".join(field.name for field in fields), _LINE_LENGTH - 6)]
     rows = [f"    {_key_source(key)}: {_source(row['tuning'], tuning_class)}," for key, row in sorted(winners.items())]
@@ -108,15 +108,7 @@ def _key_source(key: TunedCall) -> str:
 
 
 def _source(tuning: Any, tuning_class: Any) -> str:
-    if tuning_class is None:
-        return f'"{tuning}"'
-    tiles = tuning_class(**tuning)
-    return repr(tuple(getattr(tiles, field.name) for field in _tabled_fields(tuning_class)))
-
-
-def _tabled_fields(tuning_class: Any) -> list[dataclasses.Field]:
-    """The fields of a tuning but `whole_heads`: such tiles are chosen by a rule, and fit no longer call."""
-    return [field for field in dataclasses.fields(tuning_class) if field.name != "whole_heads"]
+    return f'"{tuning}"' if tuning_class is None else repr(dataclasses.astuple(tuning_class(**tuning)))
 
 
 def main(arguments: TableArguments) -> None:

@@ -114,16 +114,6 @@ class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
         plgpu.copy_smem_to_gmem(smem, ref.at[self.block.batch, rows, self.block.head, columns])
 
 
-class HeadRoles(NamedTuple):
-    """What a consumer does before the first and after the last block of a head that one program computes.
-
-    The block of the context that they are given is the head's first.
-    """
-
-    begin: Callable[[BackwardContext], None]
-    end: Callable[[BackwardContext], None]
-
-
 def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple[int, int]:
     """The head dims that the passes work at, of queries and keys, and of values: multiples of 64."""
     # Products and copies of fewer columns weren't tried.
@@ -146,7 +136,6 @@ def launch_pass(
     transposed: bool,
     persistent: bool = False,
     shift: int | None = None,
-    of_heads: HeadRoles | None = None,
 ) -> list[Any]:
     """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
 
@@ -157,26 +146,22 @@ def launch_pass(
       persistent: whether programs take one block after another from a tile scheduler. The barriers have `claims`.
       shift: each block starts so many tiles after the one at which the block before it started; None: with its own
         first tile.
-      of_heads: each persistent program computes all blocks of one head after another, and writes the head's dQ, too,
-        which is returned first.
     """
     if arrays.lse is not None:
         arrays = arrays._replace(lse=finite_lse(arrays.lse) * LOG2_E)
     if persistent:
         arrays = arrays._replace(num_claimed=zeroed_ref((1,), jnp.int32, arrays.query))
-    # A fused dQ in global memory is an operand that is added to; else it is an output or not computed.
-    writes_dq = not transposed or of_heads is not None
-    operands: tuple[Any, ...] = arrays[:_D_QUERY] if writes_dq else arrays[: _D_QUERY + 1]
-    outputs = [*([arrays.query] if writes_dq else []), *([arrays.key, arrays.value] if transposed else [])]
+    # A fused dQ is an operand that is added to; else it is an output or not computed.
+    operands: tuple[Any, ...] = arrays[: _D_QUERY + 1] if transposed else arrays[:_D_QUERY]
+    outputs = [arrays.key, arrays.value] if transposed else [arrays.query]
     block_length = tuning.block_kv if transposed else tuning.block_q_dq
     heads_per_block = call.group_size if transposed else 1
     num_l2_heads = tuning.num_l2_heads * (1 if transposed else call.group_size)
-    batch, length, num_heads, _ = outputs[-1].shape
-    num_blocks = pl.cdiv(length, block_length)
+    batch, length, num_heads, _ = outputs[0].shape
     scheduler = TileScheduler(
         batch,
         num_heads,
-        num_blocks if of_heads is None else 1,
+        pl.cdiv(length, block_length),
         num_l2_heads,
         last_blocks_first=not transposed,
         num_multiprocessors=machine.num_multiprocessors(call.target) if persistent else None,
@@ -197,7 +182,7 @@ def launch_pass(
         # A program's only block is the same for all of its roles.
         return program if persistent else context_of(program, scheduler.block(number))
 
-    def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim, begin_head=None, end_head=None):
+    def for_each_block(role, given: _PersistentProgram | BackwardContext, next_claim):
         num_blocks_in_use = None if given.gmem.num_blocks_in_use is None else given.gmem.num_blocks_in_use[0]
         if isinstance(given, BackwardContext):
             if num_blocks_in_use is None:
@@ -212,19 +197,6 @@ def launch_pass(
             role(context)
             return context.num_steps
 
-        def visit_head(head: WorkBlock, last_num_steps):
-            num_visited = num_blocks if num_blocks_in_use is None else num_blocks_in_use
-            if begin_head is not None:
-                begin_head(context_of(given, head))
-            last_num_steps = jax.lax.fori_loop(
-                0, num_visited, lambda number, last: visit(head._replace(number=number), last), last_num_steps
-            )
-            if end_head is not None:
-                end_head(context_of(given, head))
-            return last_num_steps
-
-        if of_heads is not None:
-            return scheduler.for_each_block(given.number, visit_head, jnp.int32(0), next_claim)
         in_use = dataclasses.replace(scheduler, num_blocks_in_use=num_blocks_in_use)
         return in_use.for_each_block(given.number, visit, jnp.int32(0), next_claim)
 
@@ -235,7 +207,7 @@ def launch_pass(
 
     def consume(consumer, given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
-        for_each_block(consumer, given, None if claims is None else claims.receive, *(of_heads or ()))
+        for_each_block(consumer, given, None if claims is None else claims.receive)
         # The copy engine has read what the last block left in shared memory.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

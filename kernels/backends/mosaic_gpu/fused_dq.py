@@ -1,8 +1,7 @@
 """dQ of a fused backward: the exchange of dS, its product with the keys, and where the products of all blocks add up.
 
 Each consumer computes 64 rows or some columns of a tile's dQ, from all consumers' dS. It adds them to global memory, by
-the copy engine, in no fixed order: programs compute other blocks of the same head at the same time. Where a program
-computes whole heads, it adds them in shared memory, and writes dQ once, when the head's last block is done.
+the copy engine, in no fixed order: programs compute other blocks of the same head at the same time.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.key_value_memory import ConsumerKeys, KeyValueContext
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_matrix, zeros
+from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
 
 
 def write_ds(context: KeyValueContext, keys: ConsumerKeys, ds, step) -> None:
@@ -42,11 +40,8 @@ def start_dq(context: KeyValueContext, dq_acc, step) -> None:
 
 
 def add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
-    """Adds the consumer's part of the dQ of a tile, a (number, head), in shared memory; or starts to, in global."""
+    """Starts to add the consumer's part of the dQ of a tile, a (number, head), in global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
-    if context.tuning.whole_heads:
-        _add_in_shared_memory(context.smem.dq.at[context.warpgroup, number], dq, predicate)
-        return
     rows = pl.ds(number * context.tuning.block_q + rows.start, WGMMA_ROWS)
     _, num_buffers, _, width = context.smem.dq_out.shape
     for i, first in enumerate(range(0, columns.size, width)):
@@ -74,42 +69,6 @@ def add_last_dq(context: KeyValueContext, tile, step, *, frees_ds: bool) -> None
         add_to_dq(context, dq, tile)
 
     pl.run_scoped(multiply, dq_accumulator(context))
-
-
-def zero_dq(context: KeyValueContext) -> None:
-    """Begins a whole head: zeros the consumer's columns of its dQ."""
-    dq = context.smem.dq.at[context.warpgroup]
-
-    @pl.loop(0, dq.shape[0])
-    def zero_tile(tile):
-        dq.at[tile][...] = zeros(dq.shape[-1], jnp.float32)
-
-
-def store_dq(context: KeyValueContext) -> None:
-    """Ends a whole head: starts to write the consumer's columns of its dQ."""
-    dq, out, block = context.smem.dq.at[context.warpgroup], context.smem.dq_out.at[context.warpgroup, 0], context.block
-    _, columns = _dq_place(context)
-
-    @pl.loop(0, dq.shape[0])
-    def store_tile(tile):
-        rounded = (load_matrix(dq.at[tile], shared=True) * context.call.scale).astype(context.call.dtype)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out[...] = rounded
-        plgpu.commit_smem()
-        rows = pl.ds(tile * WGMMA_ROWS, WGMMA_ROWS)
-        plgpu.copy_smem_to_gmem(out, context.gmem.d_query.at[block.batch, rows, block.head, columns])
-
-
-def _add_in_shared_memory(memory, dq, predicate) -> None:
-    """Adds to what the same threads have stored there: no other thread reads it."""
-
-    def add():
-        memory[...] = load_matrix(memory, shared=True) + dq
-
-    if predicate is None:
-        add()
-    else:
-        pl.when(predicate)(add)
 
 
 def _dq_place(context: KeyValueContext) -> tuple[Any, Any]:

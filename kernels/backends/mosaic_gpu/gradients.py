@@ -53,7 +53,7 @@ def run_backward(
     d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
     if d_query is None:
         d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
-    elif not how.whole_heads:
+    else:
         d_query = (d_query * call.scale).astype(call.dtype)
     d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]
     return d_query[:, : call.q_len, :, : call.head_dim], d_key, d_value

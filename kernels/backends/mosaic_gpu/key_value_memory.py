@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardContext, padded_head_dims
@@ -25,7 +24,7 @@ TILE, HEAD, KINDS = range(3)
 """Indices of what the producer tells the consumers of a step. From the last on: the tile's kind, one for each consumer,
 or one for all."""
 
-KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse_delta steps tokens ds dq dq_out operand weights")
+KeyValueSmem = namedtuple("KeyValueSmem", "k v q do offsets lse_delta steps tokens ds dq_out operand weights")
 
 
 class KeyValueBarriers(NamedTuple):
@@ -70,8 +69,7 @@ def is_tall(tuning: MosaicBackwardTuning) -> bool:
     """Whether tiles have more queries than a WGMMA tile has rows.
 
     Then dV's product is issued before dP is awaited; and in programs of one block, operands' addresses are kept across
-    steps, and dV is written after the last dQ. For other tiles each of these is slower, but for addresses, which whole
-    heads keep, too: see docs/hopper_kernels.md.
+    steps, and dV is written after the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
     """
     return tuning.block_q > WGMMA_ROWS
 
@@ -95,9 +93,9 @@ def key_value_scratch(
     # Of lse and delta, those that are loaded: both, lse, or neither.
     num_loaded = 2 if wide else int(not lse_is_offset(call))
     # A step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows that the other
-    # one has read the first: it has written the third since. Tall tiles leave room for two, wide heads and a whole
-    # head's dQ for one, and a barrier tells it.
-    num_ds_buffers = 1 if wide or tuning.whole_heads else 2 if is_tall(tuning) else 3
+    # one has read the first: it has written the third since. Tall tiles leave room for two, wide heads for one, and a
+    # barrier tells it.
+    num_ds_buffers = 1 if wide else 2 if is_tall(tuning) else 3
     dq_columns = head_dim // num_consumers if tuning.divides_dq_by_columns else head_dim
     # A consumer's dQ begins at its own columns of the keys. Products take operands that are tiled alike.
     of_keys = functools.partial(matrix, dtype=call.dtype, column_multiple=dq_columns if fused else None)
@@ -112,18 +110,7 @@ def key_value_scratch(
         tokens=token_memory(call, num_stages, block_q),
         # By 64 queries, so that what a product reads, and what a consumer stores, is in one piece.
         ds=of_keys(num_ds_buffers, block_q // WGMMA_ROWS, block_kv, WGMMA_ROWS) if fused else None,
-        # A whole head's dQ so far.
-        dq=matrix(num_consumers, pl.cdiv(call.q_len, block_q), WGMMA_ROWS, dq_columns, dtype=jnp.float32)
-        if tuning.whole_heads
-        else None,
-        # In which dQ leaves: rounded, or to be added in global memory.
-        dq_out=matrix(
-            num_consumers,
-            *_dq_buffers(call, dq_columns),
-            dtype=call.dtype if tuning.whole_heads else jnp.float32,
-        )
-        if fused
-        else None,
+        dq_out=matrix(num_consumers, *_dq_buffers(call, dq_columns), dtype=jnp.float32) if fused else None,
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
         weights=machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),

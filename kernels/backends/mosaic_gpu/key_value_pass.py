@@ -9,9 +9,6 @@ the consumers have read the last one, and the next keys and values as soon as no
 the last block's dK and dV leave through the memory of dS; in the split form, through that of the keys and values, and
 the next ones wait for them.
 
-Where heads have few queries, a persistent program computes all blocks of one head after another (`whole_heads`). Their
-dQ adds up in shared memory, in a fixed order, and is written once.
-
 The tensor cores also subtract delta from dP, and lse from S, except of wide heads: see
 `kernels.backends.mosaic_gpu.offset_columns`.
 """
@@ -26,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, BackwardArrays, HeadRoles, launch_pass
+from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, BackwardArrays, launch_pass
 from kernels.backends.mosaic_gpu.block_shift import block_shift
-from kernels.backends.mosaic_gpu.fused_dq import add_last_dq, store_dq, zero_dq
+from kernels.backends.mosaic_gpu.fused_dq import add_last_dq
 from kernels.backends.mosaic_gpu.key_value_memory import (
     HEAD,
     KINDS,
@@ -54,20 +51,16 @@ from kernels.call import AttentionCall
 def key_value_pass(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
-    """dK, dV and, if fused, dQ. `arrays.rows` are each key block's query tiles.
-
-    dQ of whole heads is done; else it is float32, and lacks the scale.
-    """
-    adds_to_dq = fused and not tuning.whole_heads
+    """dK, dV and, if fused, dQ, in float32 and without the scale. `arrays.rows` are each key block's query tiles."""
     if not is_wide(call):
-        arrays = with_offsets(arrays, call, machine, adds_to_dq=adds_to_dq)
-    elif adds_to_dq:
+        arrays = with_offsets(arrays, call, machine, adds_to_dq=fused)
+    elif fused:
         arrays = arrays._replace(d_query=zeroed_ref(arrays.query.shape, jnp.float32, arrays.query))
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
-    same_start = call.mask.same_keys_for_all_queries and not (num_token_arrays(call) or tuning.whole_heads)
+    same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
     scratch = key_value_scratch(call, tuning, machine, fused=fused)
     shift = block_shift(call, tuning) if same_start else None
-    *d_query, d_key, d_value = launch_pass(
+    d_key, d_value = launch_pass(
         arrays,
         call,
         tuning,
@@ -80,11 +73,8 @@ def key_value_pass(
         transposed=True,
         persistent=tuning.persistent,
         shift=shift,
-        of_heads=HeadRoles(zero_dq, store_dq) if tuning.whole_heads else None,
     )
-    if adds_to_dq:
-        return d_key, d_value, jax.freeze(arrays.d_query)
-    return d_key, d_value, d_query[0] if d_query else None
+    return d_key, d_value, jax.freeze(arrays.d_query) if fused else None
 
 
 def _load(context: KeyValueContext) -> None:

@@ -1,13 +1,12 @@
 """A step of the pass over blocks of keys: what a query tile adds to dK, dV and, in the fused form, dQ.
 
 A consumer computes the transposed tile, with its 64 keys as rows. So P and dS come out in registers as operands of dV
-and dK. Wide heads, and whole heads, whose dQ is in shared memory, have steps of their own.
+and dK. Wide heads have a step of their own.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,8 +44,6 @@ def next_tile(context: KeyValueContext, keys: ConsumerKeys, step, last):
     """
     if is_wide(context.call):
         return _next_wide_tile(context, keys, step, last)
-    if context.tuning.whole_heads:
-        return _next_tile_of_whole_head(context, keys, step, last)
     return _next_usual_tile(context, keys, step, last)
 
 
@@ -113,53 +110,6 @@ def _give_ds_and_add_last_dq(context: KeyValueContext, keys: ConsumerKeys, ds, s
         plgpu.wgmma_wait(0)
 
     pl.run_scoped(multiply_all, dq_accumulator(context))
-
-
-def _next_tile_of_whole_head(context: KeyValueContext, keys: ConsumerKeys, step, last):
-    """`next_tile` with one buffer of dS, which the last step's dQ frees while this one's P is computed."""
-    call, tuning, smem, barriers = context.call, context.tuning, context.smem, context.barriers
-    slot = barriers.q.slot(step)
-    k, v = _own_keys(context, keeps_addresses=True)
-    barriers.q.consumer_wait(slot)
-    tile = _read_tile(context, slot)
-
-    def beside_last_dq(p_and_ds: Callable[[], tuple[Any, Any]]):
-        pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.ds_full))
-
-        def compute(dq_acc):
-            # In a block's first step dS is whatever the memory held; the product isn't added.
-            start_dq(context, dq_acc, step - 1)
-            return *p_and_ds(), plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-
-        return pl.run_scoped(compute, dq_accumulator(context))
-
-    def differentiate():
-        def compute(s_acc, dp_acc):
-            _start_s_and_dp(context, keys, tile, k, v, s_acc, dp_acc)
-            return beside_last_dq(lambda: _p_and_ds(context, keys, tile, s_acc, dp_acc, num_products_since=1))
-
-        tile_type = accumulator(tuning.block_q)
-        return pl.run_scoped(compute, tile_type, tile_type)
-
-    def pass_over():
-        # See `_next_usual_tile`.
-        barriers.do.consumer_wait(slot)
-        return beside_last_dq(lambda: (zeros(tuning.block_q, call.dtype),) * 2)
-
-    p, ds, dq = _unless_empty(context, tile.kind, differentiate, pass_over)
-
-    @pl.when(step > 0)
-    def free_ds():
-        plgpu.barrier_arrive(barriers.ds_read)
-        plgpu.barrier_wait(barriers.ds_read)
-
-    write_ds(context, keys, ds, step)
-    add_product(keys.dv_acc, p, tile.do, smem.operand, context.warpgroup)
-    add_product(keys.dk_acc, ds, tile.q, smem.operand, context.warpgroup)
-    add_to_dq(context, dq, last, predicate=step > 0)
-    plgpu.wgmma_wait(0)
-    barriers.q.consumer_release(slot)
-    return tile.number, tile.head
 
 
 def _next_wide_tile(context: KeyValueContext, keys: ConsumerKeys, step, last):
@@ -257,21 +207,16 @@ def _start_s_and_dp(context: KeyValueContext, keys: ConsumerKeys, tile: QueryTil
     plgpu.wgmma(dp_acc, v, tile.do.transpose((1, 0)))
 
 
-def _p_and_ds(
-    context: KeyValueContext, keys: ConsumerKeys, tile: QueryTile, s_acc, dp_acc, *, num_products_since: int = 0
-) -> tuple[Any, Any]:
-    """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV.
-
-    `num_products_since`: products issued after S and dP, which may still be on their way.
-    """
+def _p_and_ds(context: KeyValueContext, keys: ConsumerKeys, tile: QueryTile, s_acc, dp_acc) -> tuple[Any, Any]:
+    """P = exp(KQᵀ − lse) and dS = P∘(V dOᵀ − delta) of a tile, in the matmul's dtype. Tall tiles: adds P dO to dV."""
     call, tuning, smem = context.call, context.tuning, context.smem
     # dP's product may still be on its way.
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 + num_products_since)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     lse = None if smem.lse_delta is None else load_vector(smem.lse_delta.at[LSE, tile.slot], rows=False)
     p, slope = keys.mask.probabilities(s, lse, tile.kind == TileKind.PARTIAL, tile.number * tuning.block_q, tile.slot)
     operand = p.astype(call.dtype)
     if is_tall(tuning):
         add_product(keys.dv_acc, operand, tile.do, smem.operand, context.warpgroup)
-    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=is_tall(tuning) + num_products_since)
+    ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=is_tall(tuning))
     ds = ds if slope is None else ds * slope
     return operand, ds.astype(call.dtype)

@@ -47,8 +47,6 @@ def shared_memory_excess(call: AttentionCall, tuning: MosaicGpuTuning) -> str | 
         if size > MAX_BYTES:
             field, names = _SETTINGS[kernel]
             tiles = getattr(tuning, field)
-            if getattr(tiles, "whole_heads", False):
-                names = names[:1]  # The other settings have one value.
             settings = ", ".join(f"{name}={getattr(tiles, name)}" for name in names)
             return (
                 f"{field} of {settings} at head dim {max(call.head_dim, call.value_dim)} need {size:,} bytes of shared "

@@ -5,13 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.backends.mosaic_gpu.tuning import (
-    MAX_EQUAL_HEAD_DIM,
-    MAX_WHOLE_HEAD_DIM,
-    MAX_WHOLE_LENGTH,
-    MosaicGpuTuning,
-    resolve,
-)
+from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicGpuTuning, resolve
 from kernels.call import AttentionCall
 
 _HOPPER = 9.0
@@ -68,12 +62,6 @@ def _unsuited(tuning: MosaicGpuTuning, call: AttentionCall) -> str | None:
             )
         if widest > MAX_EQUAL_HEAD_DIM and tiles.persistent:
             return f"takes persistent backward_tiles for head dims up to {MAX_EQUAL_HEAD_DIM}, not {widest}"
-        if tiles.whole_heads and (widest > MAX_WHOLE_HEAD_DIM or call.q_len > MAX_WHOLE_LENGTH or call.group_size > 1):
-            return (
-                f"takes backward_tiles with whole_heads for up to {MAX_WHOLE_LENGTH} queries, head dims up to "
-                f"{MAX_WHOLE_HEAD_DIM} and as many heads of keys as of queries, not for {call.q_len} queries, head "
-                f"dims of {got}, {call.num_heads} heads and {call.num_kv_heads} of keys; use whole_heads=False"
-            )
     forward_tiles = tuning.forward_tiles
     if forward_tiles is not None and widest > _MAX_PERSISTENT_HEAD_DIM and forward_tiles.persistent:
         return f"takes persistent forward_tiles for head dims up to {_MAX_PERSISTENT_HEAD_DIM}, not {widest}"

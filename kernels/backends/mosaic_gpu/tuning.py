@@ -103,9 +103,6 @@ class MosaicBackwardTuning(_Warpgroups):
       persistent: whether, in the pass for dK and dV, a dynamic tile scheduler gives one program per multiprocessor one
         block after another. The program loads a block's first tile while the block before it ends. For short rows, and
         head dims up to 128. Not with one_gradient_per_warpgroup.
-      whole_heads: whether such a program computes all blocks of a head, one after another, and adds up the head's dQ in
-        shared memory. For a fused backward of up to 512 queries and head dims up to 64 whose heads share no keys; with
-        num_warpgroups=2 and block_q=64. It gives the same bits in every run.
 
     Raises:
       ValueError: a value out of range.
@@ -119,7 +116,6 @@ class MosaicBackwardTuning(_Warpgroups):
     num_stages_dq: int = 2
     num_l2_heads: int = 24
     persistent: bool = False
-    whole_heads: bool = False
 
     def __post_init__(self):
         self._check("num_stages", "num_stages_dq", "num_l2_heads")
@@ -130,11 +126,6 @@ class MosaicBackwardTuning(_Warpgroups):
             )
         if self.one_gradient_per_warpgroup and self.persistent:
             raise ValueError("one_gradient_per_warpgroup excludes persistent programs; leave persistent=False")
-        if self.whole_heads and (self.num_warpgroups, self.block_q, self.persistent) != (2, 64, True):
-            raise ValueError(
-                "whole_heads takes num_warpgroups=2, block_q=64 and persistent=True, not "
-                f"{self.num_warpgroups}, {self.block_q} and {self.persistent}"
-            )
         for name in ("block_q", "block_kv_dq"):
             if getattr(self, name) not in (64, 128):
                 raise ValueError(f"{name}={getattr(self, name)} must be 64 or 128")
@@ -165,16 +156,15 @@ class MosaicGpuTuning:
     """How the `mosaic_gpu` backend runs.
 
     Attributes:
-      backward: "fused": one kernel for all gradients, for head dims up to 128, or 192 beside 128. Unless backward_tiles
-        have whole_heads, it adds up dQ in an order that differs from run to run. "split": one kernel for dK and dV, one
-        for dQ, with the same bits in every run. None: the faster one.
+      backward: "fused": one kernel for all gradients, for head dims up to 128, or 192 beside 128. It adds up dQ in an
+        order that differs from run to run. "split": one kernel for dK and dV, one for dQ, with the same bits in every
+        run. None: the faster one.
       forward_tiles, backward_tiles: tiles of the kernels; None for the best known for the call.
-      interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; "fused" only with whole_heads): for
-        tests, thousands of times slower. On a machine with few cores set the environment's PJRT_NPROC=16, or it may
-        wait forever.
+      interpret: run in Pallas's interpreter, on any device (JAX 0.11 and later; not "fused"): for tests, thousands of
+        times slower. On a machine with few cores set the environment's PJRT_NPROC=16, or it may wait forever.
 
     Raises:
-      ValueError: an unknown backward, a "fused" one that can't be interpreted, or tiles that only the other one takes.
+      ValueError: an unknown backward, "fused" to be interpreted, or tiles that only "split" takes.
     """
 
     backend: ClassVar[str] = "mosaic_gpu"
@@ -188,13 +178,8 @@ class MosaicGpuTuning:
         if self.backward not in ("fused", "split", None):
             raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
         tiles = self.backward_tiles
-        if self.interpret and self.backward == "fused" and not self.has_whole_heads:
-            raise ValueError(
-                "Pallas's interpreter can't add to memory as backward='fused' does; use backward='split', or "
-                "backward_tiles with whole_heads"
-            )
-        if self.backward == "split" and self.has_whole_heads:
-            raise ValueError("backward='split' can't take backward_tiles with whole_heads; use backward='fused'")
+        if self.interpret and self.backward == "fused":
+            raise ValueError("Pallas's interpreter can't add to memory as backward='fused' does; use backward='split'")
         if tiles is not None and self.backward == "fused" and tiles.one_gradient_per_warpgroup:
             raise ValueError(
                 "backward='fused' can't take backward_tiles with one_gradient_per_warpgroup; use backward='split'"
@@ -210,14 +195,9 @@ class MosaicGpuTuning:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether the backward may be fused: not with some tiles, nor by an interpreter that would need atomics."""
+        """Whether the backward may be fused: not in Pallas's interpreter, which has no atomics, nor with some tiles."""
         only_split = self.backward_tiles is not None and self.backward_tiles.one_gradient_per_warpgroup
-        return self.backward != "split" and (not self.interpret or self.has_whole_heads) and not only_split
-
-    @property
-    def has_whole_heads(self) -> bool:
-        """Whether a program of the backward computes whole heads, as these tiles say."""
-        return self.backward_tiles is not None and self.backward_tiles.whole_heads
+        return self.backward != "split" and not self.interpret and not only_split
 
 
 class TunedCall(NamedTuple):
@@ -301,17 +281,9 @@ FASTEST_BACKWARD_ON = {
 """By the kind of device, where its faster backward is the other one."""
 
 
-WHOLE_HEADS = MosaicBackwardTuning(num_warpgroups=2, block_q=64, num_stages=2, persistent=True, whole_heads=True)
-"""The tiles of a fused backward whose heads fit into shared memory."""
-MAX_WHOLE_HEAD_DIM, MAX_WHOLE_LENGTH = 64, 512
-"""Of such heads: the widest, and the most queries."""
-
-
 def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTuning:
     """Fills what a tuning leaves open."""
     tuning = tuning or MosaicGpuTuning()
-    if tuning.has_whole_heads or (tuning.backward_tiles is None and tuning.may_fuse and _has_short_heads(call)):
-        tuning = dataclasses.replace(tuning, backward="fused", backward_tiles=tuning.backward_tiles or WHOLE_HEADS)
     forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
     fastest = forms[_likest_key(forms, call, at_least=_wide_values(call))]
     backward = (tuning.backward or fastest) if tuning.may_fuse else "split"
@@ -319,7 +291,7 @@ def resolve(tuning: MosaicGpuTuning | None, call: AttentionCall) -> MosaicGpuTun
         tuning,
         backward=backward,
         forward_tiles=tuning.forward_tiles or _forward_tiles(call),
-        backward_tiles=tuning.backward_tiles or tabled_backward_tiles(backward, call),
+        backward_tiles=tuning.backward_tiles or _backward_tiles(backward, call),
     )
 
 
@@ -339,23 +311,14 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
     return best
 
 
-def tabled_backward_tiles(form: Literal["fused", "split"], call: AttentionCall) -> MosaicBackwardTuning:
-    """The likest call's tiles in the table, which has none of whole heads.
+def _backward_tiles(form: Literal["fused", "split"], call: AttentionCall) -> MosaicBackwardTuning:
+    """The likest call's tiles.
 
     Blocks of keys that several heads of queries share are long, as in long rows.
     """
     table = FUSED if form == "fused" else SPLIT
     tiles = table[_likest_key(table, call)]
     return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
-
-
-def _has_short_heads(call: AttentionCall) -> bool:
-    """Whether programs of whole heads serve the call, and are faster (docs/hopper_kernels.md).
-
-    They were timed with as many keys as queries.
-    """
-    is_narrow = max(call.head_dim, call.value_dim) <= MAX_WHOLE_HEAD_DIM
-    return is_narrow and call.group_size == 1 and call.q_len == call.kv_len <= MAX_WHOLE_LENGTH
 
 
 def _wide_values(call: AttentionCall) -> int:
