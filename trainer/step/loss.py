@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -117,8 +118,11 @@ def _forward(options: _Options, hidden, head_kernel, targets, target_mask):
 
 
 def _backward(options: _Options, gradients, cotangents: CrossEntropy):
-    d_hidden, d_head = ((cotangents.total * gradient).astype(gradient.dtype) for gradient in gradients)
-    return d_hidden, d_head, None, None
+    def scaled(gradient: Array) -> Array:
+        dtype = np.promote_types(gradient.dtype, cotangents.total.dtype)
+        return (cotangents.total.astype(dtype) * gradient.astype(dtype)).astype(gradient.dtype)
+
+    return (*map(scaled, gradients), None, None)
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -201,8 +205,8 @@ def _sweep_by_logits(tokens: _Tokens, head: Float[Array, "D V"], options: _Optio
             return d_head, (sums, None)
         log_partition = log_partition[:, None]
         probabilities = jnp.exp(logits - log_partition)
-        is_target = targets[:, None] == jnp.arange(head.shape[1])
-        d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target
+        is_target = targets[:, None] == jnp.arange(head.shape[1], dtype=targets.dtype)
+        d_logits = probabilities * (1.0 + 2.0 * options.z_loss * log_partition) - is_target.astype(sum_dtype)
         if cap is not None:
             d_logits *= 1.0 - jnp.square(logits / cap)
         d_logits = jnp.where(target_mask[:, None], d_logits, 0.0).astype(hidden.dtype)
@@ -238,7 +242,9 @@ def _sweep_by_exponentials(
         at_targets = target_slopes * (1.0 - exp_sum / z_factor)
         terms = exponentials.at[jnp.arange(targets.size), targets].set(at_targets.astype(exponentials.dtype))
         d_hidden = (factors * jnp.dot(terms, head.T, preferred_element_type=sum_dtype)).astype(hidden.dtype)
-        d_head += jnp.dot((factors * hidden).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype)
+        d_head += jnp.dot(
+            (factors * hidden.astype(sum_dtype)).astype(hidden.dtype).T, terms, preferred_element_type=sum_dtype
+        )
         # Of all tokens: infinite exponentials of one that the mask leaves out, times 0, aren't 0. A NaN isn't held.
         is_held = (exp_sum < _HIGHEST_SUM) & (z_factor > _LEAST_Z_FACTOR)
         sums = _sum_up(nats, log_partition, target_mask, options)

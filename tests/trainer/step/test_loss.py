@@ -260,3 +260,19 @@ def test_no_array_of_tokens_by_vocabulary(rng):
 
 def relative_error(actual, expected) -> float:
     return float(np.linalg.norm(np.asarray(actual, np.float64) - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_exponentials"),
+    [("bfloat16", False), ("float64", False), pytest.param("bfloat16", True, marks=pytest.mark.jax_0_11)],
+)
+def test_the_loss_is_traced_under_x64_and_strict_promotion(float64, dtype, by_exponentials):
+    exp_logits = ExpLogits(Target.of(), interpret=True) if by_exponentials else None
+
+    def total(*arrays):
+        return chunked_cross_entropy(*arrays, chunk_size=8, z_loss=1e-3, logits_soft_cap=30.0, exp_logits=exp_logits)[0]
+
+    shapes, dtypes = [(2, 20, 64), (64, 128), (2, 20), (2, 20)], [dtype, "float32", "int32", "bool"]
+    with jax.numpy_dtype_promotion("strict"):
+        gradients = jax.eval_shape(jax.grad(total, argnums=(0, 1)), *map(jax.ShapeDtypeStruct, shapes, dtypes))
+    assert [x.dtype for x in gradients] == dtypes[:2]
