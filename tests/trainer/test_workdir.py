@@ -34,7 +34,7 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.files.atomic import write_atomically
 from trainer.hosts.peers import Peers
 from trainer.observers.metrics import LoggedEntries, MetricsFile
-from trainer.observers.observer import VALIDATION_LOSS, Start, make_entry
+from trainer.observers.observer import VALIDATION_DIGEST, VALIDATION_LOSS, Start, make_entry
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.terminal.console import Console
@@ -123,8 +123,9 @@ def resumed_once(start, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("resumed") / "run"
     start(path)
     entries = [make_entry(step, {"loss": 1.0}) for step in range(1, 6)]
+    evaluation = make_entry(5, {VALIDATION_LOSS: 1.0}) | {VALIDATION_DIGEST: "d"}
     log = MetricsFile(path / "metrics.jsonl", Watched())
-    log.started(Start(5, CONFIG.num_steps, [*entries, make_entry(5, {"validation_nats_per_token": 1.0})], []))
+    log.started(Start(5, CONFIG.num_steps, [*entries, evaluation], []))
     log.close()
     again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
     start(again)
