@@ -67,22 +67,19 @@ def open_saved_run(path: Path, *, setting: str, step: int | None = None) -> Save
             "where the first is saved, or lower checkpoint.every_num_steps"
         )
     # config.json may be of steps that are yet to be made.
-    return SavedRun(held_history(checkpoint.path, checkpoint.config_history, workdir).config, checkpoint)
+    return SavedRun(held_history(checkpoint.path, checkpoint.config_history).config, checkpoint)
 
 
-def held_history(checkpoint: Path, config_history: Any, workdir: Workdir) -> ConfigHistory:
+def held_history(checkpoint: Path, config_history: Any) -> ConfigHistory:
     """The config of a checkpoint's steps, and its changes up to there.
 
     Args:
       checkpoint: its folder.
-      config_history: as it holds it; None: it was saved before checkpoints held it, and config.json serves.
-      workdir: of its run.
+      config_history: as it holds it.
 
     Raises:
       TrainingFailed: it is of an unknown form.
     """
-    if config_history is None:
-        return ConfigHistory(load_saved_config(workdir.config))
     try:
         return ConfigHistory.from_json(config_history)
     except UserMistake as mistake:

@@ -138,7 +138,7 @@ class Metadata:
     data: Any
     """The data iterator's state, as JSON values."""
     config_history: Any
-    """The config that led here and its changes, as JSON values; None: saved before checkpoints held it."""
+    """The config that led here and its changes, as JSON values."""
 
     def to_json(self) -> dict[str, Any]:
         """As a dict of JSON's types."""
@@ -155,11 +155,11 @@ def read_metadata(path: Path) -> Metadata:
         run = json.loads((path / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise cannot_restore(path, f"its run.json can't be read: {error}") from error
-    if not isinstance(run, dict) or not {"step", "data"} <= run.keys():
-        raise cannot_restore(path, "its run.json is no object with step and data")
+    if not isinstance(run, dict) or not {"step", "data", "config_history"} <= run.keys():
+        raise cannot_restore(path, "its run.json is no object with step, data and config_history")
     if isinstance(run["step"], bool) or run["step"] != int(path.name):
         raise cannot_restore(path, f"its run.json is of step {str(run['step'])[:40]}; was the folder renamed?")
-    return Metadata(int(path.name), run["data"], run.get("config_history"))
+    return Metadata(int(path.name), run["data"], run["config_history"])
 
 
 def cannot_restore(path: Path, reason: object) -> TrainingFailed:

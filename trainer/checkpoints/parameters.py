@@ -43,7 +43,7 @@ class FoundCheckpoint:
     delimiters: tuple[int | None, int | None]
     """Tokens that began and ended documents."""
     config_history: Any
-    """The run's config up to its step, as JSON values; None: it was saved before checkpoints held it."""
+    """The run's config up to its step, as JSON values."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
     is_chosen: bool

@@ -53,7 +53,7 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
     Args:
       restored: the checkpoint.
       setup: of the steps to come.
-      workdir: its config.json serves for checkpoints that hold no config, and is then overwritten with the new config.
+      workdir: its config.json is overwritten with the new config.
 
     Returns:
       The config with all its changes so far, and lines that tell what differs from now on.
@@ -62,7 +62,7 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
       UserMistake: the run can't go on with this config or this data.
       TrainingFailed: the checkpoint holds its config in an unknown form.
     """
-    before = held_history(restored.path, restored.config_history, workdir)
+    before = held_history(restored.path, restored.config_history)
     refuse_other_run(before.config, setup.config, f"checkpoint {restored.path}")
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.config)

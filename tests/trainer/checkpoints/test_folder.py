@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from layers.pretrained.steps import read_whole
+from tests.trainer.checkpoint_files import sign
 from trainer.checkpoints.folder import Hold, find_damage, list_checkpoints, read_metadata
 from trainer.checkpoints.parameters import FoundCheckpoint, find_newest, restore_params, stream_params
 from trainer.checkpoints.stored_array import StoredArray
@@ -47,13 +47,6 @@ def two_saved(tmp_path_factory) -> Path:
 def folder(two_saved, tmp_path) -> Path:
     """Checkpoints 10 and 20, to spoil."""
     return Path(shutil.copytree(two_saved, tmp_path / "checkpoints"))
-
-
-def sign(checkpoint: Path) -> None:
-    """Makes the digests right, as `sha256sum` would."""
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(checkpoint)}\n" for path in files]
-    (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
 def value_of(params: dict) -> int:
@@ -220,11 +213,12 @@ def test_odd_digests_are_damage(folder, content, reason):
         b"{}",
         b'{"step": 20}',
         b'{"data": {}}',
-        b'{"step": 21, "data": {}}',
-        b'{"step": "20", "data": {}}',
-        b'{"step": true, "data": {}}',
-        b'{"step": null, "data": {}}',
-        b'{"step": 1' + b"0" * 5000 + b', "data": {}}',
+        b'{"step": 20, "data": {}}',
+        b'{"step": 21, "data": {}, "config_history": {}}',
+        b'{"step": "20", "data": {}, "config_history": {}}',
+        b'{"step": true, "data": {}, "config_history": {}}',
+        b'{"step": null, "data": {}, "config_history": {}}',
+        b'{"step": 1' + b"0" * 5000 + b', "data": {}, "config_history": {}}',
         b"[" * 100_000,
         b'\xff{"step": 20, "data": {}}',
     ],
@@ -250,7 +244,7 @@ def test_well_signed_metadata_that_is_wrong_is_told_in_one_message(folder, conte
     ],
 )
 def test_a_tokenizer_that_cannot_be_told_is_no_traceback(folder, data, what):
-    (folder / "20" / "run.json").write_text(json.dumps({"step": 20, "data": data}))
+    (folder / "20" / "run.json").write_text(json.dumps({"step": 20, "data": data, "config_history": None}))
     sign(folder / "20")
     with pytest.raises(TrainingFailed, match=f"20 is whole, but .* its run.json names {what} by"):
         find_newest(folder)
@@ -310,7 +304,7 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at_is_not_called_damaged(fold
         """The run saves the next one, and removes that which is looked at."""
         monkeypatch.undo()
         shutil.copytree(folder / "20", folder / "30")
-        (folder / "30" / "run.json").write_text(json.dumps({"step": 30, "data": DATA}))
+        (folder / "30" / "run.json").write_text(json.dumps({"step": 30, "data": DATA, "config_history": None}))
         sign(folder / "30")
         shutil.rmtree(folder / "20")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,11 @@ import pytest
 
 from layers.pretrained import config_from_huggingface, read_params, save
 from tests.seeds import seeded_rng
+from tests.trainer.checkpoint_files import set_config
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import parse_command_line
 from trainer.config import TrainConfig
+from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json
 from trainer.data import load_tokenizer
 from trainer.export import export_run
@@ -48,7 +51,7 @@ def trained(pretrained, tmp_path_factory):
     abstract = make_step_functions(config, make_mesh(config.mesh)).abstract_state
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=2)
-    checkpoints.save(40, state, data_state(config))
+    checkpoints.save(40, state, data_state(config), ConfigHistory(config).to_json())
     checkpoints.close()
     return SimpleNamespace(path=path, config=config, params=state.params)
 
@@ -61,8 +64,8 @@ def with_config(trained, tmp_path):
         config = dataclasses.replace(trained.config, init_from=None, **changed)
         path = tmp_path / "changed"
         path.mkdir()
-        (path / "checkpoints").symlink_to(trained.path / "checkpoints")
-        Workdir(path).config.write_text(json.dumps(config_to_json(config)))
+        shutil.copytree(trained.path / "checkpoints", path / "checkpoints")
+        set_config(path, config_to_json(config))
         return path
 
     return make
@@ -318,7 +321,7 @@ def test_memory_is_that_of_a_tensor_and_not_of_the_model(trained, tmp_path):
         abstract = make_step_functions(config, make_mesh(config.mesh)).abstract_state.params
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract)
         checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
-        checkpoints.save(1, {"params": params}, data_state(config))
+        checkpoints.save(1, {"params": params}, data_state(config), ConfigHistory(config).to_json())
         checkpoints.close()
         workdirs.append(path)
     line = [sys.executable, "-c", EXPORT_BOTH, *workdirs]

@@ -27,6 +27,7 @@ from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import TrainCommand, parse_command_line
 from trainer.compile.programs import compile_steps
 from trainer.config import TrainConfig
+from trainer.config.changes import ConfigHistory
 from trainer.data import load_corpus, make_train_iterator
 from trainer.errors import UserMistake
 from trainer.hosts.peers import Peers
@@ -151,7 +152,9 @@ def test_another_runs_layers_get_masks_that_repeat_otherwise(pretrained, tmp_pat
     shapes = parameter_shapes(held.model)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
-    checkpoints.save(1, {"params": params}, {"tokenizer": "byte", "delimiters": [256, 256]})
+    checkpoints.save(
+        1, {"params": params}, {"tokenizer": "byte", "delimiters": [256, 256]}, ConfigHistory(held).to_json()
+    )
     checkpoints.close()
     config = dataclasses.replace(
         config, init_from=str(workdir.path), model=dataclasses.replace(model, masks=masks(after))

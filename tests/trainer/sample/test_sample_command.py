@@ -21,10 +21,12 @@ import rich.console
 
 from kernels import CausalMask, FullMask
 from tests.seeds import seeded_rng
+from tests.trainer.checkpoint_files import set_config
 from trainer.checkpoints.parameters import find_newest, restore_params
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.persistent_cache import use_compilation_cache
 from trainer.config import SamplesConfig
+from trainer.config.changes import ConfigHistory
 from trainer.config.file import config_to_json, load_config, load_saved_config
 from trainer.data import ByteTokenizer, load_tokenizer
 from trainer.errors import TrainingFailed, UserMistake
@@ -64,7 +66,9 @@ def trained(trainer_command, tmp_path_factory):
     for step in (20, 40):
         abstract = make_step_functions(config, mesh).abstract_state
         states.append(jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.3, x.shape), x.dtype), abstract))
-        checkpoints.save(step, states[-1], {"tokenizer": "byte", "delimiters": [256, 256]})
+        checkpoints.save(
+            step, states[-1], {"tokenizer": "byte", "delimiters": [256, 256]}, ConfigHistory(config).to_json()
+        )
     checkpoints.close()
     use_compilation_cache(config.compilation.cache_dir)
     return SimpleNamespace(path=workdir.path, config=config, mesh=mesh, state=states[-1])
@@ -178,7 +182,7 @@ def test_a_prompt_as_long_as_the_context_works_and_a_longer_one_needs_it_stretch
 def test_scaling_that_the_run_was_trained_with_stretches_nothing_more(workdir, sample):
     saved = json.loads((workdir / "config.json").read_text())
     saved["model"]["rope_scaling"] |= {"kind": "linear", "factor": 4.0}
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     assert refusal(sample(workdir, "--prompt", "x" * (LENGTH + 1))) == (
         "prompt 1 has 65 tokens, more than the 64 tokens that the model was trained on; shorten it, "
         "or stretch the context: --rope-scaling.kind ntk --rope-scaling.factor 5"
@@ -193,7 +197,7 @@ def test_scaling_that_the_run_was_trained_with_stretches_nothing_more(workdir, s
 def test_a_model_without_positions_has_none_to_stretch(workdir, sample):
     saved = json.loads((workdir / "config.json").read_text())
     saved["model"]["rope_base"] = None
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     assert refusal(sample(workdir, "--prompt", "x" * (LENGTH + 1))).endswith("was trained on; shorten it")
     assert refusal(sample(workdir, "--prompt", "x", "--rope-scaling.kind", "ntk", "--rope-scaling.factor", 2)) == (
         "--rope-scaling.kind ntk has no effect: the model has no rotary embedding (model.rope_base is None); "
@@ -205,11 +209,11 @@ def test_the_runs_own_backend_is_honoured_or_refused(workdir, sample):
     """What serves prompts and what serves new tokens are chosen apart, and neither is replaced unasked."""
     saved = json.loads((workdir / "config.json").read_text())
     saved["model"] |= {"implementation": {"tuning": "BlockwiseTuning", "block_q": 16, "block_kv": 16}}
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     arguments = ("--prompt", "a", "--num-tokens", 2, *GREEDY)
     assert sample(workdir, *arguments)[0] == 0
     saved["model"] |= {"implementation": "cudnn", "decode_implementation": "triton"}
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     told = "={!r} can't serve this call: runs on gpu, not on cpu; choose another, or None for the fastest that can"
     assert refusal(sample(workdir, *arguments)) == "--implementation" + told.format("cudnn")
     arguments += ("--implementation", "None")
@@ -316,7 +320,7 @@ def test_the_tokenizer_is_held_against_what_the_checkpoint_says(
     saved = json.loads((workdir / "config.json").read_text())
     saved["data"]["tokenizer"] = str(tokenizer_file)
     saved["model"]["vocab_size"] = vocab_size
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     identity = identity.format(file=load_tokenizer(str(tokenizer_file)).identity)
     found = dataclasses.replace(find_newest(workdir / "checkpoints"), tokenizer=identity)
     monkeypatch.setattr("trainer.saved_run.find_newest", lambda folder, step: found)
@@ -329,7 +333,7 @@ def test_files_of_ids_need_a_tokenizer(workdir, sample):
     saved = json.loads((workdir / "config.json").read_text())
     saved["data"] |= {"source": "bin", "tokenizer": None}
     saved["samples"]["prompts"] = []
-    (workdir / "config.json").write_text(json.dumps(saved))
+    set_config(workdir, saved)
     assert refusal(sample(workdir, "--prompt", "x")) == (
         "the run was trained on .bin files, which don't say which tokenizer made them; "
         "give its tokenizer.json with --tokenizer"
