@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from kernels import CausalMask, LocalMask
-from layers import GPT, GPTConfig
+from layers import GPT, ActivationSharding, GPTConfig
 from layers.generator import Generator, SampleRequest, _numbers, generator_of
 from layers.token_choice import TokenChoice
 from tests.seeds import seeded_rng
@@ -186,3 +187,13 @@ def test_what_cannot_be_continued_is_refused(model, prompts, num_tokens, options
 def test_generate_is_called_outside_of_jit(model):
     with pytest.raises(ValueError, match=r"call it outside of jax\.jit"):
         jax.eval_shape(lambda: model.generate([jnp.zeros(3, jnp.int32)], 2))
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_a_model_on_a_mesh_is_told_how_to_generate():
+    mesh = jax.make_mesh(
+        (1, 2, 1, 1), ("data", "fsdp", "tensor", "context"), (AxisType.Auto,) * 4, devices=jax.devices()[:2]
+    )
+    model = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(0), activation_sharding=ActivationSharding(mesh)))
+    with pytest.raises(ValueError, match=r"generate runs on one device.*nnx\.update"):
+        model.generate([[1]], 2)
