@@ -136,9 +136,7 @@ def test_refuses_with_the_reason_and_is_passed_over(given, reason):
 
 def test_says_which_package_is_missing(monkeypatch):
     monkeypatch.setattr(support.importlib.util, "find_spec", lambda name: None if name == "jax_triton" else name)
-    with pytest.raises(
-        ValueError, match=r"needs jax_triton, which isn't installed; install flax-longcontext\[cuda13\]"
-    ):
+    with pytest.raises(ValueError, match=r"needs jax_triton, which isn't installed; pip install -e '\.\[cuda13\]'"):
         select_backend(call_of()[1], "triton")
 
 

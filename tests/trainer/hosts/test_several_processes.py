@@ -93,6 +93,7 @@ def without_gloo(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if "peer ranks" not in line)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_from_two_processes_to_one(trainer_command, start_two, read_run, tmp_path):
     workdir, whole = tmp_path / "run", tmp_path / "whole"
@@ -186,6 +187,7 @@ def test_a_bug_in_one_process_has_its_traceback_and_ends_both(start_two, tmp_pat
     assert record["message"].endswith("ZeroDivisionError: a bug")
 
 
+@pytest.mark.full
 def test_one_process_exports_what_two_have_saved(start_two, tmp_path):
     workdir, output = tmp_path / "run", tmp_path / "exported"
     own = ("--num-steps", 4, "--model.mlp", "swiglu")  # the last of --num-steps counts
