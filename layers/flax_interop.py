@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
-from kernels.backends import find_backend
 from kernels.instead import NO_BIAS, OF_MASKS, instead_of
 from kernels.masks.algebra import is_bias
 from kernels.static_numbers import checked_scale, checked_soft_cap
@@ -130,7 +129,7 @@ class FlaxAttention:
             {
                 "bias": bias,
                 "module": module,
-                "precision": None if self._computes_with(precision, dtype) else precision,
+                "precision": None if _is_precision(precision) else precision,
                 "promote_dtype": promote_dtype,
                 "einsum_dot_general": einsum_dot_general,
                 "qk_attn_weights_einsum": qk_attn_weights_einsum,
@@ -183,25 +182,14 @@ class FlaxAttention:
         )
         return out.reshape(*batch, *out.shape[1:])
 
-    def _computes_with(self, precision: Any, dtype: jnp.dtype) -> bool:
-        """Whether the kernels multiply numbers of that type at least as precisely as `precision` asks for."""
-        try:
-            pair = precision if isinstance(precision, tuple | list) else (precision,)
-            asked = {jax.lax.Precision(each) for each in pair}
-        except ValueError:  # an algorithm, or nothing that JAX knows
-            return False
-        if self.implementation is None or jnp.dtype(dtype) != jnp.float32:
-            return True
-        return asked == {jax.lax.Precision.DEFAULT} or not find_backend(self.implementation, "attention").rounds_float32
-
     @staticmethod
     def _refuse_unsupported(arguments: dict[str, Any]) -> None:
         reasons = {
             "bias": NO_BIAS,
             "module": "sow_weights=True asks for the attention weights, a T×T array that never exists; leave it False",
             "precision": "the kernels take a jax.lax.Precision, since they multiply float32 in full, and no other "
-            "algorithm (JAX's own splash kernels take none); leave precision=None in the module and, for the matmuls "
-            "around them, set jax.default_matmul_precision",
+            "algorithm; leave precision=None in the module and, for the matmuls around them, set "
+            "jax.default_matmul_precision",
             "promote_dtype": "types are promoted by jnp.result_type; set the module's dtype instead",
             "einsum_dot_general": "the kernels have no einsum to replace; leave it out",
             "qk_attn_weights_einsum": "the kernels have no einsum to replace; leave it out",
@@ -211,6 +199,16 @@ class FlaxAttention:
         for name, value in arguments.items():
             if value is not None:
                 raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
+
+
+def _is_precision(precision: Any) -> bool:
+    """Whether it is a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
+    try:
+        for each in precision if isinstance(precision, tuple | list) else (precision,):
+            jax.lax.Precision(each)
+    except ValueError:  # an algorithm, or nothing that JAX knows
+        return False
+    return True
 
 
 def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, num_heads: int) -> Mask:

@@ -24,12 +24,10 @@ from kernels import Target
 from kernels.grouped_matmul import GroupedMatmul
 from kernels.mesh import manual_axes
 from kernels.number_types import at_least_float32
-from kernels.varying import vary, varying_axes
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
 from layers.initializers import small_init
-from layers.products_by_parts import multiply_by_parts
 
 _HAS_BFLOAT16 = 8.0  # the compute capability from which on GPUs multiply it
 
@@ -186,17 +184,13 @@ class MoE(nnx.Module):
         """The router's, by products as exact as those of float32.
 
         A GPU would round operands to TF32, and close logits would change places. Its tensor cores multiply parts of 16
-        bits instead.
+        bits instead, in six products.
         """
         kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
-        has_bfloat16 = (self._target.compute_capability or 0) >= _HAS_BFLOAT16
-        if self.router_dtype != jnp.float32 or not has_bfloat16:
-            logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=lax.Precision.HIGHEST)
-        elif tokens.dtype == jnp.bfloat16:
-            logits = multiply_by_parts(*vary((tokens, kernel), varying_axes((tokens, kernel))))
-        else:  # by six products of both operands' parts
-            preset = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-            logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=preset)
+        precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST
+        if self.router_dtype == jnp.float32 and (self._target.compute_capability or 0) >= _HAS_BFLOAT16:
+            precision = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+        logits = lax.dot(tokens.astype(self.router_dtype), kernel, precision=precision)
         return logits if bias is None else logits + bias[...].astype(self.router_dtype)
 
     @property

@@ -43,7 +43,6 @@ class Backend:
       takes_masks_of_heads: whether one call of its halves serves heads with different masks.
       longest_tile: the most keys of a tile, where its halves visit tiles of `AttentionInputs.num_keys` alone, so that
         they read fewer than so many past the last of these; None: they may read all.
-      rounds_float32: whether it multiplies float32 with JAX's default precision, for which TPUs take fewer bits.
       says_what_varies: whether `jax.shard_map` can check with `check_vma=True` over which mesh axes its outputs differ.
     """
 
@@ -56,7 +55,6 @@ class Backend:
     differentiable: str | None = None
     takes_masks_of_heads: bool = False
     longest_tile: int | None = None
-    rounds_float32: bool = False
     says_what_varies: bool = False
 
     def load(self) -> ModuleType:
@@ -79,7 +77,6 @@ class Backend:
 
 
 _ALL = ("cpu", "gpu", "tpu")
-_UPSTREAM = "backends.splash.upstream"
 
 BACKENDS = (
     Backend("splash", "backends.splash", ("tpu",), "SplashTuning", takes_masks_of_heads=True),
@@ -89,17 +86,6 @@ BACKENDS = (
     Backend("blockwise", "backends.blockwise", _ALL, "BlockwiseTuning", says_what_varies=True),
     Backend(
         "reference", "backends.reference", _ALL, automatic=False, differentiable="attention", says_what_varies=True
-    ),
-    Backend(
-        "splash_upstream_lazy",
-        _UPSTREAM,
-        ("tpu",),
-        automatic=False,
-        differentiable="lazy_attention",
-        rounds_float32=True,
-    ),
-    Backend(
-        "splash_dense", _UPSTREAM, ("tpu",), automatic=False, differentiable="dense_attention", rounds_float32=True
     ),
 )
 

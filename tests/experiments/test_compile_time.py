@@ -1,18 +1,25 @@
 """The compile-time benchmark: cells in processes of their own, their limit, and what the table, ratios and plot say."""
 
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
 from experiments.benchmarks.compile_time.cell import Cell
 from experiments.benchmarks.compile_time.masks import read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
-from experiments.benchmarks.compile_time.sweep import Limits, run_cell, sweep
-from kernels import CausalMask, LocalMask
+from experiments.benchmarks.compile_time.sweep import Limits, run_cell, sources_for, sweep
+from experiments.benchmarks.compile_time.upstream import attention, describe, lazy_mask, make_kernel
+from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask, dot_product_attention
+from tests.kernels.integer_masks import specs
 from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 needs_libtpu = pytest.mark.skipif(
@@ -134,6 +141,54 @@ def test_a_baseline_without_a_tpu_is_refused_before_anything_is_measured(capsys)
     assert capsys.readouterr().err == (
         "error: dense masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours\n"
     )
+
+
+def test_a_training_step_has_our_masks_alone(capsys):
+    assert sources_for("v5e:1x1", "train_step") == ("ours",)
+    assert main(Arguments(subjects=("train_step",), sources=("ours", "dense"))) == 2
+    assert "a training step has our masks alone; give --subjects attention, or --sources" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mask", [CausalMask(), LocalMask(400, 0), ChunkedCausalMask(256)], ids=repr)
+def test_jax_evaluates_its_lazy_masks_in_its_kernel(mask):
+    array = jnp.ones((1, 1024, 2, 64), jnp.bfloat16)
+    kernel = make_kernel("upstream_lazy", describe(array, array, array, mask))
+    q_pos, kv_pos = np.arange(1024)[:, None], np.arange(1024)[None]
+    np.testing.assert_array_equal(kernel.kwargs["mask_function"](q_pos, kv_pos), mask(q_pos, kv_pos))
+    assert kernel.fwd_mask_info.partial_mask_blocks is None
+
+
+@settings(max_examples=30)
+@given(spec=specs)
+def test_jaxs_lazy_masks_allow_what_ours_do(spec):
+    lazy = lazy_mask(spec.mask(), (128, 128))
+    np.testing.assert_array_equal(lazy[:, :], spec.dense(range(128), range(128)))
+
+
+@pytest.mark.parametrize("source", ["upstream_lazy", "dense"])
+@pytest.mark.parametrize(
+    "mask",
+    [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(150, 40)])],
+    ids=["window", "prefix", "two_masks"],
+)
+def test_the_baselines_compute_the_same(source, mask, rng):
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.float32)
+        for length, heads in ((384, 2), (256, 1), (256, 1))
+    )
+
+    def run(function):
+        return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
+
+    actual = run(lambda *x: attention(source, *x, mask, interpret=True))
+    expected = run(functools.partial(dot_product_attention, mask=mask, implementation="reference"))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected)
+
+
+def test_the_baselines_refuse_lengths_that_jax_does_not_take():
+    array = jnp.ones((1, 1000, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="multiples of 128, not 1000 and 1000"):
+        make_kernel("dense", describe(array, array, array, CausalMask()))
 
 
 def test_an_interrupted_sweep_keeps_what_was_measured(tmp_path, monkeypatch, capsys):

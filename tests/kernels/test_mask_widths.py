@@ -37,7 +37,6 @@ from kernels import (
     slab_capacity,
 )
 from kernels.backends.mosaic_gpu.tuning import call_family
-from kernels.backends.splash.upstream import lazy_mask
 from kernels.call import make_call
 from kernels.masks.drawing import block_map
 from tests.kernels.integer_masks import LAST, UNREACHABLE, WITHIN_REACH, integers, positions, specs
@@ -271,10 +270,3 @@ def test_decoding_at_the_last_positions(implementation, rng):
         cells = held % 32
         expected = attention_of(dense, query[row : row + 1], key[row : row + 1, cells], value[row : row + 1, cells])
         np.testing.assert_allclose(output[row : row + 1], expected, rtol=0, atol=1e-2 if dtype == jnp.float16 else 1e-5)
-
-
-@settings(max_examples=30)
-@given(spec=specs)
-def test_jaxs_own_lazy_masks(spec):
-    lazy = lazy_mask(spec.mask(), (128, 128))
-    np.testing.assert_array_equal(lazy[:, :], spec.dense(range(128), range(128)))

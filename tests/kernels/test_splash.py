@@ -29,7 +29,6 @@ from kernels.attention.core import attend
 from kernels.backends import BACKENDS
 from kernels.backends.splash import passes, tuning
 from kernels.backends.splash.tile_grid import _visited_steps, next_visited
-from kernels.backends.splash.upstream import dense_attention, lazy_attention, lazy_mask, make_kernel, unsupported_reason
 from kernels.call import AttentionCall, AttentionInputs
 
 TPU = Target("tpu", "TPU v5")
@@ -101,49 +100,6 @@ def test_the_same_tiles_as_upstream_in_every_pass(mask, kv_len, backward):
         if mask.exact:
             np.testing.assert_array_equal(ours.block_mask, theirs.block_mask)
         np.testing.assert_array_equal(np.asarray(ours.data_next)[visited], np.asarray(theirs.data_next)[visited])
-
-
-@pytest.mark.parametrize("mask", [CausalMask(), LocalMask(400, 0), ChunkedCausalMask(256)], ids=repr)
-def test_the_lazy_baseline_evaluates_upstreams_masks_in_its_kernel(mask):
-    kernel = make_kernel(lazy_mask, call_of(mask, 1024))
-    q_pos, kv_pos = np.arange(1024)[:, None], np.arange(1024)[None]
-    np.testing.assert_array_equal(kernel.kwargs["mask_function"](q_pos, kv_pos), mask(q_pos, kv_pos))
-    assert kernel.fwd_mask_info.partial_mask_blocks is None
-
-
-@pytest.mark.parametrize("baseline", [lazy_attention, dense_attention], ids=["lazy", "dense"])
-@pytest.mark.parametrize(
-    "mask",
-    [CausalMask() & LocalMask(150, 0), PrefixMask(300), MultiHeadMask([CausalMask(), LocalMask(150, 40)])],
-    ids=["window", "prefix", "two_masks"],
-)
-def test_the_baselines_compute_the_same(baseline, mask, rng):
-    call = call_of(mask, 384, kv_len=256, dtype=jnp.float32)
-    assert unsupported_reason(call) is None
-    query, key, value = (
-        jnp.asarray(rng.standard_normal((1, length, heads, 64)), jnp.float32)
-        for length, heads in ((384, 2), (256, 1), (256, 1))
-    )
-
-    def run(function):
-        return jax.value_and_grad(lambda *x: (function(*x) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
-
-    actual = run(lambda *x: baseline(AttentionInputs(*x), call, interpret=True)[0])
-    expected = run(functools.partial(dot_product_attention, mask=mask, implementation="reference"))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"has_query_positions": True}, "no positions and no sinks"),
-        ({"return_lse": True}, "its lse has no gradient"),
-        ({"kv_len": 1000}, "multiples of 128, not 2048 and 1000"),
-        ({"dtype": jnp.dtype("float16")}, "bfloat16 and float32, not float16"),
-    ],
-)
-def test_the_baselines_refuse_what_upstream_cannot(changes, message):
-    assert message in unsupported_reason(call_of(CausalMask(), 2048)._replace(**changes))
 
 
 def test_next_visited_names_the_following_step_and_then_the_first(rng):

@@ -199,6 +199,22 @@ def test_the_router_is_wider_than_the_experts(rng):
     assert sums.choices.tolist() == np.bincount(logits.argmax(1), minlength=64).tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gpus_router_is_as_exact_as_float32(dtype, rng):
+    moe = MoE(512, MoEConfig(num_experts=64, num_experts_per_token=2, expert_width=8), rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(rng.standard_normal((300, 512)), dtype)
+    cotangent = rng.standard_normal((300, 64)).astype(np.float32)
+    kernel = np.asarray(moe.router.kernel[...], np.float64)
+    logits, vjp = jax.jit(lambda tokens: jax.vjp(moe._logits, tokens))(tokens)
+    (of_tokens,) = vjp(jnp.asarray(cotangent))
+    # TF32 would be off by 2⁻¹¹.
+    rounding = 2.0**-17 if dtype == "float32" else 2.0**-8
+    expected = (np.asarray(tokens, np.float64) @ kernel, 2.0**-17), (cotangent.astype(np.float64) @ kernel.T, rounding)
+    for found, (exact, tolerance) in zip((logits, of_tokens), expected, strict=True):
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=0, atol=tolerance * abs(exact).max())
+
+
 def test_a_tokens_gradient_is_summed_over_its_copies_in_float32(rng):
     # 1 + 2⁻⁹ is 1 in bfloat16: added there one by one, eight of them would be lost.
     groups = group_rows(jnp.asarray(rng.permutation(9)), 9)
@@ -235,7 +251,7 @@ def test_on_the_kernels_of_a_gpu_in_the_interpreter(kind, rng, monkeypatch):
 
 
 def test_a_gradient_within_a_shard_map_that_checks_what_varies(rng, monkeypatch):
-    # As on a GPU, whose router multiplies by parts: its gradient is summed over the ranks.
+    # As on a GPU, whose router multiplies parts of 16 bits: its gradient is summed over the ranks.
     monkeypatch.setattr(MoE, "_target", Target("gpu", "NVIDIA A100", 8.0, 108))
     config = MoEConfig(num_experts=4, num_experts_per_token=2, expert_width=4)
     moe = MoE(WIDTH, config, compute_dtype="bfloat16", rngs=nnx.Rngs(0))

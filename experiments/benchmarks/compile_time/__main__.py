@@ -37,7 +37,7 @@ class Arguments:
     subjects: tuple[Subject, ...] = ("attention",)
     """attention: forward and backward of one call; train_step: the whole step of `config`."""
     sources: tuple[Source, ...] | None = None
-    """Where the kernel has its mask from; None: all three for a TPU, and ours, the only one, for other devices."""
+    """Where the kernel has its mask from; None: all three for attention on a TPU, else ours, the only one."""
     masks: tuple[str, ...] = ("causal",)
     """Names from MASKS in cell.py, or masks as Python writes them."""
     lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -66,7 +66,7 @@ class Arguments:
         """Cells that differ in length only, together."""
         for subject in self.subjects:
             for mask in self.masks:
-                for source in self.sources or sources_for(self.target):
+                for source in self.sources or sources_for(self.target, subject):
                     yield [
                         Cell(
                             subject=subject,
@@ -92,7 +92,7 @@ def main(arguments: Arguments) -> int:
     status = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        check_target(arguments.target, arguments.sources or ())
+        check_target(arguments.target, arguments.subjects, arguments.sources or ())
         series = list(arguments.series())
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=sum(map(len, series)))

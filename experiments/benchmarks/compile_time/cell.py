@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.benchmarks.compile_time.masks import Source, implementation_of, read_mask
+from experiments.benchmarks.compile_time.masks import Source, our_implementation, read_mask
 from trainer.errors import UserMistake
 from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
 
@@ -157,14 +157,19 @@ def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, .
     from kernels import dot_product_attention
 
     device = devices[0]
-    mask, implementation = read_mask(cell.mask, cell.num_heads), implementation_of(cell.source, device.platform)
+    mask, implementation = read_mask(cell.mask, cell.num_heads), our_implementation(device.platform)
     sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
 
     def shape(num_heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, cell.length, num_heads, cell.head_dim), jnp.bfloat16, sharding=sharding)
 
     def loss(query, key, value):
-        output = dot_product_attention(query, key, value, mask, implementation=implementation, device=device)
+        if cell.source == "ours":
+            output = dot_product_attention(query, key, value, mask, implementation=implementation, device=device)
+        else:
+            from experiments.benchmarks.compile_time.upstream import attention
+
+            output = attention(cell.source, query, key, value, mask, device)
         return output.astype(jnp.float32).sum()
 
     key_value = shape(cell.num_kv_heads)
@@ -183,7 +188,7 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
     model = dataclasses.replace(
         config.model,
         masks=(read_mask(cell.mask, config.model.num_heads),),
-        implementation=implementation_of(cell.source, devices[0].platform),
+        implementation=our_implementation(devices[0].platform),
     )
     config = dataclasses.replace(config, model=model, sequence_length=cell.length)
     num_devices = 1

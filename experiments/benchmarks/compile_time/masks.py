@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from kernels import CausalMask, LocalMask, Mask, MultiHeadMask, PrefixMask, parse_mask
-from trainer.compile.command.comparison import MASKS as IMPLEMENTATION_OF_MASKS
-from trainer.errors import UserMistake
 
 Source = Literal["dense", "upstream_lazy", "ours"]
 
@@ -26,16 +24,6 @@ def read_mask(text: str, num_heads: int) -> Mask:
     return MASKS[text] if text in MASKS else parse_mask(text)
 
 
-def implementation_of(source: Source, platform: str) -> str:
-    """The attention backend that has its mask from a source.
-
-    Raises:
-      UserMistake: a baseline on a platform that its kernel doesn't run on.
-    """
-    if platform == "tpu":
-        return IMPLEMENTATION_OF_MASKS[source]
-    if source != "ours":
-        raise UserMistake(
-            f"{source} masks are those of JAX's TPU kernel; give --target a TPU topology, or --sources ours"
-        )
-    return "blockwise"
+def our_implementation(platform: str) -> str:
+    """The attention backend that is timed on a platform."""
+    return "splash" if platform == "tpu" else "blockwise"

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.cell import Cell
+from experiments.benchmarks.compile_time.cell import Cell, Subject
 from experiments.benchmarks.compile_time.masks import Source
 from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
@@ -139,18 +139,22 @@ def machine() -> Row:
     }
 
 
-def sources_for(target: str | None) -> tuple[Source, ...]:
-    """The sources that a target can have its masks from; the baselines are of JAX's TPU kernel."""
+def sources_for(target: str | None, subject: Subject = "attention") -> tuple[Source, ...]:
+    """The sources that a subject can have its masks from; the baselines are JAX's TPU kernel called by itself."""
+    if subject == "train_step":
+        return ("ours",)
     target_platform = expected_platform() if target is None else parse_topology(target).platform
     return ("ours", "upstream_lazy", "dense") if target_platform == "tpu" else ("ours",)
 
 
-def check_target(target: str | None, sources: Sequence[Source]) -> None:
-    """Refuses a target before any cell is started.
+def check_target(target: str | None, subjects: Sequence[Subject], sources: Sequence[Source]) -> None:
+    """Refuses a target, and sources, before any cell is started.
 
     Raises:
-      UserMistake: an unknown topology, its compiler is missing, or sources that the target doesn't have.
+      UserMistake: an unknown topology, its compiler is missing, or sources that the target or a step doesn't have.
     """
+    if "train_step" in subjects and set(sources) - {"ours"}:
+        raise UserMistake("a training step has our masks alone; give --subjects attention, or --sources ours")
     if target is not None:
         parse_topology(target).require_compiler()
     if absent := [source for source in sources if source not in sources_for(target)]:

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from experiments.benchmarks.compile_time import upstream
 from experiments.benchmarks.compile_time.masks import Source
-from kernels.backends.splash import passes, upstream
+from kernels.backends.splash import passes
 from kernels.backends.splash.tuning import resolve
-from kernels.call import AttentionCall, make_call
+from kernels.call import AttentionCall
 from kernels.masks import Mask
 
 _PASSES = ("forward", "d_key_value", "d_query")
@@ -32,9 +33,11 @@ def count_visited_tiles(
     Returns:
       By pass: "forward", "d_key_value" and, unless the backward is fused, "d_query".
     """
-    call = _call(mask, shapes, device)
+    calls: list[AttentionCall] = []
+    jax.eval_shape(lambda q, k, v: calls.append(upstream.describe(q, k, v, mask, device)), *shapes)
+    (call,) = calls
     if source != "ours":
-        kernel = upstream.make_kernel(upstream.lazy_mask if source == "upstream_lazy" else upstream.dense_mask, call)
+        kernel = upstream.make_kernel(source, call)
         infos = (kernel.fwd_mask_info, kernel.dkv_mask_info, kernel.dq_mask_info)
         return {name: _visited(info, call.num_heads) for name, info in zip(_PASSES, infos, strict=True)}
     tuning = resolve(None, call)
@@ -55,17 +58,3 @@ def _visited(info: MaskInfo | None, num_heads: int, table_of_head: Sequence[int]
     if table_of_head is None:
         table_of_head = range(num_heads) if len(per_table) > 1 else (0,) * num_heads
     return int(per_table[list(table_of_head)].sum())
-
-
-def _call(mask: Mask, shapes: tuple[jax.ShapeDtypeStruct, ...], device: Any) -> AttentionCall:
-    calls: list[AttentionCall] = []
-    absent = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale")
-    options = dict.fromkeys((*absent, "logits_soft_cap", "sinks"), None)
-
-    def describe(query, key, value):
-        inputs, call = make_call(query, key, value, mask, **options, return_lse=False, device=device)
-        calls.append(call)
-        return inputs.query
-
-    jax.eval_shape(describe, *shapes)
-    return calls[0]

@@ -355,20 +355,6 @@ def test_too_big_gets_the_verdict_and_a_change_that_fits(config, tmp_path, capsy
     assert "smallest single change that makes it fit:\n  --optimizer.offload-moments True\n" in printed
 
 
-@pytest.mark.full
-@needs_libtpu
-def test_masks_are_compared_side_by_side(config, tmp_path, capsys):
-    compared = ("--topology", "v5e:1x1", "--compare", "mask=dense,upstream_lazy,ours")
-    status, report = compile_step("--config", config, *compared, output=tmp_path / "report.json")
-    assert status == 0
-    variants = report["comparison"]["variants"]
-    assert [variant["value"] for variant in variants] == ["dense", "upstream_lazy", "ours"]
-    backends = [variant["profile"]["attention"][0]["backend"] for variant in variants]
-    assert backends == ["splash_dense", "splash_upstream_lazy", "splash"]
-    *_, dense, lazy, ours = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in (dense, lazy, ours)] == ["dense", "upstream_lazy", "ours"]
-
-
 @needs_libtpu
 def test_a_page_is_made_for_the_tpu_compiled_for():
     arguments = ["--config", "experiments/gpt_32k.py"]
@@ -390,8 +376,7 @@ def test_a_page_is_made_for_the_tpu_compiled_for():
         (("--compare", "model.remat=none"), "--compare model.remat=none: expected a field and two or more values"),
         (("--compare", "modle.remat=none,full"), "the config has no field modle.remat; did you mean model.remat?"),
         (("--compare", "model.remat=none,ful"), "model.remat='ful': 'ful' is not one of none, "),
-        (("--compare", "mask=dense,our"), "'our' is not one of dense, upstream_lazy, ours; did you mean ours?"),
-        (("--compare", "mask=dense,ours"), "implementation='splash_dense' can't serve this call: runs on tpu"),
+        (("--compare", "model.implementation=cudnn,reference"), "implementation='cudnn' can't serve this call: runs"),
         (("--output", "no/such/folder/report.json"), "--output no/such/folder/report.json can't be written"),
         (("--output", "x" * 300), f"--output {'x' * 300} can't be written"),
         (("--search-seconds", "nan"), "--search-seconds nan must not be negative"),

@@ -6,12 +6,10 @@ import re
 from dataclasses import dataclass
 
 from trainer.config.file import flag_types
-from trainer.config.suggestions import did_you_mean, did_you_mean_field
+from trainer.config.suggestions import did_you_mean_field
 from trainer.config.words import split_at_commas
 from trainer.errors import UserMistake
 
-# What `mask=` compares: attention backends that differ only in how they make their masks.
-MASKS = {"dense": "splash_dense", "upstream_lazy": "splash_upstream_lazy", "ours": "splash"}
 # What stands in a field's place where config pages are compared.
 _PAGES = "config"
 
@@ -43,13 +41,13 @@ class Comparison:
         """Reads `FIELD=A,B,C`; commas inside parentheses belong to a value.
 
         Raises:
-          UserMistake: no such field, no such mask, or fewer than two values.
+          UserMistake: no such field, or fewer than two values.
 
         >>> comparison = Comparison.parse("model.masks=CausalMask(),CausalMask() & LocalMask(1023, 0)")
         >>> [variant.name for variant in comparison.variants]
         ['CausalMask()', 'CausalMask() & LocalMask(1023, 0)']
-        >>> Comparison.parse("mask=dense,ours").variants[1].arguments
-        ('--model.implementation', 'splash')
+        >>> comparison.variants[0].arguments
+        ('--model.masks', 'CausalMask()')
         >>> comparison = Comparison.parse("config=base,window:left=511,right=0")
         >>> [variant.arguments for variant in comparison.variants]
         [('--config', 'base'), ('--config', 'window:left=511,right=0')]
@@ -61,19 +59,10 @@ class Comparison:
             values = _rejoin_page_arguments(values)
         if len(values) < 2 or not all(values):
             raise UserMistake(
-                f"--compare {text}: expected a field and two or more values, such as model.remat=none,full or "
-                f"mask={','.join(MASKS)}"
-            )
-        if field == "mask":
-            for value in values:
-                if value not in MASKS:
-                    near = did_you_mean(value, MASKS)
-                    raise UserMistake(f"--compare mask: {value!r} is not one of {', '.join(MASKS)}{near}")
-            return Comparison(
-                field, tuple(Variant(value, ("--model.implementation", MASKS[value])) for value in values)
+                f"--compare {text}: expected a field and two or more values, such as model.remat=none,full"
             )
         if field not in (_PAGES, *flag_types()):
-            near = did_you_mean_field(field, ["mask", _PAGES, *flag_types()])
+            near = did_you_mean_field(field, [_PAGES, *flag_types()])
             raise UserMistake(f"--compare {text}: the config has no field {field}{near}")
         flag = f"--{field.replace('_', '-')}"
         return Comparison(field, tuple(Variant(value, (flag, value)) for value in values))

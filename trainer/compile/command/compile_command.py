@@ -38,8 +38,7 @@ class CompileCommand:
     """JSON file for the report."""
     compare: str | None = None
     """FIELD=A,B,C compiles the step with each of these values of a config field, afresh, and tabulates what each cost;
-    config=A.py,B.py does so with pages, all with the other flags; mask=dense,upstream_lazy,ours compares TPU splash
-    attention with a dense mask, JAX's lazy masks, and ours."""
+    config=A.py,B.py does so with pages, all with the other flags."""
     longest_context: bool = False
     """Look for the longest sequence that fits: as the config is, and with other remat, loss chunks, micro-batches or
     mesh."""

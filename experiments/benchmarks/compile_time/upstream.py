@@ -1,4 +1,4 @@
-"""JAX's own splash attention, as axlearn and MaxText call it: the baseline of compile time, served only by name.
+"""JAX's own splash attention, as axlearn and MaxText call it: the baseline of compile time.
 
 A lazy mask holds no array, but JAX evaluates it on every tile in NumPy to find which to visit, at a cost that grows
 with T². Where JAX has the mask (full, causal, local, chunked), its kernel computes it, too; every other one
@@ -10,11 +10,9 @@ Source: `jax.experimental.pallas.ops.tpu.splash_attention`.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,40 +21,41 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as upstream_masks
 
 from kernels.backends.splash.tuning import DEFAULTS, OTHERS
-from kernels.call import AttentionCall, AttentionInputs
+from kernels.call import AttentionCall, make_call
 from kernels.masks import Mask
 
-MakeMask = Callable[[Mask, tuple[int, int]], upstream_masks.Mask]
-"""(mask of one head, (q_len, kv_len)) → JAX's mask."""
+Baseline = Literal["dense", "upstream_lazy"]
 
 _LANES = 128
 
 
-def unsupported_reason(call: AttentionCall, tuning: None = None) -> str | None:
-    """Why JAX's own entry point can't serve the call, or None if it can."""
-    if call.has_positions or call.has_sinks or call.return_lse:
-        return "JAX's splash attention takes no positions and no sinks, and its lse has no gradient"
-    if call.dtype not in (jnp.bfloat16, jnp.float32):
-        return f"takes bfloat16 and float32, not {call.dtype}"
-    if call.q_len % _LANES or call.kv_len % _LANES:
-        return f"takes lengths that are multiples of {_LANES}, not {call.q_len} and {call.kv_len}"
-    return None
+def attention(source: Baseline, query, key, value, mask: Mask, device: Any = None, *, interpret: bool = False):
+    """Attention of one call, laid out as by `kernels.dot_product_attention`.
+
+    Raises:
+      ValueError: lengths that JAX's kernel doesn't take.
+    """
+    call = describe(query, key, value, mask, device)
+    kernel = make_kernel(source, call, interpret=interpret)
+    query = (query.astype(jnp.float32) * call.scale).astype(call.dtype)
+    output: Any = jax.vmap(kernel)(*(x.swapaxes(1, 2) for x in (query, key, value)))
+    return output.swapaxes(1, 2)
 
 
-def attend(make_mask: MakeMask, inputs: AttentionInputs, call: AttentionCall, *, interpret: bool = False):
-    """Attention of one call; the lse is None. See `kernels.dot_product_attention`."""
-    kernel = make_kernel(make_mask, call, interpret=interpret)
-    query = (inputs.query.astype(jnp.float32) * call.scale).astype(call.dtype)
-    arrays = [x.swapaxes(1, 2) for x in (query, inputs.key, inputs.value)]
-    ids = None
-    if inputs.query_segment_ids is not None and inputs.key_value_segment_ids is not None:
-        ids = upstream.SegmentIds(inputs.query_segment_ids, inputs.key_value_segment_ids)
-    output: Any = jax.vmap(kernel)(*arrays, ids)
-    return output.swapaxes(1, 2), None
+def describe(query, key, value, mask: Mask, device: Any = None) -> AttentionCall:
+    """The static part of a call that has nothing but a mask."""
+    absent = ("query_segment_ids", "key_value_segment_ids", "query_positions", "key_value_positions", "scale")
+    options = dict.fromkeys((*absent, "logits_soft_cap", "sinks"))
+    return make_call(query, key, value, mask, **options, return_lse=False, device=device)[1]
 
 
-def make_kernel(make_mask: MakeMask, call: AttentionCall, *, interpret: bool = False) -> upstream.SplashAttentionKernel:
+def make_kernel(source: Baseline, call: AttentionCall, *, interpret: bool = False) -> upstream.SplashAttentionKernel:
     """JAX's kernel object, with the tiles of `splash` as far as they divide the lengths."""
+    if call.q_len % _LANES or call.kv_len % _LANES:
+        raise ValueError(
+            f"JAX's splash attention takes lengths that are multiples of {_LANES}, not {call.q_len} and {call.kv_len}"
+        )
+    make_mask = lazy_mask if source == "upstream_lazy" else dense_mask
     tuning = DEFAULTS.get(call.target.device_kind, OTHERS)
     q, kv = (math.gcd(size, length) for size, length in ((tuning.block_q, call.q_len), (tuning.block_kv, call.kv_len)))
     made = {mask: make_mask(mask, (call.q_len, call.kv_len)) for mask in call.mask.distinct_heads(call.num_heads)}
@@ -65,7 +64,6 @@ def make_kernel(make_mask: MakeMask, call: AttentionCall, *, interpret: bool = F
         block_sizes=upstream.BlockSizes(q, kv, kv, q, kv, kv, q, kv),
         head_shards=1,
         q_seq_shards=1,
-        attn_logits_soft_cap=call.logits_soft_cap,
         interpret=interpret,
     )
 
@@ -109,7 +107,3 @@ class _Sliced(upstream_masks.Mask):
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         q_pos, kv_pos = (np.arange(*part.indices(length)) for part, length in zip(index, self.lengths, strict=True))
         return self.mask.evaluate(q_pos[:, None], kv_pos[None])
-
-
-lazy_attention = functools.partial(attend, lazy_mask)
-dense_attention = functools.partial(attend, dense_mask)
