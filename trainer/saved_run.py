@@ -105,6 +105,10 @@ def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -
     name = name or data.tokenizer or (None if data.source == "bin" else "byte")
     if name is None:
         return None
+    if delimiters is None:
+        # Documents began with the token that ended them, whatever the tokenizer says.
+        end = load_tokenizer(name, data.end_of_document_token, NONE, setting=setting).delimiters.end
+        delimiters = (end, end)
     begin_token, end_token = (NONE if token is None else token for token in delimiters)
     return load_tokenizer(name, end_token, begin_token, setting=setting)
 

@@ -46,3 +46,13 @@ def test_a_tokenizer_without_those_tokens_is_refused(bos_file):
     assert load_trained_tokenizer(_saved((1, 2), source="bin"), None, setting="--tokenizer") is None
     with pytest.raises(DataError, match=r"end_of_document_token=5000 is not an id of"):
         load_trained_tokenizer(_saved((1, 5000), source="bin"), bos_file, setting="--tokenizer")
+
+
+def test_before_checkpoints_told_delimiters_documents_began_as_they_ended(bos_file):
+    end = load_tokenizer(bos_file).delimiters.end
+    loaded = load_trained_tokenizer(_saved(None, tokenizer=bos_file), None, setting="--tokenizer")
+    assert loaded.delimiters == (end, end)
+    loaded = load_trained_tokenizer(
+        _saved(None, tokenizer=bos_file, end_of_document_token=9), None, setting="--tokenizer"
+    )
+    assert loaded.delimiters == (9, 9)

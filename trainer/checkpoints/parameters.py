@@ -40,8 +40,8 @@ class FoundCheckpoint:
     step: int
     tokenizer: str
     """Identity of the tokenizer that made the tokens."""
-    delimiters: tuple[int | None, int | None]
-    """Tokens that began and ended documents."""
+    delimiters: tuple[int | None, int | None] | None
+    """Tokens that began and ended documents; None: checkpoints before 2026-11-29 don't say."""
     config_history: Any
     """The run's config up to its step, as JSON values."""
     damaged: tuple[Damaged, ...]
@@ -110,13 +110,15 @@ def _find_newest(folder: Path, chosen: int | None) -> FoundCheckpoint | None:
     return None
 
 
-def _read_tokenizer(path: Path, data: Any) -> tuple[str, tuple[int | None, int | None]]:
+def _read_tokenizer(path: Path, data: Any) -> tuple[str, tuple[int | None, int | None] | None]:
     """The identity of the tokenizer, and the delimiters, that a checkpoint's data state tells."""
     data = data if isinstance(data, dict) else {}
     tokenizer, delimiters = data.get("tokenizer"), data.get("delimiters")
     if not isinstance(tokenizer, str):
         raise cannot_restore(path, f"its run.json names a tokenizer by {printable(str(tokenizer)[:40])}")
     match delimiters:
+        case None:
+            return tokenizer, None
         case [int() | None as begin, int() | None as end]:
             return tokenizer, (begin, end)
     raise cannot_restore(path, f"its run.json names the tokens around documents by {printable(str(delimiters)[:40])}")

@@ -133,7 +133,8 @@ class TrainIterator:
                 f"{self._tokenizer!r} (library, its version, and the file's SHA-256): the model doesn't know them; go "
                 "back to that tokenizer, or start in a new workdir"
             )
-        delimiters = state["delimiters"]
+        # States before 2026-11-29 lack the delimiters. Documents then began with the token that ended them.
+        delimiters = state.get("delimiters", [self._delimiters.end] * 2)
         if "corpus" in changed and not allow_changed and delimiters != list(self._delimiters):
             raise DataError(
                 f"the checkpoint's documents begin and end with tokens {str(delimiters)[:40]}, and this run's with "
@@ -152,8 +153,8 @@ def _read_state(state: Any) -> tuple[dict[str, Any], int, int]:
     """The stream, the position and the sequences of an epoch that a state holds."""
     try:
         stream, position, num_sequences = (state[name] for name in ("stream", "position", "num_sequences"))
-        if absent := {"tokenizer", "delimiters"} - state.keys():
-            raise KeyError(min(absent))
+        if "tokenizer" not in state:
+            raise KeyError("tokenizer")
         if not isinstance(stream, dict):
             raise TypeError(f"stream={stream!r}")
         for count, least in ((position, 0), (num_sequences, 1)):

@@ -48,7 +48,7 @@ class Evaluator:
         """
         digest = self._setup.validation_digest
         self.evaluations |= {entry["step"]: entry for entry in logged if entry.get(VALIDATION_DIGEST) == digest}
-        if not logged or logged[-1].get(VALIDATION_DIGEST) == digest:
+        if not logged or logged[-1].get(VALIDATION_DIGEST) in (None, digest):  # None: before 2026-11-29
             return None
         return "validation losses are measured otherwise from now on, and don't compare with those up to here"
 

@@ -239,7 +239,6 @@ def test_well_signed_metadata_that_is_wrong_is_told_in_one_message(folder, conte
         (None, "a tokenizer"),
         ({"tokenizer": 3}, "a tokenizer"),
         ({"tokenizer": ["byte"]}, "a tokenizer"),
-        ({"tokenizer": "byte"}, "the tokens around documents"),
         ({"tokenizer": "byte", "delimiters": [1]}, "the tokens around documents"),
     ],
 )

@@ -199,3 +199,9 @@ def test_bytes_of_ids_without_a_tokenizer_are_unknown(base, tmp_path, rng):
         end_of_document_token=256,
     )
     assert describe(dataclasses.replace(base, data=data))[0][0] is None
+
+
+def test_losses_that_an_earlier_version_logged_are_measured_anew_without_a_word():
+    evaluator = Evaluator(SimpleNamespace(validation_digest="d"), None, None, None)
+    assert evaluator.take_up([{"step": 9, "validation_nats_per_token": 7.5}]) is None
+    assert evaluator.evaluations == {}
