@@ -19,6 +19,7 @@ from layers.pretrained.table import parameter_shapes
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.config import MeshConfig
+from trainer.config.changes import ConfigHistory
 from trainer.data import load_tokenizer
 from trainer.errors import UserMistake
 from trainer.export.__main__ import main as export
@@ -154,7 +155,8 @@ def test_every_page_can_be_exported(name, platform, monkeypatch, tmp_path, rng, 
     shapes = parameter_shapes(config.model)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
-    checkpoints.save(1, {"params": params}, {"tokenizer": load_tokenizer("byte").identity})
+    data_state = {"tokenizer": load_tokenizer("byte").identity}
+    checkpoints.save(1, {"params": params}, data_state, ConfigHistory(config).to_json())
     checkpoints.close()
     assert export(["--workdir", str(workdir.path), "--output", str(tmp_path / "model")]) == 0
     assert f" as {model_type}: " in capsys.readouterr().out
