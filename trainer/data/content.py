@@ -110,6 +110,6 @@ def _import_zstandard(path: Path) -> Any:
     except ImportError as error:
         raise DataError(
             f"{path} is Zstandard-compressed, which needs zstandard, which is not installed; "
-            'run `pip install "flax-longcontext[data]"`, or decompress it (`unzstd`)'
+            'run `pip install -e ".[data]"` in the clone, or decompress it (`unzstd`)'
         ) from error
     return zstandard

@@ -152,7 +152,7 @@ def test_compressed_text_is_read(read, rng, monkeypatch, compress):
 
 def test_zstandard_that_is_not_installed_is_named_with_its_extra(read, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r'data is Zstandard-compressed.*pip install "flax-longcontext\[data\]"'):
+    with pytest.raises(DataError, match=r'data is Zstandard-compressed.*pip install -e "\.\[data\]"'):
         read(b"\x28\xb5\x2f\xfd" + b"x" * 20)
 
 
