@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.host_cpus import environment_of_cpus
 from trainer.config import WatchdogConfig
 from trainer.loop.watchdog import Watchdog
 from trainer.observers.times import StepTimes, TimeAccount
@@ -132,7 +133,10 @@ def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subp
     together = ("--workdir", workdir, "--mesh.data", 2, *arguments)
     return [
         trainer_command.start(
-            *together, "--distributed", f"{address},2,{index}", module=f"tests.trainer.loop.faulty_run {fault}"
+            *together,
+            *("--distributed", f"{address},2,{index}"),
+            module=f"tests.trainer.loop.faulty_run {fault}",
+            **environment_of_cpus(1),
         )
         for index, fault in enumerate(faults)
     ]
