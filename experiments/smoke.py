@@ -3,7 +3,8 @@
 Command:
     python -m trainer --config experiments/smoke.py
 
-Hardware and expected numbers: any; 23 s on two CPU cores (JAX 0.10.2), 32 s on an H200 (JAX 0.11.2), 2026-11-21.
+Hardware and expected numbers: any; 24 s on two CPU cores (JAX 0.10.2, 2026-11-29). With
+GPT-2's MLP it took 32 s on an H200 (JAX 0.11.2, 2026-11-21).
 The losses mean nothing.
 """
 
