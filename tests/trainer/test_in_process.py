@@ -119,7 +119,7 @@ def test_the_first_ctrl_c_asks_and_the_second_raises():
     told = []
     with pytest.raises(KeyboardInterrupt), StopRequest(told.append, owns_process=False) as stop:  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_until(lambda: stop.requested)
+        wait_until(lambda: stop.requested and told)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0)
         assert told == ["SIGTERM"]
