@@ -86,7 +86,7 @@ def test_each_command_refuses_urls(parse, flags, url):
         ("compile_time.__main__", "Arguments"),
         ("context_attention", "ContextArguments"),
         ("context_bytes.__main__", "BytesArguments"),
-        ("deal", "DealArguments"),
+        ("sequence_sharding", "ShardingArguments"),
         ("decode.__main__", "DecodeArguments"),
         ("load_pretrained", "LoadArguments"),
         ("mixture", "MixtureArguments"),
