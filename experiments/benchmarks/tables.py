@@ -119,17 +119,15 @@ def blockwise_speeds(rows: list[Row]) -> str:
 def errors(*files: list[Row]) -> str:
     """The greatest errors over those of another system, of the shapes of each file."""
     names = {"cudnn": "cuDNN", "fa3": "FlashAttention-3"}
+    columns = (("output",), ("d_query", "d_key", "d_value"), ("d_sinks",))
     lines = []
     for rows in files:
         ours = [row for row in rows if row["backend"] == "mosaic_gpu" and row["error_ratios"]]
-        most = {
-            name: max((row["error_ratios"][name] for row in ours if name in row["error_ratios"]), default=None)
-            for name in ("output", "d_query", "d_key", "d_value", "d_sinks")
-        }
-        gradients = max(most["d_query"], most["d_key"], most["d_value"])
+        figures = []
+        for column in columns:
+            ratios = [ratio for row in ours for name, ratio in row["error_ratios"].items() if name in column]
+            figures.append(f"{max(ratios):.2f}" if ratios else MISSING)
         shapes = str(len({row["case"] for row in ours}))
-        sinks = MISSING if most["d_sinks"] is None else f"{most['d_sinks']:.2f}"
-        figures = [f"{most['output']:.2f}", f"{gradients:.2f}", sinks]
         lines.append([names[ours[0]["baseline"]], _hardware(ours[0]), shapes, *figures])
     headings = ["beside", "on", "shapes", "output", "gradients", "sinks' gradient"]
     return markdown([row for rows in files for row in rows], headings, lines)
@@ -196,7 +194,8 @@ def cuda_graphs(rows: list[Row]) -> str:
     within = [row for row in rows if "within CUDA graphs" in row.get("remarks", ())]
     lines = []
     for row in within:
-        (without,) = [other for other in rows if _session(other) == _session(row) and other not in within]
+        beside = [other for other in rows if (_session(other), other["mesh"]) == (_session(row), row["mesh"])]
+        (without,) = [other for other in beside if other not in within]
         rates = [f"{timed['tokens_per_s']:,.0f}" for timed in (without, row)]
         lines.append([row["workload"], _mesh_title(row), *rates])
     return markdown(within, ["workload", "mesh", "without graphs", "with graphs"], lines)
@@ -204,19 +203,21 @@ def cuda_graphs(rows: list[Row]) -> str:
 
 def exchanges(rows: list[Row], num_devices: int) -> str:
     """Attention over `context`: each exchange with the sharding that is best for it, beside the cost model."""
-    timed = [row for row in rows if row["num_devices"] == num_devices and "efficiency" in row]
-    last = _latest(timed, "case", "exchange", "deal")
+    rows = [row for row in rows if row["num_devices"] == num_devices and "efficiency" in row]
+    for old_names, field in ((EXCHANGES, "exchange"), (SHARDINGS, "deal")):
+        rows = [row | {field: old_names.get(row[field], row[field])} for row in rows]
+    last = sorted(_latest(rows, "case", "exchange", "deal"), key=lambda row: row["efficiency"])
     # The last row of a case and exchange is that of its best sharding.
-    shown = _latest(sorted(last, key=lambda row: row["efficiency"]), "case", "exchange")
+    shown = _latest(last, "case", "exchange")
     shown.sort(key=lambda row: (list(MASKS).index(row["case"]), -row["efficiency"]))
     lines = []
     for row in shown:
-        exchange, sharding = EXCHANGES.get(row["exchange"], row["exchange"]), SHARDINGS.get(row["deal"], row["deal"])
         # Kernels that read the other GPUs' memory leave no bytes in the trace.
-        read = row["exchange"] in ("peer", "halo")
-        received = MISSING if read else f"{row['traced']['received_bytes'] / 1e6:,.0f}"
+        in_trace = row["exchange"] not in ("peer", "halo")
+        received = f"{row['traced']['received_bytes'] / 1e6:,.0f}" if in_trace else MISSING
         seconds = [f"{1e3 * row[name]:.1f}" for name in ("exposed_s", "predicted_exposed_s")]
-        lines.append([MASKS[row["case"]], exchange, sharding, f"{100 * row['efficiency']:.0f}", received, *seconds])
+        efficiency = f"{100 * row['efficiency']:.0f}"
+        lines.append([MASKS[row["case"]], row["exchange"], row["deal"], efficiency, received, *seconds])
     return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms", "model's"], lines)
 
 

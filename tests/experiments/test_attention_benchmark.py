@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import statistics
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp

@@ -15,7 +15,8 @@ ALONE = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
 def trained(tokens_per_s, commit="a", date="2026-11-28", workload="small", exchange=None, **more):
     axes = {axis: more.pop(axis) for axis in ALONE if axis in more}
     row = {"workload": workload, "mesh": ALONE | axes, "tokens_per_s": tokens_per_s, "commit": commit, "date": date}
-    return row | {"exchange": exchange, "device": "NVIDIA H200", "versions": {"jax": "0.11.2"}, "mfu_causal": 0.5} | more
+    row |= {"exchange": exchange, "device": "NVIDIA H200", "versions": {"jax": "0.11.2"}, "mfu_causal": 0.5}
+    return row | more
 
 
 def lines_of(table):
@@ -133,3 +134,13 @@ def test_errors_are_the_greatest_of_all_shapes():
         row | {"case": "c", "error_ratios": {}},
     ]
     assert lines_of(tables.errors(rows)) == [["FlashAttention-3", "H200", "2", "1.02", "1.30", "1.60"]]
+
+
+def test_graphs_are_compared_with_the_same_step_without_them():
+    rows = [
+        trained(100.0),
+        trained(570.4, tensor=4),
+        trained(561.0, tensor=4, remarks=["within CUDA graphs"]),
+        trained(999.0, tensor=4, commit="b"),
+    ]
+    assert lines_of(tables.cuda_graphs(rows)) == [["small", "tensor=4", "570", "561"]]
