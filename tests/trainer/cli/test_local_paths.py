@@ -82,7 +82,6 @@ def test_each_command_refuses_urls(parse, flags, url):
     ("module", "name"),
     [
         ("attention.__main__", "AttentionArguments"),
-        ("attention.speed_table", "SpeedTableArguments"),
         ("compile_time.__main__", "Arguments"),
         ("context_attention", "ContextArguments"),
         ("context_bytes.__main__", "BytesArguments"),
@@ -91,6 +90,7 @@ def test_each_command_refuses_urls(parse, flags, url):
         ("load_pretrained", "LoadArguments"),
         ("mixture", "MixtureArguments"),
         ("plots", "PlotArguments"),
+        ("tables", "TablesArguments"),
         ("train_throughput.__main__", "ThroughputArguments"),
         ("tune_attention.__main__", "SearchArguments"),
         ("tune_attention.table", "TableArguments"),
