@@ -186,7 +186,8 @@ class HuggingFaceTokenizer:
                 f'run `pip install -e ".[data]"` in the clone, or use {setting}=byte'
             ) from error
         with _refusing(f"{path}: not a Hugging Face tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            # `from_buffer` ends the process at a byte that isn't UTF-8: its message can't become Python's text.
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end.
@@ -203,7 +204,8 @@ class HuggingFaceTokenizer:
         stated = read_stated(path)
         special = {i: added.content for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         end = self._find_end(end_of_document_token, vocabulary, stated, special)
-        self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
+        with _refusing(str(path)):
+            self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
         begin = self._find_begin(begin_of_document_token, vocabulary, told_by, end)
         self.delimiters = Delimiters(begin, end)
         # A set of the skipped ids would take gigabytes where a small vocabulary has one large id.
