@@ -203,6 +203,7 @@ def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
     assert after["evaluation"] == record["evaluation"]
 
 
+@pytest.mark.usefixtures("heeds_sighup")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
