@@ -122,7 +122,8 @@ class TrainerCommand:
     def finish(process: subprocess.Popen[str], begun: float = math.nan) -> Finished:
         """What a started command came to; `begun` is the `time.perf_counter()` that its seconds count from."""
         try:
-            output, errors = process.communicate(timeout=240)
+            # Two runs took 200 s beside thirteen busy processes on two cores. Only one that hangs may be cut off.
+            output, errors = process.communicate(timeout=1200)
         finally:
             process.kill()  # one that takes too long must not outlive its test
         return Finished(process.returncode, output, errors, time.perf_counter() - begun)
