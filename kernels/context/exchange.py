@@ -34,16 +34,16 @@ class ChosenExchange(NamedTuple):
 
 
 def exchange_module(name: Exchange) -> ModuleType:
-    """The module of an exchange: `unsupported_reason`, `local_call`, and `part_class`, of one rank's part of a call."""
+    """The module of an exchange. `kernels.context.exchanges` says which functions it has."""
     return importlib.import_module(f"kernels.context.exchanges.{name}")
 
 
 def kernel_call(name: Exchange, call: AttentionCall, split: Split) -> AttentionCall:
-    """What a device's kernel is called for, given the device's call before keys are exchanged.
+    """The call of a device's kernel, given the device's call before keys are exchanged.
 
-    The lse is always asked for: the backward half starts from it.
+    The lse is always asked for, since the backward pass needs it.
     """
-    return exchange_module(name).local_call(call, split)._replace(return_lse=True)
+    return exchange_module(name).kernel_call(call, split)._replace(return_lse=True)
 
 
 def choose_exchange(

@@ -20,7 +20,7 @@ from kernels.context import (
     shard_sequence,
 )
 from kernels.context.costs import exchange_cost, links_of
-from kernels.context.exchanges.halo import unused_id
+from kernels.context.exchanges.halo import Runs, unused_id
 from kernels.context.exchanges.ring import add_sinks
 
 CAUSAL, WINDOW = CausalMask(), CausalMask() & LocalMask(4095, 0)
@@ -61,17 +61,11 @@ def on_ranks(num_ranks, function, *arguments):
 @pytest.mark.parametrize(("sequence_sharding", "num_runs"), [("contiguous", 1), ("zigzag", 2)])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_halo_moves_nothing_but_the_windows_neighbours(sequence_sharding, num_runs, num_ranks):
-    from kernels.call import AttentionInputs
-    from kernels.context.exchanges.halo import Halo
-
     length, num_tokens = 4096, 256
     call = call_of(CausalMask() & LocalMask(200, 0), length=length, num_ranks=num_ranks)
     split = Split.of("context", num_ranks, sequence_sharding, length)
 
-    def collect(x):
-        return Halo(AttentionInputs(x, x, x), call, split).keys((x,))[0]
-
-    text = on_ranks(num_ranks, collect, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
+    text = on_ranks(num_ranks, Runs(call, split).with_halos, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
     moved = [line for line in text.splitlines() if "ppermute" in line]
     # A run gets its neighbour's last tokens, in whole tiles. Two halves of a zigzag may come from different slots.
     assert num_runs <= len(moved) <= num_runs + (sequence_sharding == "zigzag")
@@ -178,7 +172,7 @@ def test_a_named_exchange_is_used_or_refused_with_the_reason():
         ValueError, match="exchange='rings' is not one of all_gather, peer, halo, ring, all_to_all, or None"
     ):
         choose_exchange(call_of(), split, "rings")
-    with pytest.raises(ValueError, match="would be all of the row"):
+    with pytest.raises(ValueError, match="would be all of the sequence"):
         choose_exchange(call_of(CausalMask() & LocalMask(130_000, 0)), split, "halo")
 
 

@@ -85,10 +85,9 @@ def test_gradients_come_home_from_any_rank(num_ranks):
     ranks = jnp.arange(num_ranks)
 
     def there_and_back(rank, num_hops):
-        ring = object.__new__(Ring)
-        ring.split, ring.num_hops = split, num_hops
-        there = jax.lax.fori_loop(1, num_hops, lambda _, x: ring._to_next(x), rank)
-        return there, ring._home(there)
+        ring = Ring(split, num_hops)
+        there = jax.lax.fori_loop(1, num_hops, lambda _, x: ring.to_next(x), rank)
+        return there, ring.home(there)
 
     on_ranks = jax.jit(jax.vmap(there_and_back, in_axes=(0, None), axis_name="context"))
     for num_hops in range(2, num_ranks + 1):

@@ -9,7 +9,7 @@ from kernels.backends.mosaic_gpu.key_value_memory import key_value_scratch
 from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.memory import num_bytes
 from kernels.backends.mosaic_gpu.query_pass import query_scratch
-from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
+from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, backward_form
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
 
@@ -18,18 +18,19 @@ MAX_BYTES = 227 * 1024
 
 
 def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[str, int]:
-    """Shared memory of one program of each kernel that a tuning with nothing left open runs: forward, dK and dV, dQ."""
+    """Shared memory of one program of each kernel whose tiles a tuning gives: forward, dK and dV, dQ."""
     forward, backward, machine = tuning.forward_tiles, tuning.backward_tiles, Hopper()
-    assert forward is not None
-    assert backward is not None
-    fused = tuning.backward == "fused"
-    scratch: dict[str, tuple[Any, Any]] = {"forward": forward_scratch(call, forward, machine)}
-    if backward.one_gradient_per_warpgroup:
-        scratch["key_value"] = wide_key_value_scratch(call, backward, machine)
-    else:
-        scratch["key_value"] = key_value_scratch(call, backward, machine, fused=fused)
-    if not fused:
-        scratch["query"] = query_scratch(call, backward, machine)
+    scratch: dict[str, tuple[Any, Any]] = {}
+    if forward is not None:
+        scratch["forward"] = forward_scratch(call, forward, machine)
+    if backward is not None:
+        fused = backward_form(tuning, call) == "fused"
+        if backward.one_gradient_per_warpgroup:
+            scratch["key_value"] = wide_key_value_scratch(call, backward, machine)
+        else:
+            scratch["key_value"] = key_value_scratch(call, backward, machine, fused=fused)
+        if not fused:
+            scratch["query"] = query_scratch(call, backward, machine)
     return {kernel: num_bytes(each) for kernel, each in scratch.items()}
 
 
@@ -42,7 +43,7 @@ _SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def shared_memory_excess(call: AttentionCall, tuning: MosaicGpuTuning) -> str | None:
-    """Why a tuning with nothing left open doesn't fit into shared memory, or None if it does."""
+    """Why the tiles that a tuning gives don't fit into shared memory, or None if they do; those of `resolve` do."""
     for kernel, size in shared_memory_bytes(call, tuning).items():
         if size > MAX_BYTES:
             field, names = _SETTINGS[kernel]
