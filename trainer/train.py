@@ -31,9 +31,10 @@ from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory, changes_to_json
 from trainer.data import load_corpus, make_batches
 from trainer.errors import TrainingFailed, UserMistake, name_some
-from trainer.hosts.agreement import require_same
-from trainer.hosts.membership import ALONE, Membership
-from trainer.hosts.peers import Peers
+from trainer.launch.agreement import require_same
+from trainer.launch.membership import ALONE, Membership
+from trainer.launch.peers import Peers
+from trainer.launch.watchdog import Watchdog
 from trainer.loop.attempt import Attempt, attempt
 from trainer.loop.ending import tell_ending
 from trainer.loop.evaluator import Evaluator, describe_validation
@@ -46,7 +47,6 @@ from trainer.loop.saver import Saver, Snapshot
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import too_many_skipped
 from trainer.loop.step_trace import StepTrace
-from trainer.loop.watchdog import Watchdog
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
@@ -185,7 +185,7 @@ class TrainingLoop:
         listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
         self.observers = make_observers(*listening) if self.peers.is_first else Observers()
         self.progress = Progress(self.observers, self.times, self.history, this.account)
-        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times, this.stalled)
+        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times.typical_step_s, this.stalled)
         self.checkpoints = Checkpoints(
             workdir.checkpoints,
             setup.config.checkpoint.num_kept,

@@ -18,7 +18,7 @@ from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, RESUL
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -32,7 +32,7 @@ from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.files.atomic import write_atomically
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.observers.metrics import LoggedEntries, MetricsFile
 from trainer.observers.observer import VALIDATION_DIGEST, VALIDATION_LOSS, Start, make_entry
 from trainer.observers.record import RunRecord

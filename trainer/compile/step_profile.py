@@ -17,7 +17,7 @@ from trainer.compile.hlo import parse_module
 from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
-from trainer.process.resident_memory import peak_resident_bytes
+from trainer.hardware import peak_resident_bytes
 from trainer.step.attention_plan import AttentionPlan, plan_attention
 from trainer.step.expert_plan import ExpertPlan, plan_experts
 from trainer.step.functions import make_step_functions

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jax
 
+from trainer.launch.process_exit import COMPLETED, PREEMPTED
 from trainer.loop.evaluator import Evaluator
 from trainer.loop.setup import Setup
 from trainer.observers.observer import Ending, Observers
 from trainer.observers.record import measured_memory
-from trainer.process.exit_status import COMPLETED, PREEMPTED
 
 
 def tell_ending(

@@ -14,9 +14,9 @@ from trainer.checkpoints.training_state import Checkpoints, NotRemovedError
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import is_full_disk
+from trainer.launch.signals import StopRequest
 from trainer.observers.observer import Observers
 from trainer.observers.times import TimeAccount
-from trainer.process.signals import StopRequest
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
 

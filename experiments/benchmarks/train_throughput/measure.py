@@ -32,8 +32,8 @@ from trainer.compile.stages import compile_in_stages, lower_in_stages
 from trainer.config import ContextConfig, LossImplementation, MeshConfig, TensorConfig, TrainConfig
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.hardware import installed_versions
 from trainer.observers.record import measured_memory
-from trainer.process.versions import installed_versions
 from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions

@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer.loop.steps import EndlessBatches, make_metrics
 from trainer.config.file import load_config
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount

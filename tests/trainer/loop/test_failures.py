@@ -25,11 +25,11 @@ import trainer.train
 from kernels import SplashTuning
 from tests.trainer.loop.steps import end_well, skip_updates
 from trainer.__main__ import main
+from trainer.checkpoints.event_loops import DrainingEventLoop
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_saved_config
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.process.event_loops import DrainingEventLoop
 from trainer.train import prepare
 from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
@@ -163,7 +163,7 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
         return 0
 
     make_loops(monkeypatch, train)
-    monkeypatch.setattr("trainer.process.signals.os._exit", leave)
+    monkeypatch.setattr("trainer.launch.signals.os._exit", leave)
     run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     assert statuses == [130]
     record = json.loads((tmp_path / "record.json").read_text())
@@ -199,7 +199,7 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
 
     make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.observers.record.write_atomically", write)
-    monkeypatch.setattr("trainer.process.signals.os._exit", statuses.append)
+    monkeypatch.setattr("trainer.launch.signals.os._exit", statuses.append)
     monkeypatch.setattr(trainer.train, "train", run_and_signal)
     assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
     assert statuses == left

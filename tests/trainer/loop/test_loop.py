@@ -267,7 +267,7 @@ def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
 def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     # The main thread waits inside C, as it does while XLA compiles or steps, where no handler of Python's can run.
     script = (
-        "import ctypes, os, time; from trainer.process.signals import StopRequest\n"
+        "import ctypes, os, time; from trainer.launch.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
         "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
         f"    {before}\n"

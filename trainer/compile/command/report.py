@@ -15,7 +15,7 @@ from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
 from trainer.step.attention_plan import describe_attention
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
