@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from kernels import Target
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.compile.history import CompileHistory
 from trainer.compile.out_of_memory import running
@@ -54,14 +53,12 @@ from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
 from trainer.sample.during_training import Samples
-from trainer.step.attention_plan import plan_attention, plan_sequence_sharding
-from trainer.step.expert_plan import plan_experts
+from trainer.step.attention_plan import plan_context_parallelism
 from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import TrainState, make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
-from trainer.step.loss_plan import plan_loss
+from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
-from trainer.step.tensor_plan import plan_tensor
 from trainer.workdir import Workdir
 
 
@@ -139,32 +136,27 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         )
     if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
-    plan_sequence_sharding(config, None)  # what it refuses, it refuses for every device
+    plan_context_parallelism(config, None)  # refuses what no device can do, before the data is read
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
     use_compilation_cache(config.compilation.cache_dir)
     mesh = make_mesh(config.mesh)
-    attention = plan_attention(config, mesh)
-    target = Target.of(mesh.devices.flat[0])
-    experts, tensor, loss = plan_experts(config, target), plan_tensor(config, mesh), plan_loss(config, target)
+    plan = make_plan(config, mesh)
     if samples is not None:
         samples.check()
-    functions = make_step_functions(config, mesh)
+    functions = make_step_functions(config, mesh, plan)
     sharding = batch_sharding(mesh)
     rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
-    batches, validation_shares, validation = make_batches(
-        config, corpus, functions.sequence_sharding, on_progress, rows_of
-    )
+    batches, validation_shares, validation = make_batches(config, corpus, plan.sequence_sharding, on_progress, rows_of)
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     # Process 0 measures it for all: the others read no rows but their own.
     told = peers.of_first("validation", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer)))
     num_bytes, digest = json.loads(told)
     flops = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
     peak = peak_flops_per_s(mesh.devices.flat[0], config.model.compute_dtype)
-    plans = attention, experts, tensor, loss
     evaluation = validation_batches, num_bytes, digest
-    return Setup(config, corpus, functions, *plans, batches, *evaluation, samples, flops, peak)
+    return Setup(config, corpus, plan, functions, batches, *evaluation, samples, flops, peak)
 
 
 class TrainingLoop:

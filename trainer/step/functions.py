@@ -20,22 +20,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import Target
 from kernels.context import SequenceSharding
 from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
-from trainer.step.attention_plan import plan_sequence_sharding
 from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
-from trainer.step.loss_plan import plan_loss
 from trainer.step.optimizer import make_optimizer, make_schedule
 from trainer.step.parameter_gather import ParameterGather
+from trainer.step.plan import Plan, make_plan
 from trainer.step.router_loss import LossSums, add_router_losses, sum_load
 from trainer.step.sharding import batch_sharding, is_on_host, parameter_shardings, replicated
 from trainer.step.skipping import Skipping, judge, schedule_at
-from trainer.step.tensor_plan import plan_tensor
 
 WITHOUT_CUDA_GRAPHS: dict[str, str | bool] = {"xla_gpu_graph_min_graph_size": str(2**30)}
 """XLA's compiler options that keep kernels out of CUDA graphs. Within one a profiler names no kernel's instruction."""
@@ -103,8 +100,6 @@ class StepFunctions:
     """Shapes, dtypes and shardings of what gradients are added up in."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     """Shapes, dtypes and shardings of a training batch."""
-    sequence_sharding: SequenceSharding
-    """Which tokens of a sequence each rank of `mesh.context` holds."""
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
     init_state: Callable[[], TrainState]
@@ -129,25 +124,24 @@ class StepFunctions:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
 
-def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
+def make_step_functions(config: TrainConfig, mesh: Mesh, plan: Plan | None = None) -> StepFunctions:
     """Builds the step functions of a config.
 
     Args:
       config: the experiment.
       mesh: from `make_mesh(config.mesh)`.
+      plan: from `make_plan`; None: it is made here.
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
       UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as
-        `plan_sequence_sharding`, `plan_tensor` and `plan_loss`.
+        `make_plan`.
     """
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
-    sequence_sharding, _ = plan_sequence_sharding(config, mesh)
-    plan_tensor(config, mesh)  # refuses what can't serve
-    target = Target.of(mesh.devices.flat[0])
-    exp_logits = plan_loss(config, target).exp_logits(target)
+    plan = make_plan(config, mesh) if plan is None else plan
+    sequence_sharding, exp_logits = plan.sequence_sharding, plan.loss.exp_logits(plan.target)
 
     def make_model() -> GPT:
         exchange, collectives = config.context.exchange, config.tensor.collectives
@@ -287,7 +281,6 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         graphdef=graphdef,
         abstract_state=abstract_state,
         abstract_gradient=abstract_state.params if config.gradient_accumulation == 1 else gather.abstract_whole,
-        sequence_sharding=sequence_sharding,
         abstract_batch=_abstract_batch(config, config.batch_size, mesh, sequence_sharding),
         abstract_eval_batch=_abstract_batch(
             config, config.batch_size // config.gradient_accumulation, mesh, sequence_sharding

@@ -1,9 +1,10 @@
 """Profiles of steps that nothing compiled."""
 
+from kernels import Target
 from trainer.compile.fit import DeviceMemory, Fit, StateMemory
 from trainer.compile.stages import CompileReport
 from trainer.compile.step_profile import HostMemory, StepProfile
-from trainer.step.loss_plan import LossPlan
+from trainer.step.plan import LossPlan, Plan
 
 
 def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
@@ -15,10 +16,7 @@ def make_profile(needed: int, num_devices: int = 8) -> StepProfile:
         mesh={"data": 1, "fsdp": 1, "tensor": 1, "context": 1},
         num_parameters=1,
         tokens_per_step=1,
-        attention=(),
-        experts=None,
-        tensor=None,
-        loss=LossPlan("xla", {}),
+        plan=Plan(Target("tpu", "TPU v5 lite"), "contiguous", (), experts=None, tensor=None, loss=LossPlan("xla", {})),
         compiled=CompileReport("train_step", 0.1, 0.1, 0.1, False, None),
         size=None,
         collectives=(),

@@ -20,8 +20,9 @@ from kernels import CausalMask, LocalMask, Target
 from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
-from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention, plan_attention
+from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import make_mesh
 
 NUM_STEPS = 60  # of the tiny config
@@ -383,7 +384,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == set(attention_calls(config, Target.of(device)))
-    plans = plan_attention(config, mesh)
+    plans = make_plan(config, mesh).attention
     assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
     assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
 

@@ -9,7 +9,7 @@ from layers import GPTConfig, MoEConfig
 from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import MeshConfig, TrainConfig
-from trainer.step.expert_plan import plan_experts
+from trainer.step.plan import plan_experts
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 

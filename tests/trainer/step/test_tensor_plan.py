@@ -14,8 +14,8 @@ from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import MeshConfig, TensorConfig, TrainConfig
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import TensorPlan, plan_tensor
 from trainer.step.sharding import AXES, make_mesh
-from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
 MOE = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
 
