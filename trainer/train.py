@@ -55,10 +55,11 @@ from trainer.observers.wandb import require_wandb
 from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_context_parallelism
 from trainer.step.flops import FlopCounter, peak_flops_per_s
-from trainer.step.functions import TrainState, make_step_functions
+from trainer.step.functions import make_step_functions
 from trainer.step.global_batch import make_global_batch, rows_of_process
 from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.train_step import TrainState
 from trainer.workdir import Workdir
 
 

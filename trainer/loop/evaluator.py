@@ -19,7 +19,7 @@ from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers
 from trainer.observers.times import TimeAccount
-from trainer.step.functions import Batch, TrainState
+from trainer.step.train_step import Batch, TrainState
 
 
 class Evaluator:

@@ -12,10 +12,11 @@ from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
 from trainer.step.flops import FlopCounter
-from trainer.step.functions import Batch, StepFunctions
+from trainer.step.functions import StepFunctions
 from trainer.step.global_batch import make_global_batch
 from trainer.step.plan import Plan
 from trainer.step.sharding import batch_sharding, bytes_per_device
+from trainer.step.train_step import Batch
 from trainer.terminal.units import format_bytes, format_count
 
 

@@ -34,9 +34,10 @@ from trainer.errors import TrainingFailed, UserMistake
 from trainer.hardware import installed_versions
 from trainer.observers.record import measured_memory
 from trainer.step.flops import FlopCounter, peak_flops_per_s
-from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions
+from trainer.step.functions import WITHOUT_CUDA_GRAPHS, make_step_functions
 from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
+from trainer.step.train_step import StepMetrics, TrainState
 
 
 def measure(

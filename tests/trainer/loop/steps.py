@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.data import BatchShare
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 from trainer.train import TrainingLoop
 
 

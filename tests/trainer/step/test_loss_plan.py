@@ -1,7 +1,5 @@
 """What the opening panel, the record and the compile report say of the loss."""
 
-import dataclasses
-
 import pytest
 
 from kernels import Target
@@ -54,9 +52,7 @@ def test_a_step_refuses_the_kernel_where_there_is_none():
 def test_the_compile_report_has_the_loss():
     config = config_of()
     plan = plan_loss(config, H200)
-    profile = make_profile(needed=10)
-    profile = dataclasses.replace(profile, plan=dataclasses.replace(profile.plan, loss=plan))
-    on_gpu = dataclasses.replace(profile, plan=dataclasses.replace(profile.plan, target=H200))
+    profile, on_gpu = make_profile(needed=10, loss=plan), make_profile(needed=10, loss=plan, target=H200)
     assert "loss" not in describe_target(config, None, profile)  # of a TPU
     assert profile_to_json(profile)["loss"] == plan.to_json()
     assert describe_target(config, None, on_gpu)["loss"] == plan.describe()

@@ -314,7 +314,7 @@ def test_steps_whose_gpus_wait_for_each_other_run_outside_of_cuda_graphs(platfor
 
 
 def test_compiler_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setattr(step_functions, "compiler_options", lambda _: {"xla_no_such_option": "1"})
+    monkeypatch.setattr("trainer.step.functions.compiler_options", lambda _: {"xla_no_such_option": "1"})
     step = make_step_functions(CONFIG, make_mesh(MeshConfig()))
     lowered = step.train_step.lower(step.abstract_state, step.abstract_batch)
     with pytest.raises(Exception, match="xla_no_such_option"):
