@@ -9,12 +9,11 @@ Command:
 
 Hardware and expected numbers:
     Two H200s of one host: the model of experiments/gpt_1b_32k.py, 1.3B parameters (1,336M), every layer global. Whether
-    the step fits: `python -m trainer.compile --config experiments/gpt_128k.py --topology h200:2`. With GPT-2's MLP in
-    SwiGLU's place it takes 71.4 GB on each GPU, compiled ahead of time, and one sequence to a step 5.88 s, 22,290
-    tokens/s, 1.95 times one GPU's speed (JAX 0.11.2, 2026-11-24):
-    `python -m experiments.benchmarks.train_throughput --workloads 1b_131k --mesh.context 2`. This page's own model on
-    one H200 takes 56.1 GB and 11,600 tokens/s (2026-11-29): `--workloads gpt_128k`. The rows are in
-    experiments/benchmarks/results/train_meshes_h200.jsonl and train_throughput_h200.jsonl.
+    the step fits: `python -m trainer.compile --config experiments/gpt_128k.py --topology h200:2` says 48.9 GB on each
+    GPU. One sequence to a step, of one document, takes 5.82 s: 22,500 tokens/s, 53.1 % MFU, 30.3 GB on each GPU, 1.89
+    times the speed of one of the two (11,900 tokens/s, 56.1 GB; JAX 0.11.2, 2026-11-29):
+    `python -m experiments.benchmarks.train_throughput --workloads gpt_128k --mesh.context 2 --seed 7 --no-trace`. The
+    rows are in experiments/benchmarks/results/train_meshes_h200.jsonl.
     More GPUs: `--mesh.context 8` splits each sequence further, `--mesh.data 2 --gradient-accumulation 1` takes two
     sequences at a time, on four GPUs.
     124M parameters at this length: `python -m trainer --config experiments/gpt_32k.py --sequence-length 131072

@@ -11,10 +11,11 @@ Hardware and expected numbers:
     Two H100s or H200s of one host with 256 GB of memory: the model of experiments/gpt_1b_32k.py, 1.3B parameters
     (1,336M), every layer global; parameters and optimizer state split over both.
     `python -m trainer.compile --config experiments/gpt_1m.py --topology h200:2` says ahead of time what a step takes.
-    With GPT-2's MLP in SwiGLU's place that is 55 GB on each GPU, and for each 104 GB of the host's memory. So, on two
-    H100s (JAX 0.11.2, 2026-11-25, with `--num-steps 1 --optimizer.num-warmup-steps 0` and
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.94) compiling takes 1 min 24 s and the first step 6 min 17 s, about 80 s of it to
-    pin the host's memory: 2,780 tokens/s, 44.6 % MFU, loss 10.97.
+    That is 63 GB on each GPU, and for each 104 GB of the host's memory. On two H200s (JAX 0.11.2, 2026-11-29, with
+    `--num-steps 1 --optimizer.num-warmup-steps 0`, XLA_PYTHON_CLIENT_MEM_FRACTION=0.94 and
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100) compiling takes 68 s and the first step 6 min 25 s,
+    the pinning of the host's memory included: 2,720 tokens/s, 43.6 % MFU, loss 10.73. The row is in
+    experiments/benchmarks/results/train_meshes_h200.jsonl.
     One device: refused, with the number that there is.
 
 Data: the Python standard library's own sources, as bytes, as one text: a million tokens of it are all before a token,
