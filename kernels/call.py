@@ -30,9 +30,10 @@ FLOATING_DTYPES = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float
 class AttentionInputs(NamedTuple):
     """The traced arguments. Segment ids are given for both sides or neither, and so are positions.
 
-    Two are for `kernels.context` alone. `places`: where in its row each token stands, if ranks hold tokens in another
-    order. `num_keys`: the first so many keys of a row are there. No query attends to the others. But for the first few
-    (`kernels.backends.Backend.longest_tile`) they may hold anything, and a backend may leave their gradients unwritten.
+    Two are for `kernels.context` alone. `token_order`: the index in the sequence of each token, if ranks hold tokens in
+    another order. `num_keys`: the number of keys at the beginning of each sequence that are present. No query attends
+    to the others. But for the first few of them (`kernels.backends.Backend.longest_tile`) they may hold anything, and a
+    backend may leave their gradients unwritten.
     """
 
     query: Float[Array, "B T N H"]
@@ -43,7 +44,7 @@ class AttentionInputs(NamedTuple):
     key_value_segment_ids: Int[Array, "B S"] | None = None
     query_positions: Int[Array, "B T"] | None = None
     key_value_positions: Int[Array, "B S"] | None = None
-    places: Int[Array, "B T"] | None = None
+    token_order: Int[Array, "B T"] | None = None
     num_keys: Int[Array, "B 1"] | None = None
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh
+from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh
 from kernels.mesh import manual_axes, spec_without
 from layers.checks import check_choice
 
@@ -32,7 +32,7 @@ class ActivationSharding:
       batch_axes: mesh axes that the batch is split over.
       sequence_axis: mesh axis that the tokens of each sequence are split over.
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
-      deal: which tokens of a row each rank of `sequence_axis` holds.
+      sequence_sharding: which tokens of a row each rank of `sequence_axis` holds.
       exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
       collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of GPUs that write to each other's
         memory; None: the kernels where two to four GPUs can run them.
@@ -54,7 +54,7 @@ class ActivationSharding:
     batch_axes: tuple[str, ...] = ("data", "fsdp")
     sequence_axis: str = "context"
     head_axis: str = "tensor"
-    deal: Deal = "in_order"
+    sequence_sharding: SequenceSharding = "contiguous"
     exchange: Exchange | None = None
     collectives: Collectives | None = None
 
@@ -76,19 +76,19 @@ class ActivationSharding:
     @property
     def layout(self) -> MeshLayout:
         """The same for functions that each device runs on its own part."""
-        return MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.deal)
+        return MeshLayout(self.mesh, self.batch_axes, self.sequence_axis, self.head_axis, self.sequence_sharding)
 
     @property
     def exchanges_keys(self) -> bool:
         """Whether a sequence's tokens lie on several devices."""
         return self.mesh.shape[self.sequence_axis] > 1
 
-    def check_places(self, positions: Array | None, places: Array | None) -> None:
-        """Raises ValueError if tokens are dealt out in another order and nothing tells their positions."""
-        if self.deal != "in_order" and self.exchanges_keys and positions is None and places is None:
+    def check_token_order(self, positions: Array | None, token_order: Array | None) -> None:
+        """Raises ValueError if tokens lie in another order and nothing tells their positions."""
+        if self.sequence_sharding != "contiguous" and self.exchanges_keys and positions is None and token_order is None:
             raise ValueError(
-                f"deal={self.deal!r} puts tokens into another order, and neither positions nor places tell where they "
-                "stand; pass places"
+                f"sequence_sharding={self.sequence_sharding!r} puts tokens into another order, and neither positions "
+                "nor token_order tell which; pass token_order"
             )
 
     @property
@@ -174,7 +174,7 @@ class ActivationSharding:
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
         sinks: Float[Array, " N"] | None = None,
         **options: Any,
     ) -> Float[Array, "B T N H"]:
@@ -188,7 +188,7 @@ class ActivationSharding:
           mask: the kernels mask.
           segment_ids: document of each token.
           positions: what the mask is evaluated on; None: each token's place in the sequence.
-          places: each token's place in the sequence, for `deal="by_cost"`.
+          token_order: each token's index in the sequence, for `sequence_sharding="balanced"`.
           sinks: one logit per query head.
           options: `implementation`, `logits_soft_cap`, `scale`.
 
@@ -207,7 +207,7 @@ class ActivationSharding:
             self.layout,
             segment_ids=segment_ids,
             positions=positions,
-            places=places,
+            token_order=token_order,
             sinks=sinks,
             exchange=self.exchange,
             **options,
@@ -221,16 +221,16 @@ class ActivationSharding:
         """
         return length * self.mesh.shape[self.sequence_axis] if self.sequence_axis in manual_axes() else length
 
-    def places(self, length: int) -> Int[Array, "1 T"]:
+    def token_order(self, length: int) -> Int[Array, "1 T"]:
         """Where in the sequence `length` tokens stand: all of its tokens, or this device's part of them.
 
         Args:
           length: T, of the arrays that the caller has.
         """
-        places = jnp.arange(length, dtype=jnp.int32)[None]
+        token_order = jnp.arange(length, dtype=jnp.int32)[None]
         if self.sequence_axis in manual_axes():
-            places += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
-        return places
+            token_order += jax.lax.axis_index(self.sequence_axis).astype(jnp.int32) * length
+        return token_order
 
     def _constrain(self, array: Array, *spec: tuple[str, ...] | str | None) -> Array:
         manual = manual_axes()

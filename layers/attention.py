@@ -173,7 +173,7 @@ class Attention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Attends within each document.
 
@@ -182,25 +182,25 @@ class Attention(nnx.Module):
           segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
           positions: each token's place in its document, counting up by one there. None: its place in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
-          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order, as
-            `kernels.context.deal_tokens` does with its own chunk size.
+          token_order: each token's index in the sequence, if `activation_sharding` shards it in another order, as
+            `kernels.context.shard_sequence` does with its own chunk size.
 
         Returns:
           The attention's contribution to the residual stream, in the compute dtype.
         """
         if self.activation_sharding is not None:
-            self.activation_sharding.check_places(positions, places)
+            self.activation_sharding.check_token_order(positions, token_order)
         if rotation is None:
             length, sharding = inputs.shape[1], self.activation_sharding
             context_length = length if sharding is None else sharding.whole_length(length)
             rotation = self.make_rotation(
-                length, places if positions is None else positions, context_length=context_length
+                length, token_order if positions is None else positions, context_length=context_length
             )
         query, key, value = self._project(inputs, rotation)
         # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
         # so the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
-        attended = self._attend(query, key, value, segment_ids, mask_positions, places)
+        attended = self._attend(query, key, value, segment_ids, mask_positions, token_order)
         return checkpoint_name(self._project_back(attended), "projection")
 
     def prefill(
@@ -225,7 +225,7 @@ class Attention(nnx.Module):
           What a call returns, and the cache.
         """
         if self.activation_sharding is not None:
-            self.activation_sharding.check_places(None, None)  # prompts lie in order
+            self.activation_sharding.check_token_order(None, None)  # prompts lie in order
         query, key, value = self._project(inputs, rotation)
         outputs = self._project_back(self._attend(query, key, value))
         return outputs, cache.write(key, value, sequences=sequences, num_tokens=num_tokens, from_start=True)
@@ -282,7 +282,7 @@ class Attention(nnx.Module):
             return None
         if positions is None:
             sharding = self.activation_sharding
-            positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.places(length)
+            positions = jnp.arange(length, dtype=jnp.int32)[None] if sharding is None else sharding.token_order(length)
         return make_rotation(positions, self.rotary, context_length=context_length, dtype=self.compute_dtype)
 
     def _project(
@@ -321,7 +321,7 @@ class Attention(nnx.Module):
         value: Float[Array, "B T K H"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T N H"]:
         sinks = None if self.sinks is None else self.sinks[...]
         if self.activation_sharding is not None:
@@ -332,15 +332,15 @@ class Attention(nnx.Module):
                 self.mask,
                 segment_ids=segment_ids,
                 positions=positions,
-                places=places,
+                token_order=token_order,
                 scale=self.query_scale,
                 sinks=sinks,
                 logits_soft_cap=self.logits_soft_cap,
                 implementation=self.implementation,
             )
-        if places is not None:
+        if token_order is not None:
             raise ValueError(
-                "places are for tokens that are dealt out over a mesh; give the layer an activation_sharding"
+                "token_order is for sequences that are sharded over a mesh; give the layer an activation_sharding"
             )
         return dot_product_attention(
             query,

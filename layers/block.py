@@ -104,10 +104,10 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T W"]:
         """Returns the residual stream after this block; see `Attention` for the other arguments."""
-        return self.with_router_sums(hidden, segment_ids, positions, rotation, places)[0]
+        return self.with_router_sums(hidden, segment_ids, positions, rotation, token_order)[0]
 
     def with_router_sums(
         self,
@@ -115,14 +115,14 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
         rotation: Rotation | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
         counted: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
         """A call, and the sums of the block's router, None without one; see `MoE` for `counted`."""
         hidden = checkpoint_name(hidden, "layer_input")
         with jax.named_scope("attention"):
             inputs = _normalize(self.attention_norm, hidden)
-            attended = self.attention(inputs, segment_ids, positions, rotation, places)
+            attended = self.attention(inputs, segment_ids, positions, rotation, token_order)
             hidden = hidden + _normalize(self.attention_post_norm, attended)
         return self._add_mlp(hidden, counted)
 

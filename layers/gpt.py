@@ -91,7 +91,7 @@ class GPT(nnx.Module):
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
         *,
         gather_layer: GatherLayer | None = None,
     ) -> Float[Array, "B T W"]:
@@ -101,7 +101,7 @@ class GPT(nnx.Module):
           tokens: token ids, less than vocab_size.
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
           positions: each token's place in its document. None: its place in the sequence.
-          places: each token's place in the sequence, if `activation_sharding` deals tokens out in another order.
+          token_order: each token's index in the sequence, if `activation_sharding` shards it in another order.
           gather_layer: makes the parameters that a layer computes with, in the compute dtype, of those that are stored,
             where they are used: in the loop over layers, and again where the backward pass recomputes. None: the
             stored ones, cast.
@@ -109,14 +109,14 @@ class GPT(nnx.Module):
         Returns:
           Hidden states in the compute dtype; `logits` or a chunked loss over `head_kernel` goes on from here.
         """
-        return self.with_router_sums(tokens, segment_ids, positions, places, gather_layer=gather_layer)[0]
+        return self.with_router_sums(tokens, segment_ids, positions, token_order, gather_layer=gather_layer)[0]
 
     def with_router_sums(
         self,
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        places: Int[Array, "B T"] | None = None,
+        token_order: Int[Array, "B T"] | None = None,
         *,
         counted: Bool[Array, "B T"] | None = None,
         gather_layer: GatherLayer | None = None,
@@ -133,7 +133,7 @@ class GPT(nnx.Module):
         length, sharding = tokens.shape[1], self.activation_sharding
         rotations = self._make_rotations(
             length,
-            places if positions is None else positions,
+            token_order if positions is None else positions,
             length if sharding is None else sharding.whole_length(length),
         )
 
@@ -142,7 +142,7 @@ class GPT(nnx.Module):
                 state = gather_layer(state)
             block = nnx.merge(graphdef, state)
             rotation = rotations[block.attention.rotary]
-            return block.with_router_sums(hidden, segment_ids, positions, rotation, places, counted)
+            return block.with_router_sums(hidden, segment_ids, positions, rotation, token_order, counted)
 
         stacks = self._split_stacks(cast=gather_layer is None)
         hidden, sums = apply_layers(
@@ -217,8 +217,8 @@ class GPT(nnx.Module):
         Raises:
           ValueError: longrope without a context length.
         """
-        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        rotations = self._make_rotations(tokens.shape[1], caches[0].lengths[:, None] + places, context_length)
+        offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        rotations = self._make_rotations(tokens.shape[1], caches[0].lengths[:, None] + offsets, context_length)
 
         def apply_block(graphdef: nnx.GraphDef, state: nnx.State, hidden: Array, cache: SlabCache):
             block = nnx.merge(graphdef, state)

@@ -2,7 +2,7 @@
 
 On a mesh each device routes its own tokens, and experts lie as a dense MLP does: whole on every device that computes
 with them, but for their hidden features, which `tensor` splits. So the ranks of `tensor` have equal work, however
-unevenly tokens choose. With whole experts dealt out to ranks instead, tokens would travel to their experts, and the
+unevenly tokens choose. With whole experts on each rank instead, tokens would travel to their experts, and the
 ranks of seldom chosen ones would wait.
 
 Shapes: B batch, T sequence, N tokens of a device, K experts of a token, E experts, W width, L layers.

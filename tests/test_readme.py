@@ -181,6 +181,13 @@ def test_every_page_and_picture_can_be_reached():
     assert [path for path in files if str(path.relative_to(ROOT / "docs")) not in linked] == []
 
 
+def test_the_kernels_that_a_page_names_exist():
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/hopper_kernels.md").read_text())
+    paths = [ROOT / name if "/" in name else ROOT / "kernels/backends/mosaic_gpu" / name for name in named]
+    assert paths
+    assert [path for path in paths if not path.exists()] == []
+
+
 def needs_libtpu(section: Section) -> bool:
     commands = " ".join(command for snippet in section.snippets for command in snippet.commands())
     return "--topology" in commands or "--target" in commands

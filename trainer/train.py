@@ -54,7 +54,7 @@ from trainer.observers.observer import Observers, Start
 from trainer.observers.times import StepTimes
 from trainer.observers.wandb import require_wandb
 from trainer.sample.during_training import Samples
-from trainer.step.attention_plan import plan_attention, plan_deal
+from trainer.step.attention_plan import plan_attention, plan_sequence_sharding
 from trainer.step.expert_plan import plan_experts
 from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import TrainState, make_step_functions
@@ -139,7 +139,7 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         )
     if peers.is_first and config.wandb.project is not None:
         require_wandb(config.wandb.project)
-    plan_deal(config, None)  # what it refuses, it refuses for every device
+    plan_sequence_sharding(config, None)  # what it refuses, it refuses for every device
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size, on_progress=on_progress)
     require_same(peers, "data", {"fingerprint": corpus.fingerprint, "tokenizer": corpus.tokenizer.identity})
     samples = Samples(config, corpus.tokenizer) if config.samples.prompts else None
@@ -153,7 +153,9 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
     functions = make_step_functions(config, mesh)
     sharding = batch_sharding(mesh)
     rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
-    batches, validation_shares, validation = make_batches(config, corpus, functions.deal, on_progress, rows_of)
+    batches, validation_shares, validation = make_batches(
+        config, corpus, functions.sequence_sharding, on_progress, rows_of
+    )
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     # Process 0 measures it for all: the others read no rows but their own.
     told = peers.of_first("validation", lambda: json.dumps(describe_validation(config, validation, corpus.tokenizer)))

@@ -35,7 +35,7 @@ from experiments.benchmarks.traced_exchange import TracedExchange, trace_exchang
 from experiments.benchmarks.train_throughput.workloads import pack
 from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call
-from kernels.context import Deal, Exchange, MeshLayout, attend_over_mesh, deal_tokens, exchange_cost
+from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh, exchange_cost, shard_sequence
 from trainer.errors import UserMistake
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
@@ -63,16 +63,16 @@ CASES = {
     "packed_131k": AttentionShape(131_072, documents=4096),
     "window_131k": AttentionShape(131_072, mask=CausalMask() & LocalMask(4095, 0)),
 }
-CONTENDERS: tuple[tuple[Exchange, Deal], ...] = (
-    ("gather", "in_order"),
-    ("gather", "zigzag"),
-    ("gather", "by_cost"),
+CONTENDERS: tuple[tuple[Exchange, SequenceSharding], ...] = (
+    ("all_gather", "contiguous"),
+    ("all_gather", "zigzag"),
+    ("all_gather", "balanced"),
     ("peer", "zigzag"),
-    ("peer", "by_cost"),
+    ("peer", "balanced"),
     ("ring", "zigzag"),
-    ("ring", "by_cost"),
-    ("halo", "in_order"),
-    ("heads", "in_order"),
+    ("ring", "balanced"),
+    ("halo", "contiguous"),
+    ("all_to_all", "contiguous"),
 )
 
 
@@ -123,21 +123,23 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
     traced_one = trace_exchange(one.run, one.program)
 
     mesh = jax.make_mesh((1, 1, len(devices)), ("batch", "heads", "context"), (AxisType.Auto,) * 3)
-    contenders: dict[tuple[Exchange, Deal], Contender] = {}
-    refusals: dict[tuple[Exchange, Deal], str] = {}
-    for exchange, deal in CONTENDERS:
-        if deal == "by_cost" and case.documents is None:
+    contenders: dict[tuple[Exchange, SequenceSharding], Contender] = {}
+    refusals: dict[tuple[Exchange, SequenceSharding], str] = {}
+    for exchange, sequence_sharding in CONTENDERS:
+        if sequence_sharding == "balanced" and case.documents is None:
             continue
         if arguments.exchanges is not None and exchange not in arguments.exchanges:
             continue
-        places = deal_tokens(deal, case.length, len(devices), masks={case.mask: 1.0}, segment_ids=segment_ids)
-        layout = MeshLayout(mesh, ("batch",), "context", "heads", deal)
+        token_order = shard_sequence(
+            sequence_sharding, case.length, len(devices), masks={case.mask: 1.0}, segment_ids=segment_ids
+        )
+        layout = MeshLayout(mesh, ("batch",), "context", "heads", sequence_sharding)
         try:
-            contenders[exchange, deal] = compile_contender(
-                case, layout, exchange, jnp.asarray(places), (*arrays, cotangent), ids, one.results, traced_one
+            contenders[exchange, sequence_sharding] = compile_contender(
+                case, layout, exchange, jnp.asarray(token_order), (*arrays, cotangent), ids, one.results, traced_one
             )
         except ValueError as refusal:
-            refusals[exchange, deal] = str(refusal)
+            refusals[exchange, sequence_sharding] = str(refusal)
     one.results = None
     for _ in range(arguments.num_rounds):
         for timed in (one, *(contender.timed for contender in contenders.values())):
@@ -146,12 +148,12 @@ def measure(name: str, case: AttentionShape, arguments: ContextArguments) -> lis
     rows = []
     common = {"case": name, "num_devices": len(devices), "device": devices[0].device_kind}
     common |= {"versions": installed_versions(("jax", "jaxlib")), "date": datetime.date.today().isoformat()}
-    for (exchange, deal), contender in contenders.items():
-        row = {**common, "exchange": exchange, "deal": deal, "error": contender.error}
+    for (exchange, sequence_sharding), contender in contenders.items():
+        row = {**common, "exchange": exchange, "sequence_sharding": sequence_sharding, "error": contender.error}
         row |= {"temporary_bytes": contender.timed.temporary_bytes, **contender.traced}
         rows.append(row | times_beside(contender.timed, one, len(devices)))
-    for (exchange, deal), reason in refusals.items():
-        rows.append({**common, "exchange": exchange, "deal": deal, "refused": reason})
+    for (exchange, sequence_sharding), reason in refusals.items():
+        rows.append({**common, "exchange": exchange, "sequence_sharding": sequence_sharding, "refused": reason})
     return rows
 
 
@@ -179,7 +181,7 @@ def compile_contender(
     case: AttentionShape,
     layout: MeshLayout,
     exchange: Exchange,
-    places: Int[jax.Array, " T"],
+    token_order: Int[jax.Array, " T"],
     arrays: Sequence[jax.Array],
     ids: Int[jax.Array, "1 T"] | None,
     expected: Any,
@@ -191,7 +193,7 @@ def compile_contender(
       case: the shape.
       layout: of the arrays on the mesh.
       exchange: how ranks get at their keys.
-      places: of the tokens in the order in which they are dealt out.
+      token_order: of the tokens in the order of the ranks.
       arrays: query, key, value and the output's gradient, in the row's order.
       ids: of the documents.
       expected: one device's output and gradients.
@@ -202,21 +204,21 @@ def compile_contender(
     """
     sharding = NamedSharding(layout.mesh, PartitionSpec("batch", "context"))
 
-    def dealt(x: jax.Array) -> jax.Array:
-        return jax.device_put(x[:, places], sharding)
+    def sharded(x: jax.Array) -> jax.Array:
+        return jax.device_put(x[:, token_order], sharding)
 
-    dealt_ids = None if ids is None else dealt(ids)
-    dealt_places = dealt(jnp.arange(case.length, dtype=jnp.int32)[None])
+    sharded_ids = None if ids is None else sharded(ids)
+    sharded_order = sharded(jnp.arange(case.length, dtype=jnp.int32)[None])
 
     def on_mesh(query, key, value):
         return attend_over_mesh(
-            query, key, value, case.mask, layout, segment_ids=dealt_ids, places=dealt_places, exchange=exchange
+            query, key, value, case.mask, layout, segment_ids=sharded_ids, token_order=sharded_order, exchange=exchange
         )
 
-    query, key, value, cotangent = map(dealt, arrays)
+    query, key, value, cotangent = map(sharded, arrays)
     timed = ForwardAndBackward(on_mesh, (query, key, value), cotangent, WITHOUT_CUDA_GRAPHS)
     results = zip(jax.tree.leaves(timed.results), jax.tree.leaves(expected), strict=True)
-    error = max(float(_largest_difference(found, dealt(right))) for found, right in results)
+    error = max(float(_largest_difference(found, sharded(right))) for found, right in results)
     timed.results, traced = None, trace_exchange(timed.run, timed.program)
     if traced is None or traced_one is None:
         return Contender(timed, error, {})
@@ -225,8 +227,8 @@ def compile_contender(
         key,
         value,
         case.mask,
-        query_segment_ids=dealt_ids,
-        key_value_segment_ids=dealt_ids,
+        query_segment_ids=sharded_ids,
+        key_value_segment_ids=sharded_ids,
         device=layout.mesh.devices.flat[0],
     )
     of_a_device, split = layout.call_of_a_device(call), layout.split(case.length)
@@ -293,7 +295,7 @@ def main(command_line: Sequence[str]) -> int:
             "MB received",
             "exposed ms",
         )
-        table = Table("exchange", "deal", *columns)
+        table = Table("exchange", "sequence_sharding", *columns)
         table.title = name
         for row in rows:
             if arguments.output is not None:
@@ -306,7 +308,7 @@ def main(command_line: Sequence[str]) -> int:
             )
             table.add_row(
                 row["exchange"],
-                row["deal"],
+                row["sequence_sharding"],
                 f"{1e3 * row['forward_s']:.2f}",
                 f"{1e3 * row['backward_s']:.2f}",
                 efficiency,

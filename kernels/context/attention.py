@@ -56,7 +56,7 @@ class _OnMesh(NamedTuple):
     @property
     def by_heads(self) -> bool:
         """Whether the halves' inputs, lse and cotangent are whole rows of some heads."""
-        return self.exchange == "heads"
+        return self.exchange == "all_to_all"
 
     @property
     def brings(self) -> bool:
@@ -90,7 +90,7 @@ def attend_over_mesh(
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     positions: Int[Array, "B T"] | None = None,
-    places: Int[Array, "B T"] | None = None,
+    token_order: Int[Array, "B T"] | None = None,
     scale: float | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
@@ -105,8 +105,9 @@ def attend_over_mesh(
       segment_ids: document of each token; only equal ids attend.
       positions: what the mask is evaluated on, counting up by one within each document, whose tokens follow one another
         in the row; None: places in the row.
-      places: where in its row each token stands, for `deal="by_cost"`, as `deal_tokens` has it with its own chunk size:
-        whole chunks, in any order. Those of the other deals are known.
+      token_order: the index in the sequence of each token, in the order of the ranks, for
+        `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
+        order. The order of the other shardings is known.
       exchange: how ranks get at the keys that their queries attend to; None for the fastest by the cost model.
 
     Returns:
@@ -117,10 +118,12 @@ def attend_over_mesh(
       CantServe: a named backend that can't serve the call of one device.
     """
     layout.check(query, key, mask)
-    if layout.deal == "by_cost" and places is None and layout.mesh.shape[layout.sequence_axis] > 1:
-        raise ValueError("deal='by_cost' needs the places of the tokens, since each row decides; pass places=")
-    if places is not None:
-        _check_chunks(places, layout.split(query.shape[1]).chunk_size)
+    if layout.sequence_sharding == "balanced" and token_order is None and layout.mesh.shape[layout.sequence_axis] > 1:
+        raise ValueError(
+            "sequence_sharding='balanced' needs the order of the tokens, which each sequence decides; pass token_order="
+        )
+    if token_order is not None:
+        _check_chunks(token_order, layout.split(query.shape[1]).chunk_size)
     inputs, call = make_call(
         query,
         key,
@@ -135,27 +138,27 @@ def attend_over_mesh(
         sinks=sinks,
         device=layout.mesh.devices.flat[0],
     )
-    if places is not None:
-        places = checked_positions("places", places, call.batch, call.q_len)
+    if token_order is not None:
+        token_order = checked_positions("token_order", token_order, call.batch, call.q_len)
 
     def attend_one(inputs: AttentionInputs, call: AttentionCall):
-        return _attend_one(layout, inputs._replace(places=places), call, exchange, implementation)
+        return _attend_one(layout, inputs._replace(token_order=token_order), call, exchange, implementation)
 
     if call.mask.num_heads is None or _takes_masks_of_heads(layout, call, exchange, implementation):
         return attend_one(inputs, call)[0]
     return attend_by_distinct_mask(attend_one, inputs, call)[0]
 
 
-def _check_chunks(places: Int[Array, "B T"], chunk_size: int | None) -> None:
-    """Raises ValueError if tokens aren't dealt out in whole chunks, as far as the host knows where they stand."""
-    is_known = not isinstance(places, jax.core.Tracer) and getattr(places, "is_fully_addressable", True)
-    if chunk_size is None or not is_known or np.size(places) % chunk_size:  # the latter is refused by its shape
+def _check_chunks(token_order: Int[Array, "B T"], chunk_size: int | None) -> None:
+    """Raises ValueError if the ranks don't hold whole chunks, as far as the host knows the order of the tokens."""
+    is_known = not isinstance(token_order, jax.core.Tracer) and getattr(token_order, "is_fully_addressable", True)
+    if chunk_size is None or not is_known or np.size(token_order) % chunk_size:  # the latter is refused by its shape
         return
-    chunks = np.asarray(places).reshape(-1, chunk_size)
+    chunks = np.asarray(token_order).reshape(-1, chunk_size)
     if (chunks[:, :1] % chunk_size).any() or (np.diff(chunks, axis=1) != 1).any():
         raise ValueError(
-            f"places aren't chunks of {chunk_size} tokens that follow one another and begin at a multiple of "
-            f"{chunk_size}; deal tokens out by kernels.context.deal_tokens, with its own chunk_size"
+            f"token_order isn't of chunks of {chunk_size} tokens that follow one another and begin at a multiple of "
+            f"{chunk_size}; make it by kernels.context.shard_sequence, with its default chunk_size"
         )
 
 
@@ -178,7 +181,7 @@ def _takes_masks_of_heads(
     layout: MeshLayout, call: AttentionCall, exchange: Exchange | None, implementation: str | Tuning | None
 ) -> bool:
     """Whether one call of the backend serves heads with different masks."""
-    if exchange in ("halo", "heads") and layout.mesh.shape[layout.sequence_axis] > 1:
+    if exchange in ("halo", "all_to_all") and layout.mesh.shape[layout.sequence_axis] > 1:
         return False  # these are for one mask at a time
     name, local = local_call(layout, call, exchange, implementation)
     backend, _ = choose_backend(local, implementation)

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from kernels.call import AttentionCall
-from kernels.context.deal import chunk_costs, deal_tokens, default_chunk_size, imbalance
 from kernels.context.exchanges.halo import chunks_of_halo, halo_of, reach_of
 from kernels.context.exchanges.needed import can_leave_any, num_sent
 from kernels.context.exchanges.ring import documents_bound_hops, num_hops
+from kernels.context.sequence_sharding import chunk_costs, default_chunk_size, imbalance, shard_sequence
 from kernels.context.split import Split
 from kernels.masks import Mask
 from kernels.plan import count_allowed_pairs
 from kernels.target import Target
 
-Exchange = Literal["gather", "peer", "halo", "ring", "heads"]
+Exchange = Literal["all_gather", "peer", "halo", "ring", "all_to_all"]
 """gather: the keys that any rank needs to all ranks. peer: a few GPUs read what they need from each other's memory.
 halo: the keys within the windows' reach. ring: keys travel from rank to rank. heads: each rank gets whole rows of some
 heads."""
@@ -81,13 +81,13 @@ _SLOWER_BY_HOPS = 1.58
 _FASTER_BY_GATHER = 1.3
 # A rank's work over the mean where documents of other lengths in each row decide it, about: `chunk_costs` of random
 # packed rows of 131,072 tokens say 1.1 to 1.3 over 2 ranks, and 1.6 to 2.2 over 8. And what is left of it when each row
-# is dealt out by cost.
+# is sharded by `balanced`.
 _IMBALANCE_OF_DOCUMENTS = 1.5
-_IMBALANCE_BY_COST = 1.02
+_IMBALANCE_OF_BALANCED = 1.02
 # A token of packed documents has so many of its document's before it, about: documents have 6,000 tokens or so. Nobody
-# knows them before they are read. And the runs that a rank has where each row is dealt out by cost, about.
+# knows them before they are read. And the runs that a rank has with `balanced`, about.
 _TOKENS_BEFORE = 3_000
-_RUNS_BY_COST = 2
+_RUNS_OF_BALANCED = 2
 # The tokens of the longest document of a batch, about.
 _LONGEST_DOCUMENT = 50_000
 # Gathered keys take no more of a device's memory than this, parameters and activations being the rest.
@@ -153,13 +153,13 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: b
     if not remat:
         backward -= kept
     kernels = 7 * pairs_of_a_device(call, split) * (call.head_dim + call.value_dim) / links.attention_flops_per_s
-    if name != "heads":  # each rank works on its own queries
+    if name != "all_to_all":  # each rank works on its own queries
         kernels *= expected_imbalance(call.mask, split, call.has_segment_ids)
     exposed = (forward + backward) / links.bytes_per_s
-    if name == "heads":
+    if name == "all_to_all":
         # On a torus, a message to a rank farther off takes the links of those between.
         exposed *= max(1.0, split.num_ranks / 4) if links.is_torus else 1.0
-    elif name == "gather":
+    elif name == "all_gather":
         kernels *= _SLOWER_WITH_QUERY_PLACES
         exposed /= 1.0 if links.is_torus else _FASTER_BY_GATHER
         # Whole rows are put together, twice, and their gradients filled in and taken apart, whatever was sent.
@@ -192,12 +192,14 @@ def exchange_cost(name: Exchange, call: AttentionCall, split: Split, *, remat: b
 @functools.lru_cache(maxsize=256)
 def expected_imbalance(mask: Mask, split: Split, has_documents: bool) -> float:
     """The greatest rank's work divided by the mean, where each rank works on its own queries."""
-    if split.deal == "by_cost":
-        return _IMBALANCE_BY_COST
+    if split.sequence_sharding == "balanced":
+        return _IMBALANCE_OF_BALANCED
     num_parts = split.num_ranks * (split.num_runs or 1)
     side = default_chunk_size(split.length, num_parts, 128)
-    places = deal_tokens(split.deal, split.length, split.num_ranks)[::side]
-    of_whole_rows = imbalance(chunk_costs({mask: 1.0}, split.length, side)[places // side].reshape(split.num_ranks, -1))
+    token_order = shard_sequence(split.sequence_sharding, split.length, split.num_ranks)[::side]
+    of_whole_rows = imbalance(
+        chunk_costs({mask: 1.0}, split.length, side)[token_order // side].reshape(split.num_ranks, -1)
+    )
     if has_documents and (mask.lookback is None or mask.looks_ahead):
         return max(of_whole_rows, _IMBALANCE_OF_DOCUMENTS)
     return of_whole_rows
@@ -216,14 +218,14 @@ def _key_bytes(call: AttentionCall, num_tokens: float, num_heads: int, itemsize:
     return call.batch * num_tokens * num_heads * (call.head_dim + call.value_dim) * itemsize
 
 
-def _gather_bytes(call: AttentionCall, split: Split) -> _Bytes:
+def _all_gather_bytes(call: AttentionCall, split: Split) -> _Bytes:
     itemsize, sum_itemsize = call.dtype.itemsize, call.softmax_dtype.itemsize
     sent = _tokens_sent(call, split)
     others = (split.num_ranks - 1) * sent
     forward = _key_bytes(call, others, call.num_kv_heads, itemsize)
     backward = forward + _key_bytes(call, others, call.num_kv_heads, sum_itemsize)
     # As they come, and in the row's order, which they may come in.
-    in_order = split.deal == "in_order" and sent == call.q_len
+    in_order = split.sequence_sharding == "contiguous" and sent == call.q_len
     received = _key_bytes(call, split.num_ranks * sent, call.num_kv_heads, itemsize + sum_itemsize)
     whole = 0.0 if in_order else _key_bytes(call, split.length, call.num_kv_heads, 2 * itemsize)
     return _Bytes(forward, backward, forward, received + whole)
@@ -248,7 +250,7 @@ def _tokens_before(call: AttentionCall, split: Split) -> int:
     reach = sum(reach_of(call.mask) or (split.length, 0))
     if call.has_segment_ids:
         reach = min(reach, _TOKENS_BEFORE)
-    return (split.num_runs or _RUNS_BY_COST) * reach
+    return (split.num_runs or _RUNS_OF_BALANCED) * reach
 
 
 def _peer_bytes(call: AttentionCall, split: Split) -> _Bytes:
@@ -289,7 +291,7 @@ def _hop_bytes(call: AttentionCall) -> float:
     return _key_bytes(call, call.q_len, call.num_kv_heads, call.dtype.itemsize)
 
 
-def _heads_bytes(call: AttentionCall, split: Split) -> _Bytes:
+def _all_to_all_bytes(call: AttentionCall, split: Split) -> _Bytes:
     queries = call.batch * call.q_len * call.num_heads * (call.head_dim + call.value_dim) * call.dtype.itemsize
     num_kv_heads = max(call.num_kv_heads, split.num_ranks)
     keys = _key_bytes(call, call.q_len, num_kv_heads, call.dtype.itemsize)
@@ -303,9 +305,9 @@ def _heads_bytes(call: AttentionCall, split: Split) -> _Bytes:
 
 
 _BYTES: dict[Exchange, Callable[[AttentionCall, Split], _Bytes]] = {
-    "gather": _gather_bytes,
+    "all_gather": _all_gather_bytes,
     "peer": _peer_bytes,
     "halo": _halo_bytes,
     "ring": _ring_bytes,
-    "heads": _heads_bytes,
+    "all_to_all": _all_to_all_bytes,
 }

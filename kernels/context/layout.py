@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.collectives import peer_memory
-from kernels.context.deal import Deal, check_deal
+from kernels.context.sequence_sharding import SequenceSharding, check_sequence_sharding
 from kernels.context.split import Split
 from kernels.masks import Mask
 from kernels.mesh import manual_axes, spec_without
@@ -33,14 +33,14 @@ class MeshLayout(NamedTuple):
       batch_axes: split B.
       sequence_axis: splits T.
       head_axis: splits N and K.
-      deal: which tokens of a row each rank of the sequence axis holds.
+      sequence_sharding: which tokens of a row each rank of the sequence axis holds.
     """
 
     mesh: Mesh
     batch_axes: tuple[str, ...]
     sequence_axis: str
     head_axis: str
-    deal: Deal = "in_order"
+    sequence_sharding: SequenceSharding = "contiguous"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,7 +53,7 @@ class MeshLayout(NamedTuple):
         axis, num_ranks = self.sequence_axis, self.mesh.shape[self.sequence_axis]
         length = length // self.sizes[axis] * num_ranks
         peer_refusal = peer_memory.unsupported_reason(self.mesh, axis)
-        return Split.of(axis, num_ranks, self.deal, length, peer_refusal)
+        return Split.of(axis, num_ranks, self.sequence_sharding, length, peer_refusal)
 
     def call_of_a_device(self, call: AttentionCall) -> AttentionCall:
         """A call's part on each device, before keys are exchanged."""
@@ -131,4 +131,4 @@ class MeshLayout(NamedTuple):
             )
         split = self.split(query.shape[1])
         if split.num_ranks > 1:
-            check_deal(self.deal, split.length, split.num_ranks, split.chunk_size)
+            check_sequence_sharding(self.sequence_sharding, split.length, split.num_ranks, split.chunk_size)

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int, Shaped
 
 from kernels.call import AttentionInputs
-from kernels.context.deal import Deal, deal_tokens, default_chunk_size
+from kernels.context.sequence_sharding import SequenceSharding, default_chunk_size, shard_sequence
 
 UNKNOWN_DEVICES = "is for GPUs of a mesh that is known"
 """Why ranks can't read each other's memory where nobody says what they are."""
@@ -28,58 +28,64 @@ class Split(NamedTuple):
       axis: the mesh axis.
       num_ranks: R, its size.
       length: T.
-      deal: which tokens a rank holds.
-      chunk_size: by_cost: tokens of a chunk.
+      sequence_sharding: which tokens a rank holds.
+      chunk_size: balanced: tokens of a chunk.
       peer_refusal: why the ranks can't read each other's memory; None: they can.
     """
 
     axis: str
     num_ranks: int
     length: int
-    deal: Deal
+    sequence_sharding: SequenceSharding
     chunk_size: int | None = None
     peer_refusal: str | None = UNKNOWN_DEVICES
 
     @staticmethod
-    def of(axis: str, num_ranks: int, deal: Deal, length: int, peer_refusal: str | None = UNKNOWN_DEVICES) -> Split:
-        """The split of rows of `length` tokens, dealt out in chunks of the default size."""
-        chunk_size = default_chunk_size(length, num_ranks) if deal == "by_cost" else None
-        return Split(axis, num_ranks, length, deal, chunk_size, peer_refusal)
+    def of(
+        axis: str,
+        num_ranks: int,
+        sequence_sharding: SequenceSharding,
+        length: int,
+        peer_refusal: str | None = UNKNOWN_DEVICES,
+    ) -> Split:
+        """The split of rows of `length` tokens, `balanced` in chunks of the default size."""
+        chunk_size = default_chunk_size(length, num_ranks) if sequence_sharding == "balanced" else None
+        return Split(axis, num_ranks, length, sequence_sharding, chunk_size, peer_refusal)
 
     @property
     def num_runs(self) -> int | None:
         """The runs of consecutive tokens that every rank holds; None if each row decides."""
-        return {"in_order": 1, "zigzag": 2, "by_cost": None}[self.deal]
+        return {"contiguous": 1, "zigzag": 2, "balanced": None}[self.sequence_sharding]
 
     @property
     def run_length(self) -> int:
         """The tokens of each aligned run of a rank's tokens that follow each other in the row."""
         if self.num_runs is None:
-            assert self.chunk_size is not None, "by_cost has chunks"
+            assert self.chunk_size is not None, "balanced has chunks"
             return self.chunk_size
         return self.length // (self.num_ranks * self.num_runs)
 
     @property
     def run_chunk(self) -> int:
-        """The tokens of chunks that runs are cut into, whatever the deal."""
+        """The tokens of chunks that runs are cut into, whatever the sharding."""
         return self.chunk_size or default_chunk_size(self.length, self.num_ranks * (self.num_runs or 1))
 
-    def places(self, inputs: AttentionInputs) -> Int[Array, "B t"]:
-        """Where in the row this rank's tokens stand."""
-        if inputs.places is not None:
-            return inputs.places
+    def token_order(self, inputs: AttentionInputs) -> Int[Array, "B t"]:
+        """The index in the sequence of each of this rank's tokens."""
+        if inputs.token_order is not None:
+            return inputs.token_order
         batch, length = inputs.query.shape[:2]
         arange = jnp.arange(length, dtype=jnp.int32)
         rank = lax.axis_index(self.axis).astype(jnp.int32)
-        if self.deal == "in_order":
-            places = rank * length + arange
+        if self.sequence_sharding == "contiguous":
+            token_order = rank * length + arange
         else:
-            assert self.deal == "zigzag", "by_cost comes with the places"
+            assert self.sequence_sharding == "zigzag", "balanced comes with a token order"
             half = length // 2
             late = (2 * self.num_ranks - 1 - rank) * half
-            places = jnp.where(arange < half, rank * half + arange, late + arange - half)
+            token_order = jnp.where(arange < half, rank * half + arange, late + arange - half)
         # libtpu 0.0.42 aborts where it fuses this with the lowest and highest place of each tile, at 128 tiles.
-        return jnp.broadcast_to(lax.optimization_barrier(places), (batch, length))
+        return jnp.broadcast_to(lax.optimization_barrier(token_order), (batch, length))
 
     def gather(self, x: Shaped[Array, "B t ..."]) -> Shaped[Array, "B T ..."]:
         """All ranks' tokens, in the order of the ranks."""
@@ -96,15 +102,17 @@ class Split(NamedTuple):
         """
         if order.chunks is not None:
             return order.chunks
-        chunks = deal_tokens(self.deal, self.length, self.num_ranks)[:: self.run_chunk] // self.run_chunk
+        chunks = (
+            shard_sequence(self.sequence_sharding, self.length, self.num_ranks)[:: self.run_chunk] // self.run_chunk
+        )
         return np.broadcast_to(chunks, (batch, len(chunks)))
 
     def row_order(self, inputs: AttentionInputs) -> RowOrder:
         """The order of the row, for tokens that lie in the order of the ranks."""
-        if self.deal != "by_cost":
+        if self.sequence_sharding != "balanced":
             return RowOrder(self, None)
         assert self.chunk_size is not None
-        chunks = self.places(inputs)[:, :: self.chunk_size] // self.chunk_size
+        chunks = self.token_order(inputs)[:, :: self.chunk_size] // self.chunk_size
         return RowOrder(self, self.gather(chunks))
 
 
@@ -113,7 +121,7 @@ class RowOrder(NamedTuple):
 
     Attributes:
       split: of the rows.
-      chunks: by_cost: the chunk of the row that stands in each place of the ranks' order, `[B, C]`.
+      chunks: balanced: the chunk of the row that stands in each place of the ranks' order, `[B, C]`.
     """
 
     split: Split
@@ -125,7 +133,7 @@ class RowOrder(NamedTuple):
 
     def sort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """From the order of the ranks to the order of the row."""
-        if self.split.deal == "in_order":
+        if self.split.sequence_sharding == "contiguous":
             return x
         if self.chunks is not None:
             return _take_chunks(x, jnp.argsort(self.chunks, axis=1))
@@ -135,7 +143,7 @@ class RowOrder(NamedTuple):
 
     def unsort(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """From the order of the row to the order of the ranks."""
-        if self.split.deal == "in_order":
+        if self.split.sequence_sharding == "contiguous":
             return x
         if self.chunks is not None:
             return _take_chunks(x, self.chunks)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import statistics
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +23,12 @@ from experiments.benchmarks.attention.__main__ import (
 )
 from experiments.benchmarks.attention.cases import CASES, Case, describe, known_cases, make_problem
 from experiments.benchmarks.attention.contenders import compile_calls, compile_contender
-from experiments.benchmarks.attention.speed_table import Markers
 from experiments.benchmarks.attention.timing import AttentionContender, speed_ratio, time_in_rounds
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import CausalMask, FullMask, LocalMask, PrefixMask, count_allowed_pairs
 
 SMALL = Case(2, 256, 2, 1, 16, CausalMask(), "float32")
 PACKED = dataclasses.replace(SMALL, document_length=60, document_spread=0.5)
-PAGE = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 
 
 class Device:
@@ -287,67 +284,50 @@ def test_a_command_that_measures_nothing_fails(capsys, monkeypatch):
         AttentionArguments(cases=("nosuch",))
 
 
-@pytest.mark.parametrize("suite", speed_table.RESULTS)
-def test_the_page_has_the_table_of_the_rows_that_are_kept(suite):
-    table = speed_table.make_table(speed_table.read_rows(speed_table.RESULTS[suite]), "mosaic_gpu")
-    page, markers = PAGE.read_text(encoding="utf-8"), Markers.of(suite)
-    assert speed_table.replace_block(page, table, markers) == page, f"make it again: {markers.begin}"
-
-
-def test_the_table_says_what_was_measured(tmp_path):
+def test_the_cells_of_a_table_say_what_was_measured():
     row = {"case": "a", "batch": 1, "length": 4096, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     row |= {"mask": repr(LocalMask(1023, 0)), "document_length": None, "document_spread": 0.0, "backend": "mosaic_gpu"}
-    row |= {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "seconds": 1.0, "direction": "forward"}
+    row |= {"seconds": 1.0, "direction": "forward"}
     ratios = {"mosaic_gpu": 1.0, "cudnn": 1.256, "xla": 0.1, "torch_flex": 1.6, "tokamax_mosaic": 1.5}
+    with_sinks = {"case": "d", "direction": "backward", "has_sinks": True}
     rows = [
         {**row, "tflops_per_s": 1.0, "speed_ratios": {"cudnn": 9.0}},
         {**row, "tflops_per_s": 400.4, "speed_ratios": ratios},
         {**row, "tflops_per_s": 300.6, "speed_ratios": {"cudnn": 0.5}, "direction": "backward"},
         {**row, "tflops_per_s": 9.0, "speed_ratios": {"cudnn": 9.0}, "backend": "cudnn"},
-        {**row, "tflops_per_s": 2.0, "speed_ratios": {}, "case": "b", "head_dim": 128, "date": "2026-11-22"},
-        {
-            **row,
-            "tflops_per_s": 3.0,
-            "speed_ratios": {"fa3": 1.1, "torch_flash": 1.2},
-            "case": "d",
-            "direction": "backward",
-        }
-        | {"dew-flash-attn-cu13": "0.3.6", "has_sinks": True},
+        {**row, "tflops_per_s": 2.0, "speed_ratios": {}, "case": "b", "head_dim": 128},
+        {**row, "tflops_per_s": 3.0, "speed_ratios": {"fa3": 1.1, "torch_flash": 1.2}, **with_sinks},
         {"case": "c", "backend": "mosaic_gpu", "direction": "forward", "refused": "can't"},
     ]
-    path, page = tmp_path / "rows.jsonl", tmp_path / "benchmarks.md"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    begin, end = Markers.of("fa3")
-    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    speed_table.main(speed_table.SpeedTableArguments("fa3", results=path, page=page))
-    before, _, where, _, headings, _, first, second, third, _, after = page.read_text().splitlines()
-    assert (before, after) == ("before", "after")
-    assert where == (
-        "NVIDIA H200, JAX 0.11.2, 2026-11-21; NVIDIA H200, JAX 0.11.2, 2026-11-22; "
-        "NVIDIA H200, JAX 0.11.2, dew-flash-attn 0.3.6, 2026-11-21:"
-    )
-    assert len(headings.split("|")) == len(first.split("|"))
-    assert first == "| 1 × 8/2 × 4,096 × 64, window 1,024 | 400 | 1.26 | 1.50 (tokamax, Mosaic) | 301 | 0.50 | – |"
-    assert second == "| 1 × 8/2 × 4,096 × 128, window 1,024 | 2 | – | – | – | – | – |"
-    shape = "1 × 8/2 × 4,096 × 64, window 1,024, sinks"
-    assert third == f"| {shape} | – | – | – | 3 | – | 1.10 (FlashAttention-3) |"
+    headings, lines = speed_table.speed_cells(rows, "mosaic_gpu")
+    assert headings == ["shape", "forward", "× cuDNN", "× next", "backward", "× cuDNN", "× next"]
+    assert lines == [
+        ["1×8/2×4,096×64, window 1,024", "400", "1.26", "1.50 (tokamax)", "301", "0.50", "–"],
+        ["1×8/2×4,096×128, window 1,024", "2", "–", "–", "–", "–", "–"],
+        ["1×8/2×4,096×64, window 1,024, sinks", "–", "–", "–", "3", "–", "1.10 (FlashAttention-3)"],
+    ]
 
 
-def test_the_table_needs_its_markers_and_rows():
-    begin, end = markers = Markers.of("hopper")
-    other = "\n".join(Markers.of("fa3"))
-    for page in ("", begin, f"{end}\n{begin}", f"{begin}\n{end}" * 2, other):
-        with pytest.raises(ValueError, match=re.escape("put them around the table's place")):
-            speed_table.replace_block(page, "table", markers)
+def test_a_heading_names_the_only_other_system():
+    row = {**describe(SMALL), "case": "a", "backend": "mosaic_gpu", "direction": "forward", "seconds": 1.0}
+    row |= {"tflops_per_s": 7.0, "speed_ratios": {"cudnn": 2.0, "fa3": 1.1}}
+    headings, lines = speed_table.speed_cells([row], "mosaic_gpu", beside_cudnn=False)
+    assert headings == ["shape", "forward", "× FlashAttention-3", "backward", "× FlashAttention-3"]
+    assert lines == [["2×2/1×256×16", "7", "1.10", "–", "–"]]
+
+
+def test_a_table_needs_rows_with_a_time():
     refused = {"case": "a", "direction": "forward", "backend": "blockwise", "refused": "can't"}
     with pytest.raises(ValueError, match="no row of backend='blockwise'"):
-        speed_table.make_table([refused], "blockwise")
+        speed_table.speed_cells([refused], "blockwise")
 
 
 def test_a_title_has_what_keys_and_values_have_apart_and_sinks():
     case = dataclasses.replace(SMALL, mask=FullMask(), kv_length=20_000, value_dim=8, has_sinks=True)
     assert speed_table.case_title(describe(case)) == "2 × 2/1 × 256/20,000 × 16/8, no mask, sinks"
     assert speed_table.case_title(describe(SMALL)) == "2 × 2/1 × 256 × 16, causal"
+    assert speed_table.short_title(describe(SMALL)) == "2×2/1×256×16"
+    assert speed_table.short_title(describe(PACKED)) == "2×2/1×256×16, documents around 60"
 
 
 def test_a_mask_without_a_name_is_written_out():

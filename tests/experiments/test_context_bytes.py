@@ -8,31 +8,31 @@ import pytest
 
 from experiments.benchmarks.context_bytes.__main__ import BytesArguments, ContextMesh, main
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
-from experiments.benchmarks.deal import random_row
+from experiments.benchmarks.sequence_sharding import random_row
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, PrefixMask
-from kernels.context import deal_tokens
+from kernels.context import shard_sequence
 from tests.host_cpus import environment_of_cpus
 from trainer.compile.collectives import received_share
 from trainer.errors import UserMistake
 
 
-@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
+@pytest.mark.parametrize("sequence_sharding", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize(
     "mask",
     [FullMask(), CausalMask(), LocalMask(9, 0), LocalMask(3, 2), ChunkedCausalMask(24), CausalMask() | PrefixMask(5)],
     ids=repr,
 )
-def test_missing_keys_are_those_of_the_dense_mask(mask, deal, rng):
+def test_missing_keys_are_those_of_the_dense_mask(mask, sequence_sharding, rng):
     length, num_ranks = 128, 4
     ids, positions = random_row(length, lambda rng: rng.integers(1, 60), rng)
     for documents in ({}, {"segment_ids": ids, "positions": positions}):
-        places = deal_tokens(deal, length, num_ranks, masks={mask: 1.0}, **documents)
+        token_order = shard_sequence(sequence_sharding, length, num_ranks, masks={mask: 1.0}, **documents)
         row = np.arange(length)
         at = documents.get("positions", row)
         allowed = mask(at[:, None], at[None]) & (ids[:, None] == ids[None] if documents else True)
-        of_ranks = places.reshape(num_ranks, -1)
+        of_ranks = token_order.reshape(num_ranks, -1)
         expected = [np.isin(np.flatnonzero(allowed[own].any(0)), own, invert=True).sum() for own in of_ranks]
-        assert count_missing_keys(mask, places, num_ranks, **documents).tolist() == expected
+        assert count_missing_keys(mask, token_order, num_ranks, **documents).tolist() == expected
 
 
 def test_hops_reach_the_farthest_key_of_a_document(rng):
@@ -64,9 +64,9 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
         monkeypatch.setenv(name, environment_of_cpus(8)[name])
     output = tmp_path / "new" / "rows.jsonl"
-    assert main(BytesArguments(("local/4/16384",), ("window",), ("gather", "halo"), output=output)) == 0
+    assert main(BytesArguments(("local/4/16384",), ("window",), ("all_gather", "halo"), output=output)) == 0
     gather, halo = map(json.loads, output.read_text().splitlines())
-    assert (gather["exchange"], halo["exchange"]) == ("gather", "halo")
+    assert (gather["exchange"], halo["exchange"]) == ("all_gather", "halo")
     # XLA's CPU backend sends bfloat16 as float32. The backward brings keys again, and sends their gradients once. With
     # JAX 0.10 one exchange of keys does for both passes, and so the backward has that of gradients alone.
     of_token, is_shared = 16 * 2 * 128 * 4, jax.__version_info__ < (0, 11)
@@ -74,13 +74,13 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
         is_once = passes == "forward_bytes" or is_shared
         # Rank 0's whole 4,096 tokens are within the reach of rank 1's, but for the first.
         assert gather[passes] == pytest.approx((1 if is_once else 2) * 3 * 4096 * of_token, rel=0.01)
-        num_runs = {"in_order": 1, "zigzag": 2}[halo["deal"]]
+        num_runs = {"contiguous": 1, "zigzag": 2}[halo["sequence_sharding"]]
         assert halo[passes] == pytest.approx((1 if is_once else 2) * 4095 * num_runs * of_token, rel=0.01)
     # Queries of a run look 4,095 tokens back, at those of another rank.
     assert halo["least_greatest_bytes"] == [4095 * num_runs * 16 * 2 * 128 * size for size in (2, 2 + 4)]
     assert halo["least_mean_bytes"][0] < halo["least_greatest_bytes"][0]  # a row's first run looks at none
     printed = capsys.readouterr().out
-    assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['deal']}: " in printed
+    assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['sequence_sharding']}: " in printed
     assert "least (busiest rank)" in printed
 
 
@@ -89,7 +89,7 @@ def test_a_ring_counts_the_hops_that_documents_need(tmp_path, capsys, monkeypatc
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "PYTHONPATH"):
         monkeypatch.setenv(name, environment_of_cpus(8)[name])
     output = tmp_path / "rows.jsonl"
-    assert main(BytesArguments(("local/8/524288",), ("packed",), ("ring",), "in_order", output=output)) == 0
+    assert main(BytesArguments(("local/8/524288",), ("packed",), ("ring",), "contiguous", output=output)) == 0
     row = json.loads(output.read_text())
     assert 2 <= row["mean_hops"] < 8
     # XLA's CPU backend sends bfloat16 as float32. Gradients go there and back. Places and ids are 8 of 16,392 bytes.
@@ -100,7 +100,7 @@ def test_a_ring_counts_the_hops_that_documents_need(tmp_path, capsys, monkeypatc
     # With JAX 0.10 one first hop does for both passes.
     shared = hop if jax.__version_info__ < (0, 11) else 0
     assert row["backward_bytes"] == pytest.approx(num_hops * (hop + 2 * gradients) - shared, rel=0.01)
-    assert "packed, local, 8 ranks, 524,288 tokens, ring, in_order: " in capsys.readouterr().out
+    assert "packed, local, 8 ranks, 524,288 tokens, ring, contiguous: " in capsys.readouterr().out
 
 
 def test_an_exchange_that_cannot_serve_a_mask_leaves_a_message(tmp_path, capsys, monkeypatch):

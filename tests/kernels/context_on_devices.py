@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import AxisType
 
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MaskFn, MultiHeadMask, PrefixMask
-from kernels.context import MeshLayout, attend_over_mesh, deal_tokens
+from kernels.context import MeshLayout, attend_over_mesh, shard_sequence
 from kernels.tuning import Tuning
 
 AXES = ("data", "tensor", "context")
-DEALS = ("in_order", "zigzag", "by_cost")
+SEQUENCE_SHARDINGS = ("contiguous", "zigzag", "balanced")
 DOCUMENTS = ("none", "rising", "falling", "shuffled")
 """What ranks need of each other is told by the ranges of documents' ids, which rise, fall or say nothing."""
 
@@ -37,11 +37,11 @@ class Sizes(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A call over a mesh; of the masks, documents and deals by their names."""
+    """A call over a mesh; of the masks, documents and shardings by their names."""
 
     mesh: tuple[int, int, int]
     exchange: str
-    deal: str
+    sequence_sharding: str
     mask: str
     documents: str
     has_sinks: bool
@@ -127,19 +127,19 @@ def compare(rng, case):
     allowed = np.broadcast_to(allowed, (batch, num_heads, length, length))
     expected, expected_gradients = numpy_attention(*arrays, allowed, sinks, cap, d_output)
 
-    places = np.stack(
+    token_order = np.stack(
         [
-            deal_tokens(case.deal, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
+            shard_sequence(case.sequence_sharding, length, num_ranks, masks={mask: 1.0}, segment_ids=row)
             for row in (ids if ids is not None else [None] * batch)
         ]
     )
 
-    def dealt(x, dtype=None):
-        index = places.reshape(*places.shape, *[1] * (x.ndim - 2))
+    def sharded(x, dtype=None):
+        index = token_order.reshape(*token_order.shape, *[1] * (x.ndim - 2))
         return jnp.asarray(np.take_along_axis(x, index, axis=1), dtype)
 
     mesh = jax.make_mesh(case.mesh, AXES, (AxisType.Auto,) * 3, devices=jax.devices()[: int(np.prod(case.mesh))])
-    layout = MeshLayout(mesh, ("data",), "context", "tensor", case.deal)
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", case.sequence_sharding)
 
     def attend(query, key, value, sinks):
         return attend_over_mesh(
@@ -148,9 +148,9 @@ def compare(rng, case):
             value,
             mask,
             layout,
-            segment_ids=None if ids is None else dealt(ids),
-            positions=None if ids is None or mask.translation_invariant else dealt(positions).astype(jnp.int32),
-            places=jnp.asarray(places) if case.deal == "by_cost" else None,
+            segment_ids=None if ids is None else sharded(ids),
+            positions=None if ids is None or mask.translation_invariant else sharded(positions).astype(jnp.int32),
+            token_order=jnp.asarray(token_order) if case.sequence_sharding == "balanced" else None,
             sinks=sinks,
             logits_soft_cap=cap,
             implementation=case.implementation,
@@ -162,10 +162,10 @@ def compare(rng, case):
         output, pull_back = jax.vjp(attend, *inputs)
         return output, pull_back(d_output)
 
-    inputs = (*(dealt(x, sizes.dtype) for x in arrays), None if sinks is None else jnp.asarray(sinks))
-    output, gradients = run(dealt(d_output, sizes.dtype), *inputs)
+    inputs = (*(sharded(x, sizes.dtype) for x in arrays), None if sinks is None else jnp.asarray(sinks))
+    output, gradients = run(sharded(d_output, sizes.dtype), *inputs)
     found = [output, *(x for x in gradients if x is not None)]
-    wanted = [dealt(expected), *map(dealt, expected_gradients[:3]), *expected_gradients[3:]]
+    wanted = [sharded(expected), *map(sharded, expected_gradients[:3]), *expected_gradients[3:]]
     differences = [
         float(np.abs(np.asarray(a, np.float64) - np.asarray(b)).max() / max(np.abs(np.asarray(b)).max(), 1e-30))
         for a, b in zip(found, wanted, strict=True)
@@ -186,14 +186,14 @@ def draw_cases(rng, num_cases):
     """Cases of two GPUs, or four, that read each other's memory; a third of them are halos."""
     meshes = [(1, 1, number) for number in (2, 4) if number <= jax.device_count()]
     # Causal masks have the most to show: their rows are compact.
-    cases = list(itertools.product(meshes, ["peer"], DEALS, [*MASKS, *["causal"] * len(MASKS)]))
-    halos = list(itertools.product(meshes, ["halo"], ["in_order"], ["window", "both sides", "ahead"]))
+    cases = list(itertools.product(meshes, ["peer"], SEQUENCE_SHARDINGS, [*MASKS, *["causal"] * len(MASKS)]))
+    halos = list(itertools.product(meshes, ["halo"], ["contiguous"], ["window", "both sides", "ahead"]))
     cases += halos * (len(cases) // (2 * len(halos)))
     rng.shuffle(cases)
-    for mesh, exchange, deal, mask in cases[:num_cases]:
+    for mesh, exchange, sequence_sharding, mask in cases[:num_cases]:
         documents, (has_sinks, has_soft_cap) = str(rng.choice(DOCUMENTS)), map(bool, rng.integers(2, size=2))
         sizes = draw_sizes_of_gpus(rng, mask, mesh[2], exchange)
-        yield Case(mesh, exchange, deal, mask, documents, has_sinks, has_soft_cap, sizes)
+        yield Case(mesh, exchange, sequence_sharding, mask, documents, has_sinks, has_soft_cap, sizes)
 
 
 def main(seed: int, num_cases: int) -> None:

@@ -15,9 +15,9 @@ from kernels.context import (
     Split,
     attend_over_mesh,
     choose_exchange,
-    deal_tokens,
     kernel_call,
     plan_context,
+    shard_sequence,
 )
 from kernels.context.costs import exchange_cost, links_of
 from kernels.context.exchanges.halo import unused_id
@@ -58,15 +58,15 @@ def on_ranks(num_ranks, function, *arguments):
     return str(jax.make_jaxpr(mapped)(*arguments))
 
 
-@pytest.mark.parametrize(("deal", "num_runs"), [("in_order", 1), ("zigzag", 2)])
+@pytest.mark.parametrize(("sequence_sharding", "num_runs"), [("contiguous", 1), ("zigzag", 2)])
 @pytest.mark.parametrize("num_ranks", [2, 8])
-def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ranks):
+def test_a_halo_moves_nothing_but_the_windows_neighbours(sequence_sharding, num_runs, num_ranks):
     from kernels.call import AttentionInputs
     from kernels.context.exchanges.halo import Halo
 
     length, num_tokens = 4096, 256
     call = call_of(CausalMask() & LocalMask(200, 0), length=length, num_ranks=num_ranks)
-    split = Split.of("context", num_ranks, deal, length)
+    split = Split.of("context", num_ranks, sequence_sharding, length)
 
     def collect(x):
         return Halo(AttentionInputs(x, x, x), call, split).keys((x,))[0]
@@ -74,7 +74,7 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
     text = on_ranks(num_ranks, collect, jax.ShapeDtypeStruct((1, length, 16, 128), jnp.bfloat16))
     moved = [line for line in text.splitlines() if "ppermute" in line]
     # A run gets its neighbour's last tokens, in whole tiles. Two halves of a zigzag may come from different slots.
-    assert num_runs <= len(moved) <= num_runs + (deal == "zigzag")
+    assert num_runs <= len(moved) <= num_runs + (sequence_sharding == "zigzag")
     assert all(f"bf16[1,{num_tokens},16,128]" in line for line in moved)
     forward, backward = exchange_cost("halo", call, split).received_bytes
     minimum = num_runs * num_tokens * 16 * 256 * 2
@@ -83,27 +83,29 @@ def test_a_halo_moves_nothing_but_the_windows_neighbours(deal, num_runs, num_ran
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "deal", "mask", "received", "exposed_s"),
+    ("kind", "name", "sequence_sharding", "mask", "received", "exposed_s"),
     # Of attention alone on four GPUs: context_attention_h100.jsonl, and of windows context_attention_h200.jsonl. The
     # halo was read from the neighbours' memory.
     [
-        ("NVIDIA H100 80GB HBM3", "heads", "in_order", CAUSAL, 806_879_232, 0.00338),
-        ("NVIDIA H100 80GB HBM3", "gather", "zigzag", CAUSAL, 2_415_919_104, 0.01023),
+        ("NVIDIA H100 80GB HBM3", "all_to_all", "contiguous", CAUSAL, 806_879_232, 0.00338),
+        ("NVIDIA H100 80GB HBM3", "all_gather", "zigzag", CAUSAL, 2_415_919_104, 0.01023),
         ("NVIDIA H100 80GB HBM3", "ring", "zigzag", CAUSAL, 3_221_880_832, 0.02262),
-        ("NVIDIA H200", "halo", "in_order", WINDOW, 67_108_864, 0.00052),
-        ("NVIDIA H200", "gather", "in_order", WINDOW, 301_989_888, 0.00279),
-        ("NVIDIA H200", "gather", "zigzag", WINDOW, 603_979_776, 0.00398),
+        ("NVIDIA H200", "halo", "contiguous", WINDOW, 67_108_864, 0.00052),
+        ("NVIDIA H200", "all_gather", "contiguous", WINDOW, 301_989_888, 0.00279),
+        ("NVIDIA H200", "all_gather", "zigzag", WINDOW, 603_979_776, 0.00398),
     ],
 )
-def test_the_cost_model_stays_near_the_traces_that_it_was_fitted_to(kind, name, deal, mask, received, exposed_s):
+def test_the_cost_model_stays_near_the_traces_that_it_was_fitted_to(
+    kind, name, sequence_sharding, mask, received, exposed_s
+):
     call = call_of(mask, num_ranks=4, kind=kind)
-    cost = exchange_cost(name, call, Split.of("context", 4, deal, 131_072, None), remat=False)
+    cost = exchange_cost(name, call, Split.of("context", 4, sequence_sharding, 131_072, None), remat=False)
     assert sum(cost.received_bytes) == pytest.approx(received, rel=1e-3)
     assert cost.exposed_seconds == pytest.approx(exposed_s, rel=0.15)
 
 
 def test_the_cost_model_stays_near_the_trace_of_a_halo_that_xla_sends():
-    split = Split.of("context", 4, "in_order", 131_072)  # nobody says that the ranks reach each other's memory
+    split = Split.of("context", 4, "contiguous", 131_072)  # nobody says that the ranks reach each other's memory
     cost = exchange_cost("halo", call_of(WINDOW, num_ranks=4), split, remat=False)
     assert cost.exposed_seconds == pytest.approx(0.00067, rel=0.15)
 
@@ -121,14 +123,14 @@ def test_an_id_that_no_token_has_is_found_even_at_the_ends_of_int32(rng):
 def test_the_exchange_that_takes_least_time_is_chosen():
     split = Split.of("context", 8, "zigzag", 131_072)
     # Heads divide, and every rank's kernel sees whole rows.
-    assert choose_exchange(call_of(), split).name == "heads"
+    assert choose_exchange(call_of(), split).name == "all_to_all"
     # Three key/value heads don't divide by eight, nor eight by three.
     odd = call_of(num_heads=12, num_kv_heads=3)
     chosen = choose_exchange(odd, split)
-    assert chosen.name in ("gather", "ring")
-    assert "12 don't divide by 8 ranks" in chosen.refusals["heads"]
+    assert chosen.name in ("all_gather", "ring")
+    assert "12 don't divide by 8 ranks" in chosen.refusals["all_to_all"]
     # A window needs its neighbours alone.
-    assert choose_exchange(call_of(WINDOW), Split.of("context", 8, "in_order", 131_072)).name == "halo"
+    assert choose_exchange(call_of(WINDOW), Split.of("context", 8, "contiguous", 131_072)).name == "halo"
 
 
 def test_keys_that_do_not_fit_travel_round_a_ring():
@@ -136,8 +138,8 @@ def test_keys_that_do_not_fit_travel_round_a_ring():
     call = call_of(length=length, num_heads=12, num_kv_heads=12, kind="NVIDIA H100 80GB HBM3")
     split = Split.of("context", 8, "zigzag", length)
     costs = choose_exchange(call, split).costs
-    assert not costs["gather"].fits
-    assert costs["ring"].held_bytes < costs["gather"].held_bytes / 3
+    assert not costs["all_gather"].fits
+    assert costs["ring"].held_bytes < costs["all_gather"].held_bytes / 3
     assert choose_exchange(call, split).name == "ring"
 
 
@@ -147,60 +149,65 @@ def test_an_exchange_whose_kernel_the_fastest_backend_does_not_serve_is_passed_o
     split = Split.of("context", 16, "zigzag", 2**20)
     chosen = choose_exchange(call, split)
     assert chosen.name == "ring"
-    assert "served by blockwise, and not by splash" in chosen.refusals["heads"]
-    assert choose_exchange(call, split, "heads").name == "heads"
+    assert "served by blockwise, and not by splash" in chosen.refusals["all_to_all"]
+    assert choose_exchange(call, split, "all_to_all").name == "all_to_all"
 
 
-@pytest.mark.parametrize("exchange", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
 def test_a_backend_that_gives_no_lse_is_never_a_kernel_of_an_exchange(exchange):
     # On a GPU before Hopper cuDNN would serve whole causal rows, and come before the kernels that give an lse.
     call = call_of()._replace(target=Target("gpu", "NVIDIA A100-SXM4-80GB", 8.0, 108))
-    split = Split.of("context", 8, "in_order", 131_072)
+    split = Split.of("context", 8, "contiguous", 131_072)
     whole = call._replace(q_len=131_072, kv_len=131_072)
     assert select_backend(whole).name == "cudnn"
     assert select_backend(kernel_call(exchange, call, split)).name in ("triton", "blockwise")
 
 
 def test_a_named_exchange_is_used_or_refused_with_the_reason():
-    split = Split.of("context", 8, "in_order", 131_072)
+    split = Split.of("context", 8, "contiguous", 131_072)
     assert choose_exchange(call_of(), split, "ring").name == "ring"
     with pytest.raises(
         ValueError, match=r"exchange='halo' can't serve this call: it needs a mask that reaches only so"
     ):
         choose_exchange(call_of(), split, "halo")
     with pytest.raises(ValueError, match=r"neither do 6 divide by 8 ranks nor the ranks by them"):
-        choose_exchange(call_of(num_heads=48, num_kv_heads=6), split, "heads")
+        choose_exchange(call_of(num_heads=48, num_kv_heads=6), split, "all_to_all")
     with pytest.raises(ValueError, match=r"heads.*can't have masks of their own"):
-        choose_exchange(call_of(MultiHeadMask([CAUSAL, WINDOW] * 8)), split, "heads")
-    with pytest.raises(ValueError, match="exchange='rings' is not one of gather, peer, halo, ring, heads, or None"):
+        choose_exchange(call_of(MultiHeadMask([CAUSAL, WINDOW] * 8)), split, "all_to_all")
+    with pytest.raises(
+        ValueError, match="exchange='rings' is not one of all_gather, peer, halo, ring, all_to_all, or None"
+    ):
         choose_exchange(call_of(), split, "rings")
     with pytest.raises(ValueError, match="would be all of the row"):
         choose_exchange(call_of(CausalMask() & LocalMask(130_000, 0)), split, "halo")
 
 
-def test_a_deal_is_chosen_together_with_the_exchanges():
+def test_a_sharding_is_chosen_together_with_the_exchanges():
     plan = functools.partial(plan_context, axis="context", num_ranks=8)
-    # Whole rows on every rank: there is nothing to deal out.
-    assert plan({call_of(): 4.0, call_of(WINDOW): 20.0}).deal == "in_order"
-    assert [each.name for each in plan({call_of(): 4.0, call_of(WINDOW): 20.0}).exchanges] == ["heads", "halo"]
+    # Whole rows on every rank: there is nothing to shard.
+    assert plan({call_of(): 4.0, call_of(WINDOW): 20.0}).sequence_sharding == "contiguous"
+    assert [each.name for each in plan({call_of(): 4.0, call_of(WINDOW): 20.0}).exchanges] == ["all_to_all", "halo"]
     odd = {"num_heads": 12, "num_kv_heads": 3}
-    assert plan({call_of(**odd): 4.0}).deal == "zigzag"
-    assert plan({call_of(**odd, has_segment_ids=True): 4.0}).deal == "by_cost"
-    assert plan({call_of(FullMask(), **odd): 4.0}).deal == "in_order"
+    assert plan({call_of(**odd): 4.0}).sequence_sharding == "zigzag"
+    assert plan({call_of(**odd, has_segment_ids=True): 4.0}).sequence_sharding == "balanced"
+    assert plan({call_of(FullMask(), **odd): 4.0}).sequence_sharding == "contiguous"
     # A name is kept to.
-    assert plan({call_of(): 4.0}, exchange="gather").deal == "zigzag"
-    assert plan({call_of(): 4.0}, exchange="gather", deal="in_order").deal == "in_order"
+    assert plan({call_of(): 4.0}, exchange="all_gather").sequence_sharding == "zigzag"
+    assert (
+        plan({call_of(): 4.0}, exchange="all_gather", sequence_sharding="contiguous").sequence_sharding == "contiguous"
+    )
     assert {each.name for each in plan({call_of(): 4.0}, exchange="ring").exchanges} == {"ring"}
     with pytest.raises(ValueError, match="exchange='halo' can't serve"):
         plan({call_of(): 4.0}, exchange="halo")
     with pytest.raises(ValueError, match="not a multiple of twice 8 ranks"):
-        plan_context({call_of(length=1000, num_ranks=8): 1.0}, "context", 8, deal="zigzag")
+        plan_context({call_of(length=1000, num_ranks=8): 1.0}, "context", 8, sequence_sharding="zigzag")
 
 
 def test_calls_of_one_mask_weigh_together_by_the_features_of_their_heads(monkeypatch):
     weighed = []
     monkeypatch.setattr(
-        "kernels.context.plan.choose_deal", lambda masks, *_, **__: weighed.append(dict(masks)) or "by_cost"
+        "kernels.context.plan.choose_sequence_sharding",
+        lambda masks, *_, **__: weighed.append(dict(masks)) or "balanced",
     )
     call = functools.partial(call_of, length=2048)
     calls = {call(): 4.0, call(WINDOW): 20.0, call(num_kv_heads=8): 3.0, call(head_dim=256): 1.5}
@@ -214,11 +221,11 @@ def test_every_accelerator_that_we_know_has_links():
     assert links_of(Target("tpu", "TPU v5")).is_torus
 
 
-def test_dealt_tokens_without_places_are_refused():
+def test_sharded_tokens_without_their_order_are_refused():
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
     x = jnp.ones((1, 64, 4, 8))
-    with pytest.raises(ValueError, match="deal='by_cost' needs the places of the tokens"):
-        attend_over_mesh(x, x, x, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"))
+    with pytest.raises(ValueError, match="sequence_sharding='balanced' needs the order of the tokens"):
+        attend_over_mesh(x, x, x, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor", "balanced"))
 
 
 def test_keys_of_other_tokens_than_the_queries_are_refused():
@@ -228,12 +235,15 @@ def test_keys_of_other_tokens_than_the_queries_are_refused():
         attend_over_mesh(query, key, key, CAUSAL, MeshLayout(mesh, ("data",), "context", "tensor"))
 
 
-def test_places_that_are_not_whole_chunks_are_refused():
+def test_an_order_that_is_not_of_whole_chunks_is_refused():
     mesh = jax.sharding.AbstractMesh((1, 1, 2), ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
-    layout, x = MeshLayout(mesh, ("data",), "context", "tensor", "by_cost"), jnp.ones((1, 64, 4, 8))
-    for places in (deal_tokens("zigzag", 64, 2), deal_tokens("by_cost", 64, 2, masks={CAUSAL: 1.0}, chunk_size=8)):
-        with pytest.raises(ValueError, match="places aren't chunks of 32 tokens that follow one another"):
-            attend_over_mesh(x, x, x, CAUSAL, layout, places=places[None])
+    layout, x = MeshLayout(mesh, ("data",), "context", "tensor", "balanced"), jnp.ones((1, 64, 4, 8))
+    for token_order in (
+        shard_sequence("zigzag", 64, 2),
+        shard_sequence("balanced", 64, 2, masks={CAUSAL: 1.0}, chunk_size=8),
+    ):
+        with pytest.raises(ValueError, match="token_order isn't of chunks of 32 tokens that follow one another"):
+            attend_over_mesh(x, x, x, CAUSAL, layout, token_order=token_order[None])
 
 
 @pytest.mark.parametrize("sink", [np.inf, np.nan])
@@ -269,5 +279,5 @@ def test_mosaic_gpu_is_differentiated_in_a_scan_over_a_mesh(monkeypatch):
 
 def test_a_prefix_is_no_window():
     assert (
-        choose_exchange(call_of(CAUSAL | PrefixMask(100)), Split.of("context", 8, "in_order", 131_072)).name != "halo"
+        choose_exchange(call_of(CAUSAL | PrefixMask(100)), Split.of("context", 8, "contiguous", 131_072)).name != "halo"
     )

@@ -14,7 +14,7 @@ from kernels import BlockwiseTuning, CausalMask, LocalMask, backends, dot_produc
 from kernels.collectives import chunks, peer_memory
 from kernels.context import MeshLayout, attend_over_mesh
 from kernels.context.exchange import EXCHANGES
-from tests.kernels.context_on_devices import AXES, DEALS, DOCUMENTS, MASKS, Case, Sizes, compare
+from tests.kernels.context_on_devices import AXES, DOCUMENTS, MASKS, SEQUENCE_SHARDINGS, Case, Sizes, compare
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
 
@@ -33,10 +33,10 @@ def in_turn(rng, levels, num):
     return [levels[index] for index in rng.permutation(np.concatenate(rounds)[:num])]
 
 
-def draw_cases(rng, exchange, num, *, meshes=MESHES, deals=DEALS, masks=tuple(MASKS), kernels=KERNELS):
-    """Cases that an exchange serves. It meets each mesh, deal, kind of documents and so on that there is room for."""
+def draw_cases(rng, exchange, num, *, meshes=MESHES, shardings=SEQUENCE_SHARDINGS, masks=tuple(MASKS), kernels=KERNELS):
+    """Cases that an exchange serves. It meets each mesh, sharding, and kind of documents."""
     while True:
-        levels = meshes, [exchange], deals, masks, DOCUMENTS, (True, False), (True, False), [Sizes()], kernels
+        levels = meshes, [exchange], shardings, masks, DOCUMENTS, (True, False), (True, False), [Sizes()], kernels
         cases = list(map(Case, *(in_turn(rng, of_field, num) for of_field in levels)))
         if not any(map(refuses_masks_of_heads, cases)):
             return cases
@@ -44,7 +44,7 @@ def draw_cases(rng, exchange, num, *, meshes=MESHES, deals=DEALS, masks=tuple(MA
 
 def refuses_masks_of_heads(case):
     """Each of four heads has a mask: they can't be split, nor can four go to eight ranks."""
-    return case.mask == "heads" and (case.mesh[1] > 1 or (case.exchange, case.mesh[2]) == ("heads", 8))
+    return case.mask == "heads" and (case.mesh[1] > 1 or (case.exchange, case.mesh[2]) == ("all_to_all", 8))
 
 
 def check(rng, cases):
@@ -52,7 +52,7 @@ def check(rng, cases):
         assert compare(rng, case) < 1e-12, case
 
 
-@pytest.mark.parametrize("exchange", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring", "all_to_all"])
 def test_eight_devices_compute_what_numpy_does(exchange, rng, float64):
     check(rng, draw_cases(rng, exchange, NUM_CASES))
 
@@ -60,7 +60,7 @@ def test_eight_devices_compute_what_numpy_does(exchange, rng, float64):
 def test_a_ring_goes_round_as_far_as_windows_reach(rng, float64):
     """They reach back over more ranks than one."""
     cases = draw_cases(
-        rng, "ring", 2, meshes=[(1, 1, 8)], deals=["in_order"], masks=["window", "chunked"], kernels=["reference"]
+        rng, "ring", 2, meshes=[(1, 1, 8)], shardings=["contiguous"], masks=["window", "chunked"], kernels=["reference"]
     )
     check(rng, cases)
 
@@ -70,9 +70,9 @@ def test_halos_compute_what_numpy_does(rng, float64):
         """Of runs that have whole tiles, halos are whole tiles."""
         if case.mesh != (1, 1, 2):
             return case
-        return case._replace(sizes=Sizes(length=256 if case.deal == "in_order" else 512))
+        return case._replace(sizes=Sizes(length=256 if case.sequence_sharding == "contiguous" else 512))
 
-    cases = draw_cases(rng, "halo", NUM_CASES, deals=DEALS[:2], masks=WITH_REACH)
+    cases = draw_cases(rng, "halo", NUM_CASES, shardings=SEQUENCE_SHARDINGS[:2], masks=WITH_REACH)
     check(rng, map(in_whole_tiles, cases))
 
 
@@ -84,27 +84,29 @@ def test_devices_that_read_each_others_memory_compute_what_numpy_does(rng, float
 
 
 def test_halos_that_are_read_from_the_neighbours_memory_are_what_numpy_has(rng, float64, gpus):
-    check(rng, draw_cases(rng, "halo", 2, meshes=FEW, deals=["in_order"], masks=["window", "both sides", "ahead"]))
+    check(
+        rng, draw_cases(rng, "halo", 2, meshes=FEW, shardings=["contiguous"], masks=["window", "both sides", "ahead"])
+    )
 
 
 @pytest.mark.parametrize(
-    ("exchange", "deal", "mask", "shape", "message"),
+    ("exchange", "sequence_sharding", "mask", "shape", "message"),
     [
-        *(("halo", "by_cost", mask, (2, 1, 4), "decides for each row") for mask in WITH_REACH),
+        *(("halo", "balanced", mask, (2, 1, 4), "decides for each row") for mask in WITH_REACH),
         *(
-            ("halo", "in_order", mask, (2, 1, 4), "needs a mask that reaches only so far")
+            ("halo", "contiguous", mask, (2, 1, 4), "needs a mask that reaches only so far")
             for mask in ("causal", "prefix", "function")
         ),
         ("halo", "zigzag", "heads", (2, 1, 4), "mask that reaches only so far"),
-        ("heads", "in_order", "heads", (1, 1, 8), "4 don't divide by 8 ranks"),
+        ("all_to_all", "contiguous", "heads", (1, 1, 8), "4 don't divide by 8 ranks"),
         *((exchange, "zigzag", "heads", (1, 2, 4), "tensor=2 one program") for exchange in EXCHANGES),
     ],
 )
 def test_what_an_exchange_cannot_serve_is_refused_and_never_computed_otherwise(
-    exchange, deal, mask, shape, message, rng, float64
+    exchange, sequence_sharding, mask, shape, message, rng, float64
 ):
     with pytest.raises(ValueError, match=message):
-        compare(rng, Case(shape, exchange, deal, mask, "rising", True, True, implementation="reference"))
+        compare(rng, Case(shape, exchange, sequence_sharding, mask, "rising", True, True, implementation="reference"))
 
 
 @pytest.fixture
@@ -138,9 +140,9 @@ def gather_chunks_backward(axis, _, tables, gradients):
     def sum_up(x):
         # Past the places that are put together, kernels write no gradients.
         x = jnp.where(is_there(x, x, tables), x, jnp.nan)
-        own, *places = jnp.moveaxis(tables.of_own, -1, 0)
+        own, *others = jnp.moveaxis(tables.of_own, -1, 0)
         total = pick(x, own)
-        for theirs, place in zip(by_distance(x, axis)[1:], places, strict=True):
+        for theirs, place in zip(by_distance(x, axis)[1:], others, strict=True):
             needed = (place > 0).reshape(*place.shape, *[1] * (x.ndim - 2))
             total += jnp.where(needed, pick(theirs, jnp.maximum(place - 1, 0)), 0)
         return total

@@ -38,7 +38,7 @@ def test_a_row_is_the_ranks_own_chunks_and_those_around_them(num_ranks, rng):
     for _ in range(8):
         batch, num_own = (int(n) for n in rng.integers(1, (4, 8)))
         left, right = (int(n) for n in rng.integers(0, num_own, 2, endpoint=True))
-        split = Split.of("context", num_ranks, "in_order", num_ranks * num_own * 16, None)
+        split = Split.of("context", num_ranks, "contiguous", num_ranks * num_own * 16, None)
         tables = functools.partial(HaloChunks(16, left, num_own, right).tables, split, batch)
         of_row, of_own, num_chunks = map(np.asarray, on_ranks(num_ranks, tables))
         assert of_row.shape == (num_ranks, batch, left + num_own + right)
@@ -70,7 +70,7 @@ def test_a_row_is_the_ranks_own_chunks_and_those_around_them(num_ranks, rng):
         ({"dtype": jnp.dtype("float32")}, {}, None),
         ({"mask": CausalMask() & LocalMask(LENGTH // 4 + 1, 0)}, {}, None),  # from further than the neighbour
         ({"mask": LocalMask(0, 0)}, {}, None),
-        ({}, {"deal": "zigzag"}, None),
+        ({}, {"sequence_sharding": "zigzag"}, None),
         ({}, {"peer_refusal": "is for Hopper GPUs"}, None),
         ({}, {"num_ranks": 8}, None),
     ],
@@ -80,7 +80,11 @@ def test_the_kernels_serve_neighbours_of_one_run_each(changes, of_split, length)
     num_ranks = of_split.get("num_ranks", 4)
     call = call_of(**({"mask": WINDOW, "num_ranks": num_ranks, "target": H200} | changes))
     split = Split.of(
-        "context", num_ranks, of_split.get("deal", "in_order"), num_ranks * call.q_len, of_split.get("peer_refusal")
+        "context",
+        num_ranks,
+        of_split.get("sequence_sharding", "contiguous"),
+        num_ranks * call.q_len,
+        of_split.get("peer_refusal"),
     )
     chunks = chunks_of_halo(call, split)
     assert (chunks and chunks.length) == length
@@ -92,7 +96,7 @@ def test_the_kernels_serve_neighbours_of_one_run_each(changes, of_split, length)
 def test_a_halo_is_read_once_a_layer_and_keys_are_not_sent(has_documents):
     devices = np.array(parse_topology("h200:4").devices()).reshape(1, 1, 4)
     mesh = Mesh(devices, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
-    layout, num_layers = MeshLayout(mesh, ("data",), "context", "tensor", "in_order"), 3
+    layout, num_layers = MeshLayout(mesh, ("data",), "context", "tensor", "contiguous"), 3
 
     def loss(weights, hidden, ids):
         for weight in weights:
@@ -121,4 +125,4 @@ def test_halos_that_are_drawn_for_gpus_are_read(mask, num_ranks, rng):
         sizes = draw_sizes_of_gpus(rng, mask, num_ranks, "halo")._asdict()
         sizes["dtype"] = jnp.dtype(sizes["dtype"])
         call = call_of(MASKS[mask][0], num_ranks=num_ranks, target=H200, **sizes)
-        assert chunks_of_halo(call, Split.of("context", num_ranks, "in_order", sizes["length"], None)) is not None
+        assert chunks_of_halo(call, Split.of("context", num_ranks, "contiguous", sizes["length"], None)) is not None

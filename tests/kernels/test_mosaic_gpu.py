@@ -426,7 +426,7 @@ def test_resolving_leaves_nothing_open(tuning, packed, head_dim, rng):
 @pytest.mark.jax_0_11
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_positions_in_runs_are_those_of_each_token(has_documents, rng):
-    # The deal of a row over ranks: runs of 128 tokens in any order, which a kernel knows by their first positions.
+    # A sharded sequence: runs of 128 tokens in any order, which a kernel knows by their first positions.
     length, run = 512, 128
     arrays = [jnp.asarray(rng.standard_normal((1, length, 2, 64)), jnp.bfloat16) for _ in range(4)]
     nothing = dict.fromkeys(("key_value_segment_ids", "query_segment_ids", "scale", "logits_soft_cap", "sinks"))

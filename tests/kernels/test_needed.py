@@ -9,7 +9,7 @@ import pytest
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask
 from kernels.call import AttentionInputs, make_call
-from kernels.context import Split, deal_tokens
+from kernels.context import Split, shard_sequence
 from kernels.context.exchanges.needed import NeededChunks, can_leave_any, num_sent
 
 LENGTH, HEADS, FEATURES = 192, 2, 3
@@ -33,21 +33,23 @@ def packed_row(rng):
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("has_documents", [True, False])
 @pytest.mark.parametrize(("mask", "allows"), MASKS, ids=[repr(mask) for mask, _ in MASKS])
-@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
-def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(deal, mask, allows, has_documents, rng):
+@pytest.mark.parametrize("sequence_sharding", ["contiguous", "zigzag", "balanced"])
+def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(sequence_sharding, mask, allows, has_documents, rng):
     batch, num_ranks = 2, int(rng.choice([2, 4]))
-    split = Split.of("context", num_ranks, deal, LENGTH)
+    split = Split.of("context", num_ranks, sequence_sharding, LENGTH)
     rows = [packed_row(rng) if has_documents else (np.zeros(LENGTH, np.int32), np.arange(LENGTH)) for _ in range(batch)]
     ids, positions = map(np.stack, zip(*rows, strict=True))
     documents = [{"segment_ids": row} if has_documents else {} for row in ids]
-    places = np.stack([deal_tokens(deal, LENGTH, num_ranks, masks={mask: 1.0}, **each) for each in documents])
+    token_order = np.stack(
+        [shard_sequence(sequence_sharding, LENGTH, num_ranks, masks={mask: 1.0}, **each) for each in documents]
+    )
     evaluated_on = np.broadcast_to(np.arange(LENGTH), ids.shape) if mask.translation_invariant else positions
     allowed = allows(evaluated_on[:, :, None], evaluated_on[:, None]) & (ids[:, :, None] == ids[:, None])
 
     def of_ranks(x):
         """[B, T, …] in the row's order to [R, B, t, …]."""
-        dealt = np.take_along_axis(x, places.reshape(*places.shape, *[1] * (x.ndim - 2)), axis=1)
-        return jnp.asarray(np.moveaxis(dealt.reshape(batch, num_ranks, -1, *x.shape[2:]), 1, 0))
+        sharded = np.take_along_axis(x, token_order.reshape(*token_order.shape, *[1] * (x.ndim - 2)), axis=1)
+        return jnp.asarray(np.moveaxis(sharded.reshape(batch, num_ranks, -1, *x.shape[2:]), 1, 0))
 
     keys = rng.standard_normal((batch, LENGTH, HEADS, FEATURES))
     local = jnp.zeros((batch, LENGTH // num_ranks, HEADS, FEATURES))
@@ -59,34 +61,36 @@ def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(deal, mask, a
     if not can_leave_any(call, split):
         return
 
-    def on_rank(function, x, ids, places):
-        inputs = AttentionInputs(local, local, local, places=places if deal == "by_cost" else None)
+    def on_rank(function, x, ids, token_order):
+        inputs = AttentionInputs(
+            local, local, local, token_order=token_order if sequence_sharding == "balanced" else None
+        )
         chunks = split.chunks(split.row_order(inputs), batch)
         return getattr(NeededChunks(call, split, chunks, ids if has_documents else None), function)((x,))[0]
 
     run = functools.partial(jax.vmap, axis_name="context")
-    dealt_ids, dealt_places = of_ranks(ids), of_ranks(np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape))
-    gathered = np.asarray(run(functools.partial(on_rank, "gather"))(of_ranks(keys), dealt_ids, dealt_places))
+    sharded_ids, sharded_order = of_ranks(ids), of_ranks(np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape))
+    gathered = np.asarray(run(functools.partial(on_rank, "all_gather"))(of_ranks(keys), sharded_ids, sharded_order))
     gradients = rng.standard_normal((num_ranks, batch, LENGTH, HEADS, FEATURES))
     expected = np.zeros((batch, LENGTH, HEADS, FEATURES))
     for rank, b in np.ndindex(num_ranks, batch):
-        own = places[b].reshape(num_ranks, -1)[rank]
+        own = token_order[b].reshape(num_ranks, -1)[rank]
         attended = allowed[b][own].any(0)
         np.testing.assert_array_equal(gathered[rank, b][attended], keys[b].astype(np.float32)[attended])
         gradients[rank, b][~attended] = 0
         expected[b] += gradients[rank, b]
-    sums = run(functools.partial(on_rank, "sum_to_owners"))(jnp.asarray(gradients), dealt_ids, dealt_places)
+    sums = run(functools.partial(on_rank, "sum_to_owners"))(jnp.asarray(gradients), sharded_ids, sharded_order)
     np.testing.assert_allclose(np.asarray(sums), np.asarray(of_ranks(expected)), rtol=1e-5, atol=1e-5)
 
 
 def test_short_documents_send_little(rng):
     # Over two ranks two documents are cut at most, each of one chunk's length.
     length, num_ranks = 16_384, 2
-    split = Split.of("context", num_ranks, "by_cost", length)
+    split = Split.of("context", num_ranks, "balanced", length)
     ids = np.repeat(np.arange(length // split.run_chunk, dtype=np.int32), split.run_chunk)
     ids = np.roll(ids, int(rng.integers(split.run_chunk)))
     ids[: split.run_chunk] = ids[0]
-    places = deal_tokens("by_cost", length, num_ranks, masks={CausalMask(): 1.0}, segment_ids=ids)
+    token_order = shard_sequence("balanced", length, num_ranks, masks={CausalMask(): 1.0}, segment_ids=ids)
     local = jnp.zeros((1, length // num_ranks, 1, 4))
     nothing = dict.fromkeys(("query_positions", "key_value_positions", "scale", "logits_soft_cap", "sinks"))
     some = jnp.zeros(local.shape[:2], jnp.int32)
@@ -101,12 +105,12 @@ def test_short_documents_send_little(rng):
         return_lse=True,
     )
 
-    def most(ids, places):
-        inputs = AttentionInputs(local, local, local, places=places)
+    def most(ids, token_order):
+        inputs = AttentionInputs(local, local, local, token_order=token_order)
         return NeededChunks(call, split, split.chunks(split.row_order(inputs), 1), ids).most
 
-    dealt = [jnp.asarray(x).reshape(num_ranks, 1, -1) for x in (ids[places], places)]
-    assert int(jax.vmap(most, axis_name="context")(*dealt).max()) <= 2
+    sharded = [jnp.asarray(x).reshape(num_ranks, 1, -1) for x in (ids[token_order], token_order)]
+    assert int(jax.vmap(most, axis_name="context")(*sharded).max()) <= 2
 
 
 def test_what_is_sent_is_rounded_up_to_a_program():
@@ -120,5 +124,5 @@ def test_a_row_that_divides_only_into_tiny_chunks_is_gathered_whole():
     nothing = dict.fromkeys(("query_positions", "key_value_positions", "scale", "logits_soft_cap", "sinks"))
     nothing |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), jnp.zeros(local.shape[:2], jnp.int32))
     _, call = make_call(local, local, local, CausalMask(), **nothing, return_lse=True)
-    assert not can_leave_any(call, Split.of("context", 2, "in_order", length))
-    assert can_leave_any(call._replace(q_len=8192), Split.of("context", 2, "in_order", 16_384))
+    assert not can_leave_any(call, Split.of("context", 2, "contiguous", length))
+    assert can_leave_any(call._replace(q_len=8192), Split.of("context", 2, "contiguous", 16_384))

@@ -99,17 +99,28 @@ def test_attention_at_positions_and_its_gradients(implementation, dtype):
 
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize(
-    ("exchange", "deal"),
-    [("gather", "by_cost"), ("gather", "zigzag"), ("heads", "zigzag"), ("halo", "in_order"), ("ring", "zigzag")],
+    ("exchange", "sequence_sharding"),
+    [
+        ("all_gather", "balanced"),
+        ("all_gather", "zigzag"),
+        ("all_to_all", "zigzag"),
+        ("halo", "contiguous"),
+        ("ring", "zigzag"),
+    ],
 )
-def test_attention_over_a_mesh_and_its_gradients(exchange, deal):
+def test_attention_over_a_mesh_and_its_gradients(exchange, sequence_sharding):
     mesh = jax.make_mesh((1, 2, 2), ("data", "tensor", "context"), (AxisType.Auto,) * 3, devices=jax.devices()[:4])
-    layout = MeshLayout(mesh, ("data",), "context", "tensor", deal)
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", sequence_sharding)
 
     def loss(query, key, sinks, tokens):
-        places = tokens if deal == "by_cost" else None
+        token_order = tokens if sequence_sharding == "balanced" else None
         window = CausalMask() & LocalMask(30, 0)
-        keywords = {"segment_ids": tokens, "places": places, "sinks": sinks, "implementation": BlockwiseTuning(32, 32)}
+        keywords = {
+            "segment_ids": tokens,
+            "token_order": token_order,
+            "sinks": sinks,
+            "implementation": BlockwiseTuning(32, 32),
+        }
         return attend_over_mesh(query, key, key, window, layout, exchange=exchange, **keywords).sum()
 
     shapes, dtypes = [(2, 512, 4, 8), (2, 512, 2, 8), (4,), (2, 512)], ["float32", "float32", "float32", "int32"]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels import CausalMask, LocalMask, Target
 from kernels.call import AttentionInputs
-from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, deal_tokens, plan_context
+from kernels.context import MeshLayout, Split, attend_over_mesh, choose_exchange, plan_context, shard_sequence
 from kernels.context.attention import local_call
 from kernels.context.exchanges.peer import KeyRows
 from kernels.context.exchanges.peer import local_call as call_of_kernel
@@ -35,7 +35,7 @@ from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 from trainer.config import ContextConfig, DataConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
-from trainer.step.attention_plan import attention_calls, describe_attention, plan_attention, plan_deal
+from trainer.step.attention_plan import attention_calls, describe_attention, plan_attention, plan_sequence_sharding
 
 LENGTH = 131_072
 TINY = TrainConfig(name="tiny", num_steps=1000, model=GPTConfig(num_layers=1, num_heads=4, num_kv_heads=4, width=256))
@@ -76,25 +76,29 @@ def test_gpus_attend_as_numpy_does(preallocates):
 
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
+@pytest.mark.parametrize("sequence_sharding", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize(("has_documents", "is_compact"), [(True, True), (True, False), (False, False)])
-def test_what_is_read_is_what_is_needed(num_ranks, deal, has_documents, is_compact, rng):
+def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_documents, is_compact, rng):
     length, batch, chunk, past_the_last = num_ranks * 2 * 17 * 16, 3, 16, 40
-    split = Split.of("context", num_ranks, deal, length, None)._replace(chunk_size=chunk if deal == "by_cost" else None)
+    split = Split.of("context", num_ranks, sequence_sharding, length, None)._replace(
+        chunk_size=chunk if sequence_sharding == "balanced" else None
+    )
     chunk = split.run_chunk
     # Where ids rise, a chunk is needed just if another rank holds a later one of a document that it has.
     ids = np.sort(rng.integers(0, 20, (batch, length)), axis=1).astype(np.int32)
-    if deal == "by_cost":
+    if sequence_sharding == "balanced":
         order = np.stack([rng.permutation(length // chunk) for _ in range(batch)])
-        places = (order[:, :, None] * chunk + np.arange(chunk)).reshape(batch, length).astype(np.int32)
+        token_order = (order[:, :, None] * chunk + np.arange(chunk)).reshape(batch, length).astype(np.int32)
     else:
-        places = np.broadcast_to(deal_tokens(deal, length, num_ranks), (batch, length))
-    chunks = places[:, ::chunk] // chunk
+        token_order = np.broadcast_to(shard_sequence(sequence_sharding, length, num_ranks), (batch, length))
+    chunks = token_order[:, ::chunk] // chunk
     local = jnp.zeros((batch, length // num_ranks, 1, 8))
     call = call_of(length=length, num_ranks=num_ranks, batch=batch, has_segment_ids=has_documents, target=H200)
 
-    def tables(ids, places):
-        inputs = AttentionInputs(local, local, local, places=places if deal == "by_cost" else None)
+    def tables(ids, token_order):
+        inputs = AttentionInputs(
+            local, local, local, token_order=token_order if sequence_sharding == "balanced" else None
+        )
         inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
         return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
@@ -102,9 +106,9 @@ def test_what_is_read_is_what_is_needed(num_ranks, deal, has_documents, is_compa
     def of_ranks(x):
         return jnp.asarray(np.moveaxis(x.reshape(batch, num_ranks, -1), 1, 0))
 
-    dealt_ids = np.take_along_axis(ids, places, axis=1)
+    sharded_ids = np.take_along_axis(ids, token_order, axis=1)
     found, num_keys, places_of_own = jax.tree.map(
-        np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(dealt_ids), of_ranks(places))
+        np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(sharded_ids), of_ranks(token_order))
     )
     num_chunks, ranks = length // chunk, range(num_ranks)
     num_own = num_chunks // num_ranks
@@ -139,16 +143,16 @@ def test_what_is_read_is_what_is_needed(num_ranks, deal, has_documents, is_compa
 
 def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
     length, batch = 16_384, 2
-    split = Split.of("context", 2, "by_cost", length, None)
+    split = Split.of("context", 2, "balanced", length, None)
     ids = jnp.asarray(np.sort(rng.integers(0, rng.choice([5, 12, 40]), (batch, length)))[:, ::-1], jnp.int32)
-    places = jnp.asarray(
-        np.stack([deal_tokens("by_cost", length, 2, masks={CausalMask(): 1.0}, segment_ids=row) for row in ids])
+    token_order = jnp.asarray(
+        np.stack([shard_sequence("balanced", length, 2, masks={CausalMask(): 1.0}, segment_ids=row) for row in ids])
     )
     call = call_of(length=length, num_ranks=2, batch=batch, has_segment_ids=True, target=H200)
 
-    def tiles(rank_ids, rank_places, is_compact):
+    def tiles(rank_ids, rank_order, is_compact):
         local = jnp.zeros((batch, length // 2, 1, 8))
-        inputs = AttentionInputs(local, local, local, query_segment_ids=rank_ids, places=rank_places)
+        inputs = AttentionInputs(local, local, local, query_segment_ids=rank_ids, token_order=rank_order)
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
         inputs = inputs._replace(
             key_value_segment_ids=rows.gather(rank_ids),
@@ -161,11 +165,11 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
         return (stop - start).sum(), (full_stop - full_start).sum(), rows.num_keys
 
     def of_ranks(x):
-        return jnp.moveaxis(jnp.take_along_axis(x, places, axis=1).reshape(batch, 2, -1), 1, 0)
+        return jnp.moveaxis(jnp.take_along_axis(x, token_order, axis=1).reshape(batch, 2, -1), 1, 0)
 
-    dealt = of_ranks(ids), of_ranks(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
+    sharded = of_ranks(ids), of_ranks(jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length)))
     whole, compact = (
-        jax.tree.map(np.asarray, jax.vmap(lambda *x, c=is_compact: tiles(*x, c), axis_name="context")(*dealt))
+        jax.tree.map(np.asarray, jax.vmap(lambda *x, c=is_compact: tiles(*x, c), axis_name="context")(*sharded))
         for is_compact in (False, True)
     )
     assert (whole[1] > 0).all()
@@ -182,13 +186,15 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
 def test_keys_are_brought_once_and_again_only_where_a_layer_is_made_anew(remat, num_gathers, num_ranks):
     devices = np.array(parse_topology(f"h200:{num_ranks}").devices()).reshape(1, 1, num_ranks)
     mesh = Mesh(devices, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
-    layout = MeshLayout(mesh, ("data",), "context", "tensor", "by_cost")
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", "balanced")
     batch, length, heads, head_dim, num_layers = 1, 16_384, 4, 64, 3
 
-    def loss(weights, hidden, ids, places):
+    def loss(weights, hidden, ids, token_order):
         def layer(hidden, weight):
             x = hidden * weight
-            attended = attend_over_mesh(x, x, x, CausalMask(), layout, segment_ids=ids, places=places, exchange="peer")
+            attended = attend_over_mesh(
+                x, x, x, CausalMask(), layout, segment_ids=ids, token_order=token_order, exchange="peer"
+            )
             return hidden + attended, None
 
         if remat == "save_attention":
@@ -225,17 +231,17 @@ def test_keys_are_brought_once_and_again_only_where_a_layer_is_made_anew(remat, 
 
 
 def test_packed_documents_are_read_from_the_other_gpu():
-    by_cost = Split.of("context", 2, "by_cost", LENGTH, None)
+    by_cost = Split.of("context", 2, "balanced", LENGTH, None)
     chosen = choose_exchange(packed_call(), by_cost)
     assert chosen.name == "peer"
-    gather = choose_exchange(packed_call(), by_cost, "gather").costs["gather"]
+    gather = choose_exchange(packed_call(), by_cost, "all_gather").costs["all_gather"]
     assert chosen.costs["peer"].received_bytes < gather.received_bytes
     plan = plan_context({packed_call(): 1.0}, "context", 2, peer_refusal=None)
-    assert (plan.deal, plan.exchanges[0].name) == ("by_cost", "peer")
+    assert (plan.sequence_sharding, plan.exchanges[0].name) == ("balanced", "peer")
     # Over four, too.
     four = call_of(length=LENGTH, num_ranks=4, has_segment_ids=True, target=H200)
     plan = plan_context({four: 1.0}, "context", 4, peer_refusal=None)
-    assert (plan.deal, plan.exchanges[0].name) == ("by_cost", "peer")
+    assert (plan.sequence_sharding, plan.exchanges[0].name) == ("balanced", "peer")
     # Nobody says that the ranks reach each other's memory.
     assert plan_context({packed_call(): 1.0}, "context", 2).exchanges[0].name != "peer"
 
@@ -263,7 +269,7 @@ def test_packed_documents_are_read_from_the_other_gpu():
     ],
 )
 def test_whom_the_exchange_cannot_serve_is_told_why(call, peer_refusal, reason):
-    split = Split.of("context", 2, "in_order", 2 * call.q_len, peer_refusal)
+    split = Split.of("context", 2, "contiguous", 2 * call.q_len, peer_refusal)
     with pytest.raises(ValueError, match=rf"^exchange='peer' can't serve this call: it {reason}"):
         choose_exchange(call, split, "peer")
     assert choose_exchange(call, split).refusals["peer"].startswith(reason)
@@ -278,7 +284,7 @@ def test_more_ranks_than_four_are_refused_before_devices_are_known():
     with pytest.raises(
         UserMistake, match=r"it is for meshes of 2 to 4 devices, all of them along context, not for .*2"
     ):
-        plan_deal(four, None)
+        plan_sequence_sharding(four, None)
 
 
 @pytest.mark.jax_0_11
@@ -301,7 +307,7 @@ def test_the_trainer_plans_what_the_layers_choose():
     )
     (plan,) = plan_attention(config, mesh)
     assert plan.exchange.name == "peer"
-    layout = MeshLayout(mesh, ("data", "fsdp"), "context", "tensor", plan.exchange.deal)
+    layout = MeshLayout(mesh, ("data", "fsdp"), "context", "tensor", plan.exchange.sequence_sharding)
     (call,) = attention_calls(config, Target.of(mesh.devices.flat[0]))
     whole = call._replace(q_len=config.sequence_length, kv_len=config.sequence_length)
     assert local_call(layout, whole, None, None)[0] == "peer"

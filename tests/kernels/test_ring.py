@@ -26,10 +26,10 @@ BATCH, LENGTH = 3, 240
 WINDOW = CausalMask() & LocalMask(100, 0)
 
 
-def hops_on_ranks(mask, ids, num_ranks, deal="in_order"):
+def hops_on_ranks(mask, ids, num_ranks, sequence_sharding="contiguous"):
     """What each rank finds."""
     call = call_of(mask, length=LENGTH, num_ranks=num_ranks, batch=BATCH, has_segment_ids=True)
-    split = Split.of("context", num_ranks, deal, LENGTH)
+    split = Split.of("context", num_ranks, sequence_sharding, LENGTH)
     by_rank = jnp.asarray(ids.reshape(BATCH, num_ranks, -1).swapaxes(0, 1))
     of_rank = jax.vmap(lambda ids: jnp.asarray(needed_hops(call, split, ids)), axis_name="context", axis_size=num_ranks)
     return np.broadcast_to(of_rank(by_rank), num_ranks).tolist()
@@ -81,7 +81,7 @@ def test_only_where_every_key_comes_from_a_rank_before_do_documents_bound_the_wa
 
 @pytest.mark.parametrize("num_ranks", [3, 8])
 def test_gradients_come_home_from_any_rank(num_ranks):
-    split = Split.of("context", num_ranks, "in_order", LENGTH)
+    split = Split.of("context", num_ranks, "contiguous", LENGTH)
     ranks = jnp.arange(num_ranks)
 
     def there_and_back(rank, num_hops):
@@ -98,7 +98,7 @@ def test_gradients_come_home_from_any_rank(num_ranks):
 
 
 def test_the_cost_model_knows_that_documents_end():
-    split = Split.of("context", 64, "in_order", 2**20)
+    split = Split.of("context", 64, "contiguous", 2**20)
     rows, packed = (
         exchange_cost("ring", call_of(length=2**20, num_ranks=64, has_segment_ids=has), split).received_bytes
         for has in (False, True)
@@ -115,7 +115,7 @@ def test_layers_are_made_anew_whose_hops_documents_decide(layers):
     """Within a `jax.shard_map` of all axes, as in a training step: the kernels are in a loop of unknown trips there."""
     devices = np.array(parse_topology("h200:4").devices()).reshape(1, 1, 4)
     mesh = Mesh(devices, ("data", "tensor", "context"), axis_types=(AxisType.Auto,) * 3)
-    layout = MeshLayout(mesh, ("data",), "context", "tensor", "in_order")
+    layout = MeshLayout(mesh, ("data",), "context", "tensor", "contiguous")
 
     def gradient(weights, hidden, ids):
         @functools.partial(

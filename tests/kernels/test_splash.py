@@ -147,7 +147,7 @@ def visited_tiles(info, transposed):
     ],
     ids=["causal", "window", "function", "two_masks"],
 )
-@pytest.mark.parametrize("keys", ["counting", "dealt_out"])
+@pytest.mark.parametrize("keys", ["counting", "sharded"])
 def test_the_tiles_visited_at_given_positions_are_those_with_a_pair(keys, mask, with_documents, transposed, rng):
     """A zigzag shard of the queries, against NumPy pair by pair. Rows of tiles are intervals: where the keys' tiles are
     out of order, all between the first and the last of a row are visited."""
@@ -155,7 +155,7 @@ def test_the_tiles_visited_at_given_positions_are_those_with_a_pair(keys, mask, 
     shards = np.arange(1024).reshape(4, 256)
     q_pos = np.concatenate([shards[1], shards[2]])
     runs = np.arange(1024).reshape(4, 256)
-    kv_pos = np.concatenate(rng.permutation(runs) if keys == "dealt_out" else runs)[:kv_len]
+    kv_pos = np.concatenate(rng.permutation(runs) if keys == "sharded" else runs)[:kv_len]
     ids = {"query_segment_ids": q_pos // 384, "key_value_segment_ids": kv_pos // 384} if with_documents else {}
     call = call_of(mask, length, kv_len=kv_len, has_query_positions=True, has_key_value_positions=True)
     call = call._replace(has_segment_ids=with_documents)

@@ -89,12 +89,12 @@ def test_attention(sizes, has_documents, options, rng):
 
 def test_tokens_know_their_places_within_a_shard_map():
     sharding = ActivationSharding(make_mesh((1, 2, 2, 2)))
-    assert sharding.places(8).tolist() == [[*range(8)]]
+    assert sharding.token_order(8).tolist() == [[*range(8)]]
     assert sharding.whole_length(8) == 8
 
     def places(tokens):
         assert sharding.whole_length(tokens.shape[1]) == 8
-        return sharding.places(tokens.shape[1])
+        return sharding.token_order(tokens.shape[1])
 
     tokens = PartitionSpec(None, "context")
     mapped = jax.shard_map(places, mesh=sharding.mesh, in_specs=tokens, out_specs=tokens, check_vma=False)

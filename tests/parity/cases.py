@@ -76,8 +76,8 @@ NUM_DEVICES = 8
 MESHES = tuple(sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if np.prod(sizes) == NUM_DEVICES)
 HEADS = ((8, 8), (16, 8), (8, 2), (8, 1))
 """Query heads and key/value heads."""
-EXCHANGES = ("gather", "halo", "ring", "heads")
-DEALS = ("in_order", "zigzag", "by_cost")
+EXCHANGES = ("all_gather", "halo", "ring", "all_to_all")
+SEQUENCE_SHARDINGS = ("contiguous", "zigzag", "balanced")
 REMATS = tuple(REMAT_POLICIES)
 MLPS = ("dense", "mixture")
 """One MLP in each block, or a mixture of experts, whose routers add to the loss."""
@@ -103,7 +103,7 @@ class Placement:
 
     mesh: tuple[int, ...] = (1,) * len(AXES)
     exchange: str | None = None
-    deal: str | None = None
+    sequence_sharding: str | None = None
     accumulation: int = 1
     loss_chunk: int = LOSS_CHUNKS[-1]
     kernel: str = "reference"
@@ -136,10 +136,10 @@ class Case:
         if self.problem.attention == "heads_differ":
             if self.placement.mesh[2] > 1:
                 return "MultiHeadMask, whose heads mesh.tensor=. would split"
-            if exchange in ("halo", "heads"):
+            if exchange in ("halo", "all_to_all"):
                 return f"exchange='{exchange}' can't serve this call"
-        if exchange == "halo" and self.placement.deal == "by_cost":
-            return "deal='by_cost' decides for each row"
+        if exchange == "halo" and self.placement.sequence_sharding == "balanced":
+            return "sequence_sharding='balanced' decides for each row"
         if exchange == "halo" and not ATTENTION[self.problem.attention].has_reach:
             return "needs a mask that reaches only so far"
         return None
@@ -214,13 +214,13 @@ def _drawn(
     heads = [(num, num_kv) for num, num_kv in heads if num_kv % mesh[2] == 0]
     # XLA takes several times as long for blockwise's loops as for dense attention, and a ring has some for each hop.
     is_blockwise = rng.random() < (0.1 if exchange == "ring" else 0.3)
-    # A halo is refused by_cost. It is to be served where the masks let it.
-    deals = DEALS[:2] if exchange == "halo" and ATTENTION[attention].has_reach else DEALS
+    # A halo is refused balanced. It is to be served where the masks let it.
+    shardings = SEQUENCE_SHARDINGS[:2] if exchange == "halo" and ATTENTION[attention].has_reach else SEQUENCE_SHARDINGS
     problem = Problem(attention, heads[rng.integers(len(heads))], mlp, seed + int(rng.integers(2)))
     placement = Placement(
         mesh,
         exchange,
-        str(rng.choice(deals)) if mesh[3] > 1 else None,
+        str(rng.choice(shardings)) if mesh[3] > 1 else None,
         accumulation or int(rng.choice(ACCUMULATIONS)),
         loss_chunk or int(rng.choice(LOSS_CHUNKS)),
         KERNELS[is_blockwise],

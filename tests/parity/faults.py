@@ -18,11 +18,11 @@ from trainer.step import functions
 _DENSE = Case(
     Problem("window_documents", (16, 8), "dense", seed=0),
     # float32 allows more than float64, and a fault does as much in either.
-    Placement((1, 2, 2, 2), "gather", "zigzag", loss_chunk=24, dtype="float32"),
+    Placement((1, 2, 2, 2), "all_gather", "zigzag", loss_chunk=24, dtype="float32"),
 )
 _MIXTURE = Case(
     Problem("causal", (8, 8), "mixture", seed=0),
-    Placement((1, 2, 2, 2), "gather", "in_order", accumulation=2),
+    Placement((1, 2, 2, 2), "all_gather", "contiguous", accumulation=2),
 )
 FAULTS = {
     _DENSE: ("wrong scale", "dropped document boundary", "dropped window", "wrong gradient"),

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels import BlockwiseTuning
-from kernels.context import Deal
+from kernels.context import SequenceSharding
 from layers import GPTConfig, MoEConfig
 from tests.parity.cases import ATTENTION, Placement, Problem
 from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.data.dealing import Dealer
+from trainer.data.sequence_sharding import SequenceSharder
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
@@ -79,7 +79,7 @@ class Model:
             self.params,
             functions.abstract_state.params,
         )
-        batch = jax.device_put(self._dealt(config, functions.deal), batch_sharding(functions.mesh))
+        batch = jax.device_put(self._sharded(config, functions.sequence_sharding), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
         assert int(sums.num_targets) == self.batch["target_mask"].sum()
         return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
@@ -111,20 +111,20 @@ class Model:
             optimizer=OptimizerConfig(num_warmup_steps=0),
             loss=LossConfig(chunk_size=placement.loss_chunk, z_loss=self.z_loss),
             mesh=MeshConfig(*placement.mesh),
-            context=ContextConfig(placement.exchange, placement.deal),
+            context=ContextConfig(placement.exchange, placement.sequence_sharding),
         )
 
-    def _dealt(self, config: TrainConfig, deal: Deal) -> dict[str, np.ndarray]:
+    def _sharded(self, config: TrainConfig, sequence_sharding: SequenceSharding) -> dict[str, np.ndarray]:
         """The batch as the data pipeline hands it to a run."""
-        dealer = Dealer.of(config, deal)
-        rows = [dealer({name: x[row] for name, x in self.batch.items()}) for row in range(BATCH_SIZE)]
+        sharder = SequenceSharder.of(config, sequence_sharding)
+        rows = [sharder({name: x[row] for name, x in self.batch.items()}) for row in range(BATCH_SIZE)]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _draw_batch(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
         """Packed rows: documents of any length, cut where no shard's boundary is, then padding."""
         shape = BATCH_SIZE, self.length
         segment_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        for ids, places in zip(segment_ids, positions, strict=True):
+        for ids, own_positions in zip(segment_ids, positions, strict=True):
             num_cuts, num_tokens = rng.integers(1, 6), rng.integers(self.length // 2, self.length + 1)
             cuts = np.sort(rng.choice(np.arange(1, num_tokens), num_cuts, replace=False))
             starts = np.concatenate([[0], cuts, [num_tokens] if num_tokens < self.length else []]).astype(int)
@@ -132,7 +132,7 @@ class Model:
             # Falling, as the data pipeline gives them, or rising.
             ids[:] = np.repeat(np.arange(1, len(starts) + 1)[:: rng.choice([-1, 1])], lengths)
             ids[num_tokens:] = 0
-            places[:] = np.arange(self.length) - np.repeat(starts, lengths)
+            own_positions[:] = np.arange(self.length) - np.repeat(starts, lengths)
         return {
             "tokens": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),
             "targets": rng.integers(0, VOCAB_SIZE, shape).astype(np.int32),

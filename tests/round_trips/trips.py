@@ -154,7 +154,7 @@ def _read(case: Case, folder: Path, config: GPTConfig, rng: np.random.Generator)
 
 
 def _random_spec(shape: tuple[int, ...], mesh: Mesh, rng: np.random.Generator) -> PartitionSpec:
-    """Deals the mesh's axes out to dims that they divide, and leaves some out: those replicate."""
+    """Gives the mesh's axes to dims that they divide, and leaves some out: those replicate."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     for axis in map(str, rng.permutation(AXES)):
         dim = int(rng.integers(len(shape) + 1))

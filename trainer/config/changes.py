@@ -128,7 +128,7 @@ ASPECT_OF_FIELD: dict[str, Aspect] = {
     "mesh.tensor": "free",
     "mesh.context": "free",
     "context.exchange": "free",
-    "context.deal": "free",
+    "context.sequence_sharding": "free",
     "tensor.collectives": "free",
     "evaluation.every_num_steps": "free",
     "evaluation.num_sequences": "corpus",

@@ -20,6 +20,7 @@ import layers
 from kernels import Mask, Tuning, parse_mask
 from kernels.masks.text import PARSABLE_MASKS
 from layers import LayerOverride
+from trainer.config.old_names import with_new_names
 from trainer.config.page import Page, find_page
 from trainer.config.suggestions import did_you_mean, did_you_mean_field
 from trainer.config.train_config import TrainConfig
@@ -104,7 +105,7 @@ def config_from_json(value: Any) -> TrainConfig:
       UserMistake: it isn't a config, or no longer one.
     """
     try:
-        config = _from_json(value, TrainConfig)
+        config = _from_json(with_new_names(value), TrainConfig)
     except Exception as error:  # values of any type come to the config classes here
         raise UserMistake(f"it can't be read back: {error}") from error
     check_types(config)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from trainer.config import old_names
+
 # Common words that aren't near ours letter by letter, in lower case with underscores → our field.
 OTHER_WORDS = {
     "lr": "optimizer.learning_rate",
@@ -13,14 +15,18 @@ OTHER_WORDS = {
     "sliding_window": "model.masks",
     "tp": "mesh.tensor",
     "mesh.model": "mesh.tensor",
+    **{old.rpartition(".")[2]: new for old, new in old_names.FIELDS.items()},
 }
 
 _FEW = 8
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The sentence's tail `; did you mean X?`, or nothing if no candidate is near."""
-    nearest = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    """The sentence's tail `; did you mean X?`, or nothing if no candidate is near or the new name of an old one."""
+    candidates = list(candidates)
+    if (renamed := old_names.new_value(name)) in candidates:
+        return f"; did you mean {renamed}?"
+    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from kernels.collectives import Collectives
-from kernels.context import Deal, Exchange
+from kernels.context import Exchange, SequenceSharding
 from layers import GPTConfig
 from layers.checks import check_choice, check_numbers
 from layers.token_choice import TokenChoice
@@ -218,15 +218,15 @@ class ContextConfig:
     """Attention over mesh.context, chosen by a cost model where nothing is said."""
 
     exchange: Exchange | None = None
-    """How ranks get at each other's keys. gather: those that any other rank needs, to all ranks; peer: up to four GPUs
-    read each other's; halo: those within the windows' reach; ring: from rank to rank; heads: whole sequences of some
-    heads to each rank. None: the fastest for each mask."""
-    deal: Deal | None = None
-    """Which tokens a rank holds. in_order: one part of the sequence; zigzag: a part from either end; by_cost: chunks,
-    so that all ranks have the same to do. None: the simplest that is level."""
+    """How ranks get each other's keys. all_gather: all ranks get the keys that any other rank needs; peer: up to four
+    GPUs read each other's memory; halo: a rank gets the keys within its windows' reach; ring: keys go from rank to
+    rank; all_to_all: each rank gets whole sequences of some heads. None: the fastest for each mask."""
+    sequence_sharding: SequenceSharding | None = None
+    """The tokens that a rank holds. contiguous: one part of the sequence; zigzag: one part from each end; balanced:
+    chunks, so that all ranks have equal work. None: the simplest one that balances the work."""
 
     def __post_init__(self):
-        for name, choices in (("exchange", Exchange), ("deal", Deal)):
+        for name, choices in (("exchange", Exchange), ("sequence_sharding", SequenceSharding)):
             if getattr(self, name) is not None:
                 check_choice(f"context.{name}", getattr(self, name), choices)
 

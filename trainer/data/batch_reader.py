@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from trainer.data.dealing import Dealer
 from trainer.data.packing import PackedSequences, empty_sequence
+from trainer.data.sequence_sharding import SequenceSharder
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class BatchShare:
     """The rows of a batch that one process has read, and how long the documents of all its rows are.
 
     Args:
-        arrays: by name: what `PackedSequences` makes, and `places` (int32: where in its row each token stands) if
-            tokens are dealt out to devices.
+        arrays: by name: what `PackedSequences` makes, and `token_order` (int32: the index in the
+            sequence of each token) if sequences are sharded over devices.
         rows: which rows of the batch these are, rising.
         document_lengths: [B] lengths of the documents of every row, in tokens. The step's FLOPs follow from them.
     """
@@ -46,20 +46,20 @@ class BatchReader:
     Args:
         sequences: what batches are made of.
         rows: the rows of each batch to read; at least one.
-        dealer: deals their tokens out to devices.
+        sharder: shards them over devices.
     """
 
     sequences: PackedSequences
     rows: tuple[int, ...]
-    dealer: Dealer
+    sharder: SequenceSharder
 
     @classmethod
     def of(
-        cls, sequences: PackedSequences, batch_size: int, rows: Sequence[int] | None, dealer: Dealer | None
+        cls, sequences: PackedSequences, batch_size: int, rows: Sequence[int] | None, sharder: SequenceSharder | None
     ) -> BatchReader:
-        """A reader of all rows unless some are named, whose tokens stay in order unless a dealer is given."""
-        dealer = dealer or Dealer("in_order", sequences.sequence_length, 1, {}, keep_documents_apart=True)
-        return cls(sequences, tuple(range(batch_size) if rows is None else rows), dealer)
+        """A reader of all rows unless some are named, whose tokens stay in order unless a sharder is given."""
+        sharder = sharder or SequenceSharder("contiguous", sequences.sequence_length, 1, {}, keep_documents_apart=True)
+        return cls(sequences, tuple(range(batch_size) if rows is None else rows), sharder)
 
     def __call__(self, numbers: Sequence[int | None]) -> BatchShare:
         """This process's share of a batch.
@@ -70,8 +70,8 @@ class BatchReader:
         Raises:
             TrainingFailed: a file of tokens has changed since it was opened, or can't be read.
         """
-        dealt = [self.dealer(self._sequence(numbers[row])) for row in self.rows]
-        arrays = {name: np.stack([sequence[name] for sequence in dealt]) for name in dealt[0]}
+        sharded = [self.sharder(self._sequence(numbers[row])) for row in self.rows]
+        arrays = {name: np.stack([sequence[name] for sequence in sharded]) for name in sharded[0]}
         return BatchShare(arrays, self.rows, tuple(map(self._document_lengths, numbers)))
 
     def _sequence(self, number: int | None) -> dict[str, Shaped[np.ndarray, " T"]]:

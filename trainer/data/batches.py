@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from kernels.context import Deal
+from kernels.context import SequenceSharding
 from trainer.config import TrainConfig
 from trainer.data.batch_reader import BatchReader, BatchShare
 from trainer.data.corpora import Corpus
-from trainer.data.dealing import Dealer
 from trainer.data.packing import PackedSequences
+from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.token_cache import OnProgress
 from trainer.data.train_iterator import TrainIterator
 from trainer.data.validation_set import ValidationSet
@@ -24,7 +24,7 @@ _MAX_READ_THREADS = 8
 def make_batches(
     config: TrainConfig,
     corpus: Corpus,
-    deal: Deal,
+    sequence_sharding: SequenceSharding,
     on_progress: OnProgress,
     rows_of: Callable[[int], Sequence[int]] = range,
 ) -> tuple[TrainIterator, list[BatchShare], ValidationSet]:
@@ -33,11 +33,11 @@ def make_batches(
     Args:
         config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
         corpus: the corpus.
-        deal: how each sequence's tokens are dealt out to the devices of `mesh.context`.
+        sequence_sharding: how each sequence is sharded over `mesh.context`.
         on_progress: told, in one line, if the documents fill fewer sequences than the config asks for.
         rows_of: the rows that this process reads of a batch with so many; by default all.
     """
-    dealer = Dealer.of(config, deal)
+    sharder = SequenceSharder.of(config, sequence_sharding)
     train = make_train_iterator(
         corpus,
         sequence_length=config.sequence_length,
@@ -45,7 +45,7 @@ def make_batches(
         seed=config.seed,
         num_prefetch_batches=config.data.num_prefetch_batches,
         rows=rows_of(config.batch_size),
-        dealer=dealer,
+        sharder=sharder,
         on_progress=on_progress,
     )
     validation = ValidationSet.choose(
@@ -55,7 +55,7 @@ def make_batches(
         on_progress=on_progress,
     )
     micro_batch_size = config.batch_size // config.gradient_accumulation
-    return train, validation.batches(micro_batch_size, rows=rows_of(micro_batch_size), dealer=dealer), validation
+    return train, validation.batches(micro_batch_size, rows=rows_of(micro_batch_size), sharder=sharder), validation
 
 
 def make_train_iterator(
@@ -66,12 +66,12 @@ def make_train_iterator(
     seed: int,
     num_prefetch_batches: int,
     rows: Sequence[int] | None = None,
-    dealer: Dealer | None = None,
+    sharder: SequenceSharder | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> TrainIterator:
     """Shuffles, batches, reads and prefetches the training split, with grain.
 
-    Which sequences a batch has depends neither on `rows` nor on `dealer`, and nor does the iterator's state.
+    Which sequences a batch has depends neither on `rows` nor on `sharder`, and nor does the iterator's state.
 
     Args:
         corpus: the corpus.
@@ -80,7 +80,7 @@ def make_train_iterator(
         seed: of the order; at least 0.
         num_prefetch_batches: batches prepared ahead.
         rows: the rows of each batch that this process reads; None: all.
-        dealer: deals the tokens of each sequence out to devices; None: they stay in order.
+        sharder: shards each sequence over devices; None: its tokens stay in order.
         on_progress: called with a line if the documents don't fill a batch, so that sequences repeat within it.
 
     Raises:
@@ -99,7 +99,7 @@ def make_train_iterator(
         )
     # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    read = BatchReader.of(sequences, batch_size, rows, dealer)
+    read = BatchReader.of(sequences, batch_size, rows, sharder)
 
     def open_at(position: int) -> Any:
         dataset = (

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from trainer.data.batch_reader import BatchReader, BatchShare
 from trainer.data.corpora import Corpus
-from trainer.data.dealing import Dealer
 from trainer.data.packing import PackedSequences
+from trainer.data.sequence_sharding import SequenceSharder
 from trainer.data.token_cache import OnProgress
 from trainer.data.tokenizers import Tokenizer
 
@@ -60,7 +60,7 @@ class ValidationSet:
         return cls(sequences, tuple(i * len(sequences) // num_sequences for i in range(num_sequences)))
 
     def batches(
-        self, batch_size: int, *, rows: Sequence[int] | None = None, dealer: Dealer | None = None
+        self, batch_size: int, *, rows: Sequence[int] | None = None, sharder: SequenceSharder | None = None
     ) -> list[BatchShare]:
         """The sequences in batches, or one process's shares of them.
 
@@ -68,9 +68,9 @@ class ValidationSet:
             batch_size: sequences in every batch, over all processes; the last is filled up with sequences whose
                 `target_mask` is all False.
             rows: the rows of each batch that this process reads; None: all.
-            dealer: deals the tokens of each sequence out to devices; None: they stay in order.
+            sharder: shards each sequence over devices; None: its tokens stay in order.
         """
-        read = BatchReader.of(self.sequences, batch_size, rows, dealer)
+        read = BatchReader.of(self.sequences, batch_size, rows, sharder)
         numbers = [*self.chosen, *[None] * (-len(self.chosen) % batch_size)]
         return [read(numbers[start : start + batch_size]) for start in range(0, len(numbers), batch_size)]
 

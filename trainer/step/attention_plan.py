@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from kernels import Selection, Target, select_backend
 from kernels.call import AttentionCall
 from kernels.collectives import peer_memory
-from kernels.context import ContextPlan, Deal, Split, kernel_call, plan_context
+from kernels.context import ContextPlan, SequenceSharding, Split, kernel_call, plan_context
 from layers.layer_config import LayerConfig
 from trainer.config import TrainConfig
 from trainer.errors import UserMistake
@@ -28,8 +28,8 @@ class ExchangePlan:
 
     name: str
     """gather, peer, halo, ring or heads."""
-    deal: str
-    """in_order, zigzag or by_cost."""
+    sequence_sharding: str
+    """contiguous, zigzag or balanced."""
     received_bytes: tuple[int, int]
     """What a device receives in a layer, forward and backward."""
     held_bytes: int
@@ -59,22 +59,22 @@ class AttentionPlan:
         return asdict(self)
 
 
-def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan | None]:
-    """How the tokens of each sequence are dealt out to the ranks of `mesh.context`, and how keys are exchanged.
+def plan_sequence_sharding(config: TrainConfig, mesh: Mesh | None) -> tuple[SequenceSharding, ContextPlan | None]:
+    """How each sequence is sharded over `mesh.context`, and how keys are exchanged.
 
     Args:
       config: the experiment.
       mesh: of the devices that the run is compiled for; None: before they are known, to refuse what none can do.
 
     Returns:
-      The deal, and the plan behind it; None: each device holds whole sequences.
+      The sharding, and the plan behind it; None: each device holds whole sequences.
 
     Raises:
-      UserMistake: the sequence can't be dealt out as `context` says, or the exchange can't serve a mask, or JAX can't
+      UserMistake: the sequence can't be sharded as `context` says, or the exchange can't serve a mask, or JAX can't
         run it right on these devices.
     """
     if config.mesh.context == 1:
-        return "in_order", None
+        return "contiguous", None
     context = config.context
     if mesh is None:
         target, peer_refusal = (
@@ -89,7 +89,7 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
             attention_calls(config, target),
             "context",
             config.mesh.context,
-            deal=context.deal,
+            sequence_sharding=context.sequence_sharding,
             exchange=context.exchange,
             implementation=config.model.implementation,
             peer_refusal=peer_refusal,
@@ -98,7 +98,7 @@ def plan_deal(config: TrainConfig, mesh: Mesh | None) -> tuple[Deal, ContextPlan
         raise UserMistake(f"context: {error}") from error
     if mesh is not None and target.platform == "cpu" and any(chosen.name == "ring" for chosen in plan.exchanges):
         _check_ring_on_cpus(config)
-    return plan.deal, plan
+    return plan.sequence_sharding, plan
 
 
 def _check_ring_on_cpus(config: TrainConfig) -> None:
@@ -123,11 +123,11 @@ def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]
       mesh: of the devices that the run is compiled for.
 
     Raises:
-      UserMistake: `model.implementation` names a backend that can't serve the call, or as `plan_deal`.
+      UserMistake: `model.implementation` names a backend that can't serve the call, or as `plan_sequence_sharding`.
     """
     target = Target.of(mesh.devices.flat[0])
-    deal, context = plan_deal(config, mesh)
-    split = Split.of("context", config.mesh.context, deal, config.sequence_length)
+    sequence_sharding, context = plan_sequence_sharding(config, mesh)
+    split = Split.of("context", config.mesh.context, sequence_sharding, config.sequence_length)
     plans = []
     for index, (call, num_layers) in enumerate(attention_calls(config, target).items()):
         mask, exchange = call.mask, None
@@ -136,7 +136,7 @@ def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]
             cost = chosen.costs[chosen.name]
             exchange = ExchangePlan(
                 chosen.name,
-                deal,
+                sequence_sharding,
                 (round(cost.received_bytes[0]), round(cost.received_bytes[1])),
                 round(cost.held_bytes),
                 {name: each.seconds for name, each in chosen.costs.items()},
@@ -176,9 +176,9 @@ def _describe_exchange(plan: ExchangePlan | None) -> list[str]:
         return []
     forward, backward = map(format_bytes, plan.received_bytes)
     seconds = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in plan.seconds.items())
-    deal = plan.deal.replace("_", " ")
+    sequence_sharding = plan.sequence_sharding.replace("_", " ")
     return [
-        f"  {plan.name}, tokens dealt out {deal}: a device receives {forward} forward, {backward} backward a layer",
+        f"  {plan.name}, {sequence_sharding} tokens: a device receives {forward} forward, {backward} backward a layer",
         f"  the cost model's time of a layer: {seconds}",
     ]
 

@@ -2,7 +2,7 @@
 
 The model is split into its structure, closed over, and its parameters, a nested dict that travels with the
 optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
-and positions, as `trainer.data` makes them, and places where tokens are dealt out over `mesh.context`.
+and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
-from kernels.context import Deal
+from kernels.context import SequenceSharding
 from layers import GPT, ActivationSharding
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums
 from trainer.config import TrainConfig
-from trainer.step.attention_plan import plan_deal
+from trainer.step.attention_plan import plan_sequence_sharding
 from trainer.step.host_offload import moments_on_host, require_host_memory
 from trainer.step.loss import CrossEntropy, chunked_cross_entropy
 from trainer.step.loss_plan import plan_loss
@@ -103,7 +103,7 @@ class StepFunctions:
     """Shapes, dtypes and shardings of what gradients are added up in."""
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     """Shapes, dtypes and shardings of a training batch."""
-    deal: Deal
+    sequence_sharding: SequenceSharding
     """Which tokens of a sequence each rank of `mesh.context` holds."""
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
     """The same of an evaluation batch, which has as many sequences as a micro-batch."""
@@ -138,20 +138,22 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
 
     Raises:
       ValueError: a parameter without a partition rule, or an axis that doesn't divide a parameter's dim.
-      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as `plan_deal`,
-        `plan_tensor` and `plan_loss`.
+      UserMistake: something is to be offloaded to the host, whose memory the devices don't reach, or as
+        `plan_sequence_sharding`, `plan_tensor` and `plan_loss`.
     """
     require_host_memory(config, mesh.devices.flat[0])
     optimizer = make_optimizer(config.optimizer, config.num_steps, mesh)
     schedule = make_schedule(config.optimizer, config.num_steps)
-    deal, _ = plan_deal(config, mesh)
+    sequence_sharding, _ = plan_sequence_sharding(config, mesh)
     plan_tensor(config, mesh)  # refuses what can't serve
     target = Target.of(mesh.devices.flat[0])
     exp_logits = plan_loss(config, target).exp_logits(target)
 
     def make_model() -> GPT:
         exchange, collectives = config.context.exchange, config.tensor.collectives
-        sharding = ActivationSharding(mesh, deal=deal, exchange=exchange, collectives=collectives)
+        sharding = ActivationSharding(
+            mesh, sequence_sharding=sequence_sharding, exchange=exchange, collectives=collectives
+        )
         return GPT(config.model, rngs=nnx.Rngs(config.seed), activation_sharding=sharding)
 
     def init_state() -> TrainState:
@@ -169,7 +171,7 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
             batch["tokens"],
             batch["segment_ids"] if apart else None,
             batch["positions"] if apart else None,
-            batch.get("places"),
+            batch.get("token_order"),
             counted=batch["target_mask"],
             gather_layer=gather_layer,
         )
@@ -285,9 +287,11 @@ def make_step_functions(config: TrainConfig, mesh: Mesh) -> StepFunctions:
         graphdef=graphdef,
         abstract_state=abstract_state,
         abstract_gradient=abstract_state.params if config.gradient_accumulation == 1 else gather.abstract_whole,
-        deal=deal,
-        abstract_batch=_abstract_batch(config, config.batch_size, mesh, deal),
-        abstract_eval_batch=_abstract_batch(config, config.batch_size // config.gradient_accumulation, mesh, deal),
+        sequence_sharding=sequence_sharding,
+        abstract_batch=_abstract_batch(config, config.batch_size, mesh, sequence_sharding),
+        abstract_eval_batch=_abstract_batch(
+            config, config.batch_size // config.gradient_accumulation, mesh, sequence_sharding
+        ),
         init_state=jax.jit(init_state, out_shardings=shardings),
         begin_state=jax.jit(begin_state, in_shardings=(shardings.params,), out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(
@@ -319,7 +323,9 @@ def _into_micro_batches(x: Array, count: int) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
 
 
-def _abstract_batch(config: TrainConfig, batch_size: int, mesh: Mesh, deal: Deal) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_batch(
+    config: TrainConfig, batch_size: int, mesh: Mesh, sequence_sharding: SequenceSharding
+) -> dict[str, jax.ShapeDtypeStruct]:
     shape, sharding = (batch_size, config.sequence_length), batch_sharding(mesh)
-    dtypes = BATCH_DTYPES if deal == "in_order" else BATCH_DTYPES | {"places": jnp.int32}
+    dtypes = BATCH_DTYPES if sequence_sharding == "contiguous" else BATCH_DTYPES | {"token_order": jnp.int32}
     return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}

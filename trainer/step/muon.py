@@ -1,7 +1,7 @@
 """Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon): momentum whose matrices are orthogonalised.
 
 The matrices of a stack of layers are each orthogonalised by themselves, by optax's Newton–Schulz iteration over the
-stack. Every device does its share of the layers: they are dealt out over the whole mesh for it, and the result goes
+stack. Every device does its share of the layers: they are spread over the whole mesh for it, and the result goes
 back to where the parameters lie.
 """
 
@@ -64,21 +64,21 @@ def orthogonalize(mesh: Mesh | None) -> optax.GradientTransformation:
 
         if mesh is None:
             return orthogonalize_matrices(stack).reshape(shape)
-        return _deal_out_layers(orthogonalize_matrices, stack, spec, mesh).reshape(shape)
+        return _spread_layers(orthogonalize_matrices, stack, spec, mesh).reshape(shape)
 
     return optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(orthogonalize_stack, updates))
 
 
 def _newton_schulz(matrices: Float[Array, "L rows columns"]) -> Float[Array, "L rows columns"]:
     # With no momentum of its own, optax's Muon is its Newton–Schulz iteration, which it doesn't export. The momentum is
-    # kept outside, because the layers are dealt out in between.
+    # kept outside, because the layers are spread in between.
     iteration = optax.contrib.scale_by_muon(
         beta=0.0, nesterov=False, weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
     )
     return iteration.update(matrices, iteration.init(matrices))[0]
 
 
-def _deal_out_layers(function: Callable[[Array], Array], stack: Array, spec: P, mesh: Mesh) -> Array:
+def _spread_layers(function: Callable[[Array], Array], stack: Array, spec: P, mesh: Mesh) -> Array:
     """Applies a function of whole layers to a stack whose layers are split, each device working on some of them.
 
     Args:

@@ -1,24 +1,16 @@
-"""Writes a table of attention speeds in docs/benchmarks.md from the rows that were measured.
+"""The rows that were measured of attention's speed, as the cells of a table.
 
-    python -m experiments.benchmarks.attention.speed_table --suite hopper
-    python -m experiments.benchmarks.attention.speed_table --suite fa3
-    python -m experiments.benchmarks.attention.speed_table --suite fa3_h200
-    python -m experiments.benchmarks.attention.speed_table --suite windows
-
-What stands between the suite's two markers in the page is replaced; a test holds the page to what this command writes.
+`python -m experiments.benchmarks.tables` writes the tables of docs/benchmarks.md from them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from experiments.benchmarks.command_line import read_arguments
 from kernels import Mask, parse_mask
-from trainer.process.broken_pipe import reader_may_leave
 
 REPOSITORY = Path(__file__).parents[3]
 RESULTS = {
@@ -32,14 +24,6 @@ RESULTS = {
     )
 }
 """Suite → the rows that its table and its picture are made from."""
-SHAPE, OF_DIRECTION, ROOFLINE = "batch × heads × length × head dim", ("× cuDNN", "× next"), "of roofline"
-VERSIONS = {
-    "jax": "JAX",
-    "nvidia-cudnn-cu13": "cuDNN",
-    "torch": "PyTorch",
-    "tokamax": "tokamax",
-    "dew-flash-attn-cu13": "dew-flash-attn",
-}
 NEXT = {
     "pallas_mosaic": "JAX's Pallas, Mosaic",
     "pallas_triton": "JAX's Pallas, Triton",
@@ -52,70 +36,40 @@ NEXT = {
 """The systems besides cuDNN; a table has the fastest of them in each row."""
 
 
-class Markers(NamedTuple):
-    """The lines of a page that a suite's table stands between."""
+def speed_cells(
+    rows: Iterable[dict[str, Any]], backend: str, *, beside_cudnn: bool = True
+) -> tuple[list[str], list[list[str]]]:
+    """The headings and the lines of a table: a backend's TFLOP/s in each case, and its speed over that of the others.
 
-    begin: str
-    end: str
+    Where only one system besides cuDNN was timed, a heading names it. Else each cell names the fastest one.
 
-    @staticmethod
-    def of(suite: str) -> Markers:
-        """A suite's."""
-        command = f"python -m experiments.benchmarks.attention.speed_table --suite {suite}"
-        return Markers(f"<!-- begin attention speeds: {command} -->", f"<!-- end attention speeds: {suite} -->")
-
-
-@dataclass(frozen=True)
-class SpeedTableArguments:
-    """Writes a table of attention speeds in docs/benchmarks.md."""
-
-    suite: Literal["hopper", "fa3", "fa3_h200", "windows", "windows_h200"] = "hopper"
-    """Whose table."""
-    results: Path | None = None
-    """JSON lines of `python -m experiments.benchmarks.attention`, of which the later one counts where a measurement was
-    made twice; the suite's kept ones, if not given."""
-    page: Path = REPOSITORY / "docs/benchmarks.md"
-    """The page that has the two markers."""
-    backend: str = "mosaic_gpu"
-    """The backend whose TFLOP/s and ratios the table has."""
-
-
-def make_table(rows: Iterable[dict[str, Any]], backend: str) -> str:
-    """The table in Markdown, under a line with device, versions and dates.
+    Args:
+      rows: of `python -m experiments.benchmarks.attention`.
+      backend: the one that the others are compared with.
+      beside_cudnn: with a column for cuDNN.
 
     Raises:
       ValueError: no row with a time of the backend.
     """
     latest = latest_rows(rows, backend)
-    circumstances = {
-        ", ".join(
-            [row["device"], *(f"{label} {row[name]}" for name, label in VERSIONS.items() if name in row), row["date"]]
-        )
-        for row in latest.values()
-    }
-    of_direction = (*OF_DIRECTION, *([ROOFLINE] if all(row.get("roofline") for row in latest.values()) else []))
-    headings = (SHAPE, "forward", *of_direction, "backward", *of_direction)
-    lines = ["; ".join(sorted(circumstances)) + ":", "", _line(headings), _line("---" for _ in headings)]
+    others = {name for row in latest.values() for name in NEXT if name in row["speed_ratios"]}
+    peer = NEXT[others.pop()] if len(others) == 1 else None
+    of_direction = [*(["× cuDNN"] if beside_cudnn else []), f"× {peer or 'next'}"]
+
+    def cells(row: dict[str, Any] | None) -> list[str]:
+        if row is None:
+            return ["–"] * (1 + len(of_direction))
+        ratios = row["speed_ratios"]
+        closest = min((name for name in NEXT if name in ratios), key=ratios.__getitem__, default=None)
+        cudnn = [f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–"] if beside_cudnn else []
+        name = f" ({NEXT[closest].partition(',')[0]})" if peer is None and closest is not None else ""
+        return [f"{row['tflops_per_s']:.0f}", *cudnn, "–" if closest is None else f"{ratios[closest]:.2f}{name}"]
+
+    lines = []
     for case in dict.fromkeys(case for case, _ in latest):
-        directions = [latest.get((case, direction)) for direction in ("forward", "backward")]
-        title = case_title(next(row for row in directions if row is not None))
-        lines.append(_line([title, *(cell for row in directions for cell in _speeds(row, ROOFLINE in headings))]))
-    return "\n".join(lines)
-
-
-def replace_block(markdown: str, table: str, markers: Markers) -> str:
-    """A page with another table between two markers.
-
-    Raises:
-      ValueError: not exactly one marker of each kind, the end behind the beginning.
-    """
-    before, _, rest = markdown.partition(markers.begin)
-    _, end, after = rest.partition(markers.end)
-    if not end or markers.begin in rest or markers.end in after:
-        raise ValueError(
-            f"expected one {markers.begin!r} and one {markers.end!r} behind it; put them around the table's place"
-        )
-    return f"{before}{markers.begin}\n{table}\n{markers.end}{after}"
+        forward, backward = (latest.get((case, direction)) for direction in ("forward", "backward"))
+        lines.append([short_title(forward or backward or {}), *cells(forward), *cells(backward)])
+    return ["shape", "forward", *of_direction, "backward", *of_direction], lines
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -135,23 +89,10 @@ def latest_rows(rows: Iterable[dict[str, Any]], backend: str) -> dict[tuple[str,
     return latest
 
 
-def _line(columns: Iterable[str]) -> str:
-    return f"| {' | '.join(columns)} |"
-
-
-def _speeds(row: dict[str, Any] | None, has_roofline: bool) -> tuple[str, ...]:
-    """TFLOP/s, how many times as fast as cuDNN and as the fastest of the others, and the share of the roofline."""
-    if row is None:
-        return ("–",) * (3 + has_roofline)
-    ratios = row["speed_ratios"]
-    others = {name: ratios[name] for name in NEXT if name in ratios}
-    closest = min(others, key=others.__getitem__, default=None)
-    return (
-        f"{row['tflops_per_s']:.0f}",
-        f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–",
-        "–" if closest is None else f"{others[closest]:.2f} ({NEXT[closest]})",
-        *([f"{100 * max(row['roofline'].values()) / row['seconds']:.0f} %"] if has_roofline else []),
-    )
+def short_title(row: dict[str, Any]) -> str:
+    """A row's title in few words: masks are causal where it names none, and documents are packed."""
+    title = case_title({"document_length": None} | row).replace(" × ", "×").replace(", causal", "")
+    return title.replace("packed documents log-normal", "documents").replace("packed documents", "documents")
 
 
 def case_title(row: dict[str, Any]) -> str:
@@ -180,15 +121,3 @@ def mask_title(mask: Mask) -> str:
         case (int(left), 0):
             return f"window {left + 1:,}"
     return repr(mask)
-
-
-def main(arguments: SpeedTableArguments) -> None:
-    """Rewrites the block."""
-    table = make_table(read_rows(arguments.results or RESULTS[arguments.suite]), arguments.backend)
-    page = replace_block(arguments.page.read_text(encoding="utf-8"), table, Markers.of(arguments.suite))
-    arguments.page.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    with reader_may_leave():
-        main(read_arguments(SpeedTableArguments))

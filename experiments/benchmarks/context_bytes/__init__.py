@@ -2,5 +2,5 @@
 
 __main__.py   the command: cell after cell, the table, JSON lines
 cell.py       compiles one call's forward and backward for a topology, in a process of its own, and counts
-least.py      the least, in closed form, from the rows' intervals and the deal
+least.py      the least, in closed form, from the rows' intervals and the sharding
 """

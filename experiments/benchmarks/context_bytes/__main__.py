@@ -29,10 +29,10 @@ from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.sweep import describe_failure
 from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
-from experiments.benchmarks.deal import DISTRIBUTIONS, random_row
-from experiments.benchmarks.deal import Row as PackedRow
+from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, random_row
+from experiments.benchmarks.sequence_sharding import Row as PackedRow
 from kernels import parse_mask
-from kernels.context import Deal, deal_tokens
+from kernels.context import SequenceSharding, shard_sequence
 from kernels.context.exchange import EXCHANGES
 from trainer.errors import UserMistake
 from trainer.process.broken_pipe import reader_may_leave
@@ -93,11 +93,11 @@ class BytesArguments:
     local: this machine's devices, as a topology."""
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
-    exchanges: tuple[str, ...] = (_CHOSEN, "gather")
+    exchanges: tuple[str, ...] = (_CHOSEN, "all_gather")
     """gather, peer and a halo that GPUs read (which count as if all of their rows came from other devices), halo, ring,
     heads; chosen: by the cost model."""
-    deal: Deal | None = None
-    """in_order, zigzag or by_cost; None: by the cost model."""
+    sequence_sharding: SequenceSharding | None = None
+    """contiguous, zigzag or balanced; None: by the cost model."""
     limit_s: float = 1800.0
     """Seconds for a cell, after which its compilation is stopped."""
     seed: int = 0
@@ -120,7 +120,16 @@ class BytesArguments:
                 for exchange in self.exchanges:
                     mask, packed = WORKLOADS[name]
                     chosen = None if exchange == _CHOSEN else exchange
-                    yield name, BytesCell(**asdict(case), mask=mask, packed=packed, exchange=chosen, deal=self.deal)
+                    yield (
+                        name,
+                        BytesCell(
+                            **asdict(case),
+                            mask=mask,
+                            packed=packed,
+                            exchange=chosen,
+                            sequence_sharding=self.sequence_sharding,
+                        ),
+                    )
 
 
 def main(arguments: BytesArguments) -> int:
@@ -181,7 +190,7 @@ def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Gene
             "forward_bytes": row["forward_bytes"] + of_trips[0],
             "backward_bytes": row["backward_bytes"] + of_trips[1],
         }
-    return row | least_of(cell, row["deal"], drawn[:_NUM_DRAWN_BATCHES])
+    return row | least_of(cell, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
 
 
 def mean_hops(cell: BytesCell, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
@@ -190,14 +199,14 @@ def mean_hops(cell: BytesCell, rows_ids: Sequence[Int[np.ndarray, " T"]], num_ro
     return float(np.maximum(hops.max(1), 2).mean())
 
 
-def least_of(cell: BytesCell, deal: Deal, drawn: Sequence[PackedRow]) -> Row:
+def least_of(cell: BytesCell, sequence_sharding: SequenceSharding, drawn: Sequence[PackedRow]) -> Row:
     """The least that the ranks need, mean and greatest over them; of packed rows, the mean over those drawn."""
     mask = parse_mask(cell.mask)
     counts = []
     for ids, positions in drawn if cell.packed else [(None, None)]:
         of_documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
-        places = deal_tokens(deal, cell.length, cell.num_ranks, masks={mask: 1.0}, **of_documents)
-        missing = count_missing_keys(mask, places, cell.num_ranks, **of_documents)
+        token_order = shard_sequence(sequence_sharding, cell.length, cell.num_ranks, masks={mask: 1.0}, **of_documents)
+        missing = count_missing_keys(mask, token_order, cell.num_ranks, **of_documents)
         counts.append((missing.mean(), missing.max()))
     mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(counts, axis=0))
     return {"least_mean_bytes": mean, "least_greatest_bytes": greatest}
@@ -209,14 +218,14 @@ def describe(row: Row) -> str:
     if "message" in row:
         return f"{head}, {row['exchange'] or 'chosen'}: {row['message']}"
     moved = format_bytes(row["forward_bytes"] + row["backward_bytes"])
-    return f"{head}, {row['exchange']}, {row['deal']}: {moved} a layer and device"
+    return f"{head}, {row['exchange']}, {row['sequence_sharding']}: {moved} a layer and device"
 
 
 def make_table(rows: Sequence[Row]) -> Table:
     """Bytes that a device receives in a layer, and how many times the least that is."""
     table = Table(
-        "mask", "topology", "ranks", "tokens", "exchange", "deal", "forward", "backward", "least (busiest rank)", "×",
-        "least (mean)", "×", "temporaries",
+        "mask", "topology", "ranks", "tokens", "exchange", "sharding", "forward", "backward", "least (busiest rank)",
+        "×", "least (mean)", "×", "temporaries",
     )  # fmt: skip
     for row in rows:
         moved = row["forward_bytes"] + row["backward_bytes"]
@@ -228,7 +237,7 @@ def make_table(rows: Sequence[Row]) -> Table:
             str(row["num_ranks"]),
             f"{row['length']:,}",
             row["exchange"],
-            row["deal"].replace("_", " "),
+            row["sequence_sharding"].replace("_", " "),
             format_bytes(row["forward_bytes"]),
             format_bytes(row["backward_bytes"]),
             *against,

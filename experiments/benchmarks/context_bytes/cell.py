@@ -44,7 +44,7 @@ class BytesCell:
     """Whether rows are of several documents, kept apart."""
     exchange: str | None
     """None: by the cost model."""
-    deal: str | None = None
+    sequence_sharding: str | None = None
     """None: by the cost model."""
 
 
@@ -53,7 +53,7 @@ class Measured:
     """What a device receives in one call, as its compiled program says."""
 
     exchange: str
-    deal: str
+    sequence_sharding: str
     num_rows: int
     """Of the batch of all devices."""
     forward_bytes: float
@@ -89,7 +89,7 @@ def measure(cell: BytesCell) -> Measured:
     mesh = make_mesh(config.mesh, devices)
     exchange = plan_attention(config, mesh)[0].exchange
     assert exchange is not None
-    forward, both, arguments = _functions(config, mesh, exchange.name, exchange.deal)
+    forward, both, arguments = _functions(config, mesh, exchange.name, exchange.sequence_sharding)
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
     modules = [parse_module(program.as_text() or "") for program in programs]
     without_trips, with_one = (
@@ -108,7 +108,7 @@ def measure(cell: BytesCell) -> Measured:
     assert memory is not None
     return Measured(
         exchange.name,
-        exchange.deal,
+        exchange.sequence_sharding,
         config.batch_size,
         *without_trips,
         (with_one.forward - without_trips.forward, with_one.backward - without_trips.backward),
@@ -149,13 +149,15 @@ def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
         batch_size=num_rows,
         gradient_accumulation=1,
         mesh=MeshConfig(fsdp=num_rows, context=cell.num_ranks),
-        context=ContextConfig(cell.exchange, cell.deal),  # type: ignore[arg-type]  # the config refuses others
+        context=ContextConfig(cell.exchange, cell.sequence_sharding),  # type: ignore[arg-type]  # the config refuses others
         model=dataclasses.replace(base.model, masks=(parse_mask(cell.mask),)),
         data=dataclasses.replace(base.data, keep_documents_apart=cell.packed),
     )
 
 
-def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal: Any) -> tuple[Any, Any, list[Any]]:
+def _functions(
+    config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, sequence_sharding: Any
+) -> tuple[Any, Any, list[Any]]:
     """The forward pass, both passes, and their arguments; the last, the output's gradient, is the backward pass's."""
     import jax
     import jax.numpy as jnp
@@ -166,7 +168,7 @@ def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal
     from trainer.step.sharding import BATCH_AXES, batch_sharding
 
     model, (mask,) = config.model, config.model.masks
-    layer = ActivationSharding(mesh, exchange=exchange, deal=deal)
+    layer = ActivationSharding(mesh, exchange=exchange, sequence_sharding=sequence_sharding)
     heads = NamedSharding(mesh, P(BATCH_AXES, "context", "tensor"))
 
     def of_heads(num_heads: int) -> jax.ShapeDtypeStruct:
@@ -179,13 +181,13 @@ def _functions(config: TrainConfig, mesh: jax.sharding.Mesh, exchange: Any, deal
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
     )
-    def attend(query, key, value, segment_ids, places):
+    def attend(query, key, value, segment_ids, token_order):
         segment_ids = segment_ids if config.data.keep_documents_apart else None
-        places = places if deal == "by_cost" else None
-        return layer.dot_product_attention(query, key, value, mask, segment_ids=segment_ids, places=places)
+        token_order = token_order if sequence_sharding == "balanced" else None
+        return layer.dot_product_attention(query, key, value, mask, segment_ids=segment_ids, token_order=token_order)
 
-    def both(query, key, value, segment_ids, places, d_output):
-        output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, places), query, key, value)
+    def both(query, key, value, segment_ids, token_order, d_output):
+        output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, token_order), query, key, value)
         return output, vjp(d_output)
 
     query, key = of_heads(model.num_heads), of_heads(model.num_kv_heads)

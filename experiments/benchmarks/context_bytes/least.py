@@ -1,4 +1,4 @@
-"""The fewest bytes with which queries can stay on their ranks, from the rows' intervals and the deal.
+"""The fewest bytes with which queries can stay on their ranks, from the rows' intervals and the sharding.
 
 A rank receives the keys and values that its queries attend to and that it doesn't hold: once in the forward pass, and
 once more in the backward pass, since gathered keys aren't kept for every layer. In the backward pass it gives back as
@@ -33,7 +33,7 @@ class PassBytes(NamedTuple):
 
 def count_missing_keys(
     mask: Mask,
-    places: Int[np.ndarray, " T"],
+    token_order: Int[np.ndarray, " T"],
     num_ranks: int,
     segment_ids: Int[np.ndarray, " T"] | None = None,
     positions: Int[np.ndarray, " T"] | None = None,
@@ -42,7 +42,7 @@ def count_missing_keys(
 
     Args:
       mask: its rows are intervals.
-      places: as `kernels.context.deal_tokens` gives them: rank r holds the tokens at `places[r·T/R : (r + 1)·T/R]`.
+      token_order: as `kernels.context.shard_sequence` returns it; rank r holds `token_order[r·T/R : (r + 1)·T/R]`.
       num_ranks: R.
       segment_ids: document of each token of the row, each document in one run; None: one document.
       positions: what the mask is evaluated on, counting up by one in each document; None: places.
@@ -54,7 +54,7 @@ def count_missing_keys(
     >>> count_missing_keys(CausalMask(), np.arange(8), 4).tolist()
     [0, 2, 4, 6]
     """
-    row = np.arange(len(places))
+    row = np.arange(len(token_order))
     positions = row if positions is None else positions
     interval = mask.row_interval(positions)
     if interval is None:
@@ -63,7 +63,7 @@ def count_missing_keys(
     first, last = (np.asarray(bound, np.int64) - positions + row for bound in interval)
     first, stop = np.maximum(first, document_first), np.minimum(last + 1, document_stop)
     missing = []
-    for own in places.reshape(num_ranks, -1):
+    for own in token_order.reshape(num_ranks, -1):
         allowed = own[stop[own] > first[own]]
         opened = np.bincount(first[allowed], minlength=len(row) + 1)
         closed = np.bincount(stop[allowed], minlength=len(row) + 1)

@@ -30,7 +30,7 @@ from kernels.context import Exchange
 from trainer.compile.hlo import parse_module
 from trainer.compile.stages import compile_in_stages, lower_in_stages
 from trainer.config import ContextConfig, LossImplementation, MeshConfig, TensorConfig, TrainConfig
-from trainer.data.dealing import Dealer
+from trainer.data.sequence_sharding import SequenceSharder
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.observers.record import measured_memory
 from trainer.process.versions import installed_versions
@@ -67,9 +67,9 @@ def measure(
     state = functions.init_state()
     rng = np.random.default_rng(seed)
     host_batches = [make_batch(workload, config, rng) for _ in range(workload.num_batches)]
-    dealer = Dealer.of(config, functions.deal)
+    sharder = SequenceSharder.of(config, functions.sequence_sharding)
     batches = itertools.cycle(
-        [jax.device_put(deal_batch(batch, dealer), batch_sharding(mesh)) for batch in host_batches]
+        [jax.device_put(shard_batch(batch, sharder), batch_sharding(mesh)) for batch in host_batches]
     )
     train_step, report = compile_in_stages(
         functions.train_step, functions.abstract_state, functions.abstract_batch, name="train_step"
@@ -127,7 +127,7 @@ def measure(
         "loss": float(metrics.loss),
         "attention": [plan.backend for plan in attention],
         "loss_implementation": plan_loss(config, Target.of(device)).implementation,
-        "deal": functions.deal,
+        "sequence_sharding": functions.sequence_sharding,
         "tensor": None if tensor is None else tensor.to_json(),
         "exchange": [plan.exchange.name for plan in attention if plan.exchange is not None],
         "config": {
@@ -151,9 +151,9 @@ def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
 
-def deal_batch(batch: dict[str, np.ndarray], dealer: Dealer) -> dict[str, np.ndarray]:
-    """The batch with each sequence dealt out to the devices of `mesh.context`."""
-    rows = [dealer(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
+def shard_batch(batch: dict[str, np.ndarray], sharder: SequenceSharder) -> dict[str, np.ndarray]:
+    """The batch with each sequence sharded over `mesh.context`."""
+    rows = [sharder(dict(zip(batch, row, strict=True))) for row in zip(*batch.values(), strict=True)]
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 

@@ -1,4 +1,4 @@
-"""What heads, peer and a halo that is read share: the kernel's inputs are brought before the custom gradient begins.
+"""Exchanges that bring the kernel's inputs before the custom gradient begins: all-to-all, peer, a halo that is read.
 
 So what was brought is kept for the backward pass, and JAX differentiates the bringing.
 """
@@ -22,10 +22,10 @@ class Brought(ABC):
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
         """Output and lse of this rank's queries."""
-        return halves.forward(inputs._replace(places=None), local_call, halves.tuning)
+        return halves.forward(inputs._replace(token_order=None), local_call, halves.tuning)
 
     def backward(
         self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves, cotangent: Cotangent
     ) -> Gradients:
         """Gradients of what `bring` returned."""
-        return halves.backward(inputs._replace(places=None), local_call, halves.tuning, cotangent)
+        return halves.backward(inputs._replace(token_order=None), local_call, halves.tuning, cotangent)

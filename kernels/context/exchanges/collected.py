@@ -1,4 +1,4 @@
-"""What gather and a halo that XLA sends share: a rank collects what its kernel needs, and gives back what comes out.
+"""Exchanges in which a rank collects its kernel's inputs and returns the outputs: all-gather, a halo that XLA sends.
 
 Dimensions: B batch, t tokens of a rank, N query heads, K key/value heads, X features of a head.
 """

@@ -34,7 +34,10 @@ _TILE_KEYS = 128  # of most tiles
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
     """The mask has to reach only so far, and a rank to hold runs that every row has alike."""
     if split.num_runs is None:
-        return "needs to know ahead of time which tokens a rank holds, and deal='by_cost' decides for each row"
+        return (
+            "needs to know ahead of time which tokens a rank holds, and sequence_sharding='balanced' decides for each "
+            "sequence"
+        )
     if call.mask.num_heads is not None:
         return "is for one mask, since heads of different masks reach differently far"
     reach = reach_of(call.mask)
@@ -127,18 +130,18 @@ class Halo(Collected):
     def collect(self, inputs: AttentionInputs) -> AttentionInputs:
         ids, positions = inputs.query_segment_ids, inputs.query_positions
         left, right = halo_of(self.call, self.run_length)
-        places = self.queries(self.split.places(inputs))
-        key_places = places[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
+        token_order = self.queries(self.split.token_order(inputs))
+        key_places = token_order[:, :1] + jnp.arange(-left, self.run_length + right, dtype=jnp.int32)
         # What lies beyond the ends of the row belongs to no document.
         is_there = (key_places >= 0) & (key_places < self.split.length)
         if ids is None:
-            query_ids, key_ids = jnp.zeros_like(places), jnp.where(is_there, 0, 1)
+            query_ids, key_ids = jnp.zeros_like(token_order), jnp.where(is_there, 0, 1)
         else:
             outside = jnp.repeat(unused_id(ids), self.num_runs)[:, None]
             query_ids, key_ids = self.queries(ids), jnp.where(is_there, self._with_halo(ids), outside)
         query_positions = key_positions = None
         if self.call.mask.window is None:
-            query_positions = places if positions is None else self.queries(positions)
+            query_positions = token_order if positions is None else self.queries(positions)
             key_positions = key_places if positions is None else self._with_halo(positions)
         key, value = self.keys((inputs.key, inputs.value))
         return AttentionInputs(
@@ -227,7 +230,7 @@ def chunks_of_halo(call: AttentionCall, split: Split) -> halo_chunks.HaloChunks 
 
 def runs_of_ranks(split: Split) -> list[tuple[int, ...]]:
     """The runs that each rank holds, numbered along the row."""
-    if split.deal == "in_order":
+    if split.sequence_sharding == "contiguous":
         return [(rank,) for rank in range(split.num_ranks)]
     return [(rank, 2 * split.num_ranks - 1 - rank) for rank in range(split.num_ranks)]
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Shaped
 from kernels.call import AttentionCall
 from kernels.collectives import chunks as chunk_collectives
 from kernels.collectives import peer_memory
-from kernels.context.deal import default_chunk_size
+from kernels.context.sequence_sharding import default_chunk_size
 from kernels.context.split import Split
 from kernels.target import Target
 

@@ -1,4 +1,4 @@
-"""Which chunks of keys a gather has to move: those that a query of another rank may attend to.
+"""Which chunks of keys an all-gather has to move: those that a query of another rank may attend to.
 
 Documents end, and windows reach only so far. A chunk is needed if another rank holds a chunk whose queries may attend
 to it, by the ids of the two and by the mask's reach. All ranks work that out for all ranks, so they agree on it.
@@ -114,7 +114,7 @@ class NeededChunks:
         is_needed = needed_by_others(call, split, chunks, segment_ids).any(-1)
         by_rank = is_needed.reshape(-1, split.num_ranks, self.num_chunks)
         most = by_rank.sum(-1, dtype=np.int32).max()
-        # Where neither documents nor the deal of each row decide, it is known ahead of time.
+        # Where neither documents nor the sharding of each sequence decide, it is known ahead of time.
         self.most = int(most) if isinstance(is_needed, np.ndarray) else most
         # The needed chunks have the first turns to be sent, in the order in which they are held.
         self.sent = jnp.argsort(~by_rank, axis=-1).astype(jnp.int32)

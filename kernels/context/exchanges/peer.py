@@ -1,8 +1,8 @@
 """Peer: each of a few GPUs reads the keys and values that its queries need from the others' memory.
 
 Which those are, documents and windows say (`needed.py`), on the devices: so nothing else moves, and no host waits to
-learn how much it is. The kernel sees rows of as many places as whole rows have. Under a causal mask, documents leave
-some chunks out of a rank's rows: those that it holds or needs come first, and the kernels skip the places after them.
+learn how much it is. The kernel sees rows as long as whole rows. Under a causal mask, documents leave
+some chunks out of a rank's rows: those that it holds or needs come first, and the kernels skip what follows them.
 
 Keys and values are brought before the custom gradient begins. So whole rows of them are kept for the backward pass, and
 not brought again, but where a remat policy makes a layer anew. dK and dV come home in the same way, added up in
@@ -25,13 +25,13 @@ from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs
 from kernels.collectives import chunks as chunk_collectives
 from kernels.collectives import peer_memory
-from kernels.context.exchanges import gather
+from kernels.context.exchanges import all_gather
 from kernels.context.exchanges.brought import Brought
 from kernels.context.exchanges.collected import arange_like
 from kernels.context.exchanges.needed import MOST_CHUNKS, cut_into_chunks, needed_by_others
 from kernels.context.split import Split, take
 
-local_call = gather.local_call
+local_call = all_gather.local_call
 
 
 def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
@@ -76,7 +76,7 @@ class Peer(Brought):
             key=key,
             value=value,
             key_value_segment_ids=None if ids is None else rows.gather(ids),
-            query_positions=rows.places_of_own if positions is None else positions,
+            query_positions=rows.order_of_own if positions is None else positions,
             key_value_positions=arange_like(key) if positions is None else rows.gather(positions),
             num_keys=rows.num_keys[:, None] if rows.is_compact else None,
         )
@@ -93,15 +93,15 @@ class KeyRows(NamedTuple):
         hold anything. Otherwise all chunks are there, in the row's order.
       is_needed: whether each rank, the first dimension, needs each chunk that it doesn't hold, by rank.
       order: the chunk in each place of this rank's rows, by rank.
-      places: the place of each chunk in rank 0's rows, in rank 1's, and so on, by rank.
-      num_chunks: the first so many places of each of this rank's rows hold chunks.
+      slots: the slot of each chunk in rank 0's rows, in rank 1's, and so on, by rank.
+      num_chunks: the number of slots at the beginning of each of this rank's rows that hold chunks.
     """
 
     split: Split
     is_compact: bool
     is_needed: Bool[Array, "R B C"]
     order: Int[Array, "B C"]
-    places: Int[Array, "R B C"]
+    slots: Int[Array, "R B C"]
     num_chunks: Int[Array, " B"]
 
     @staticmethod
@@ -114,20 +114,20 @@ class KeyRows(NamedTuple):
         is_there = is_needed | (jnp.arange(num_all, dtype=jnp.int32) // (num_all // split.num_ranks) == ranks)
         is_there = is_there if is_compact else jnp.ones_like(is_there)
         order = jnp.argsort(jnp.where(is_there, chunks, chunks + num_all), axis=-1).astype(jnp.int32)
-        places = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
+        slots = jnp.argsort(order, axis=-1).astype(jnp.int32)  # the inverse
         here, num_chunks = lax.axis_index(split.axis), is_there.sum(-1, dtype=jnp.int32)
-        return KeyRows(split, is_compact, is_needed, order[here], places, num_chunks[here])
+        return KeyRows(split, is_compact, is_needed, order[here], slots, num_chunks[here])
 
     @property
     def num_keys(self) -> Int[Array, " B"]:
-        """The first so many places of tokens in each of this rank's rows hold keys."""
+        """The number of tokens at the beginning of each of this rank's rows that hold keys."""
         return self.num_chunks * self.split.run_chunk
 
     @property
-    def places_of_own(self) -> Int[Array, "B t"]:
+    def order_of_own(self) -> Int[Array, "B t"]:
         """Where in its rows this rank's tokens stand."""
         length = self.split.run_chunk
-        first = self._own(self.places[self._rank]) * length
+        first = self._own(self.slots[self._rank]) * length
         return (first[..., None] + jnp.arange(length, dtype=jnp.int32)).reshape(first.shape[0], -1)
 
     def gather(self, x: Shaped[Array, "B t"]) -> Shaped[Array, "B T"]:
@@ -148,8 +148,8 @@ class KeyRows(NamedTuple):
         is_read = jnp.take_along_axis(self.is_needed[self._rank], self.order, axis=1)
         of_row = number + num_own * jnp.where(is_read, (holder - self._rank) % num_ranks, 0)
         others = (self._rank + jnp.arange(1, num_ranks, dtype=jnp.int32)) % num_ranks
-        there = jnp.where(self.is_needed[others], self.places[others] + 1, 0)
-        of_own = jnp.stack([self._own(x) for x in (self.places[self._rank], *there)], axis=-1)
+        there = jnp.where(self.is_needed[others], self.slots[others] + 1, 0)
+        of_own = jnp.stack([self._own(x) for x in (self.slots[self._rank], *there)], axis=-1)
         num_more = -(-num_past_the_last // self.split.run_chunk)
         num_chunks = jnp.minimum(self.num_chunks.max(keepdims=True) + num_more, num_all)
         return chunk_collectives.ChunkTables(*(x.astype(jnp.int32) for x in (of_row, of_own, num_chunks)))
@@ -166,7 +166,7 @@ def _may_be_compact(call: AttentionCall) -> bool:
     """Whether a rank's rows may do without the chunks that, by the documents, it doesn't need.
 
     Places then count on over what is left out. So the mask has to look at the tokens' order alone, and not ahead: the
-    places after a row's last key come after all queries.
+    the slots after a row's last key come after all queries.
     """
     return call.has_segment_ids and not call.has_positions and call.mask.window == (None, 0)
 

@@ -66,7 +66,7 @@ class Ring:
 
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
         self.split, self.num_hops = split, needed_hops(call, split, inputs.query_segment_ids)
-        positions = split.places(inputs) if inputs.query_positions is None else inputs.query_positions
+        positions = split.token_order(inputs) if inputs.query_positions is None else inputs.query_positions
         self.own = _TravellingKeys(inputs.key, inputs.value, inputs.query_segment_ids, positions)
 
     def forward(
@@ -165,7 +165,12 @@ def part_class(call: AttentionCall, split: Split) -> type[Ring]:
 def num_hops(call: AttentionCall, split: Split) -> int:
     """Ranks whose keys a rank's queries may attend to, its own among them."""
     lookback = call.mask.lookback
-    if split.deal != "in_order" or call.mask.num_heads is not None or call.mask.looks_ahead or lookback is None:
+    if (
+        split.sequence_sharding != "contiguous"
+        or call.mask.num_heads is not None
+        or call.mask.looks_ahead
+        or lookback is None
+    ):
         return split.num_ranks
     return min(split.num_ranks, 1 + -(-lookback // call.q_len))
 
@@ -195,7 +200,12 @@ def documents_bound_hops(call: AttentionCall, split: Split) -> bool:
 
     A rank then needs the keys of those just before it, for positions count up within a document.
     """
-    return call.has_segment_ids and split.deal == "in_order" and not call.mask.looks_ahead and num_hops(call, split) > 1
+    return (
+        call.has_segment_ids
+        and split.sequence_sharding == "contiguous"
+        and not call.mask.looks_ahead
+        and num_hops(call, split) > 1
+    )
 
 
 def merge(

@@ -32,7 +32,7 @@ def kv_heads(default: int | None = None) -> Key:
 
 
 def even_head_dim(keys: Keys) -> int:
-    """The features of a head where no key says them: those of the width, dealt out."""
+    """The features of a head where no key says them: the width divided by the number of heads."""
     width, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if width % num_heads:
         raise keys.wrong("head_dim", f"an integer, as {num_heads} heads don't divide hidden_size={width}")

@@ -102,7 +102,7 @@ def test_the_step_of_a_config_on_this_machine(config, tmp_path, capsys):
     # Two moments of every parameter, and some counters. fsdp, context and tensor split the parameters; the norms don't.
     assert 2 * memory["parameters"] <= memory["optimizer_state"] < 2 * memory["parameters"] + 100
     assert profile["num_parameters"] / 2 <= memory["parameters"] < 1.1 * profile["num_parameters"] / 2
-    # Five arrays of int32, the places among them, since tokens are dealt out; and one of booleans.
+    # Five arrays of int32, the token order among them, since the sequence is sharded; and one of booleans.
     assert memory["batch"] == (5 * 4 + 1) * 256 // 4
     states = memory["parameters"] + memory["optimizer_state"] + memory["batch"]
     assert memory["arguments"] == pytest.approx(states, rel=0.05)

@@ -65,7 +65,7 @@ def base(tmp_path, rng) -> TrainConfig:
 def describe(config: TrainConfig):
     """(bytes, digest), and what the loss of given parameters follows from: the oracle."""
     corpus = load_corpus(config.data, vocab_size=config.model.vocab_size)
-    train, batches, validation = make_batches(config, corpus, "in_order", lambda line: None)
+    train, batches, validation = make_batches(config, corpus, "contiguous", lambda line: None)
     train.close()
     rows = [row for batch in batches for row in zip(*batch.arrays.values(), strict=True) if row[2].any()]
     measured = [[array.tolist() for array in row] for row in rows]
@@ -161,7 +161,7 @@ def test_bits_per_byte_are_of_the_evaluated_tokens_own_bytes(base, tmp_path, tok
         )
     config = dataclasses.replace(base, data=data, evaluation=EvaluationConfig(num_sequences=9))
     corpus = load_corpus(data, vocab_size=512)
-    train, batches, validation = make_batches(config, corpus, "in_order", lambda line: None)
+    train, batches, validation = make_batches(config, corpus, "contiguous", lambda line: None)
     train.close()
     targets = [i for batch in batches for i in batch.arrays["targets"][batch.arrays["target_mask"]].tolist()]
     expected = sum(i < 256 for i in targets) if tokenizer == "byte" else num_bytes_of_tokens(corpus.tokenizer, targets)

@@ -59,7 +59,7 @@ def make_config(mesh_config, gradient_accumulation, model=MODEL, batch_size=BATC
         optimizer=optimizer,
         loss=LossConfig(chunk_size=24),
         mesh=mesh_config,
-        context=ContextConfig(deal="in_order"),  # as the batches are
+        context=ContextConfig(sequence_sharding="contiguous"),  # as the batches are
     )
 
 

@@ -39,7 +39,7 @@ def test_the_last_axes_lie_within_a_host(rng):
 
 
 def test_one_process_for_each_gpu_leaves_hosts_together(rng):
-    # Ranks that are dealt out to two hosts in turns.
+    # Ranks that alternate between two hosts.
     devices = [Device(rank, process_index=rank, slice_index=rank % 2) for rank in range(8)]
     rng.shuffle(devices)
     hosts = np.vectorize(lambda device: device.slice_index)(lay_out(devices, (2, 1, 1, 4)))

@@ -134,9 +134,9 @@ def test_lengths_of_documents_tell_what_segment_ids_tell(keep_documents_apart, r
     config = dataclasses.replace(CONFIG, masks=masks)
     counter = FlopCounter(config, segment_ids.shape[1], keep_documents_apart=keep_documents_apart)
     assert counter.of_documents(lengths) == counter(segment_ids)
-    # So they do for tokens that have been dealt out, whose ids are no runs any more.
-    dealt = rng.permuted(segment_ids, axis=1)
-    assert counter.of_documents([np.bincount(row)[1:] for row in dealt]) == counter(segment_ids)
+    # So they do for tokens that have been sharded, whose ids are no runs any more.
+    sharded = rng.permuted(segment_ids, axis=1)
+    assert counter.of_documents([np.bincount(row)[1:] for row in sharded]) == counter(segment_ids)
     nothing = counter.of_documents([np.zeros(0, np.int64)] * 2)
     assert nothing == counter(np.zeros((2, segment_ids.shape[1]), np.int32))
     assert nothing.causal == 0

@@ -98,14 +98,16 @@ def test_training_on_meshes_is_training_on_one_device(rng, capfd):
             assert f"[{','.join(map(str, shape))}]" not in tensor.init_program, name
 
 
-def test_muon_with_layers_dealt_out_and_moments_on_the_host_is_muon_on_one_device(rng):
+def test_muon_with_layers_spread_and_moments_on_the_host_is_muon_on_one_device(rng):
     """Three layers don't divide into this mesh."""
     batches = [make_batch(rng) for _ in range(2)]
     one = train(MeshConfig(), 1, batches, MUON, num_layers=3)
     offloading = dataclasses.replace(MUON, offload_moments=True)
-    dealt = train(MeshConfig(data=2, fsdp=2, tensor=2), 1, batches, offloading, num_layers=3, remat="offload_attention")
-    assert_trained_alike(dealt, one)
-    leaves = jax.tree_util.tree_flatten_with_path(dealt.state)[0]
+    sharded = train(
+        MeshConfig(data=2, fsdp=2, tensor=2), 1, batches, offloading, num_layers=3, remat="offload_attention"
+    )
+    assert_trained_alike(sharded, one)
+    leaves = jax.tree_util.tree_flatten_with_path(sharded.state)[0]
     kinds = {path_name(path): leaf.sharding.memory_kind for path, leaf in leaves}
     moments = {name for name in kinds if any(f".{moment}." in name for moment in ("mu", "nu", "trace"))}
     assert any(".trace.blocks." in name for name in moments), "Muon's"

@@ -1,4 +1,4 @@
-"""Gather: every rank gathers the keys and values that any rank needs, and attends from its own queries to them.
+"""All-gather: every rank gathers the keys and values that any rank needs, and attends from its own queries to them.
 
 Documents and windows bound what is needed (`needed.py`). It is all of them where neither does. dK and dV come home by a
 reduce-scatter.
@@ -22,12 +22,12 @@ def unsupported_reason(call: AttentionCall, split: Split) -> str | None:
 
 
 def local_call(call: AttentionCall, split: Split) -> AttentionCall:
-    """What a rank's kernel is called for: its own queries, whose places it learns at run time, and whole rows."""
+    """What a rank's kernel is called for: its own queries, whose token order it learns at run time, and whole rows."""
     position_run = 1 if call.has_positions else split.run_length
     return call._replace(kv_len=split.length, has_query_positions=True, position_run=position_run)
 
 
-class Gather(Collected):
+class AllGather(Collected):
     """One rank's part. See `Collected`."""
 
     def __init__(self, inputs: AttentionInputs, call: AttentionCall, split: Split):
@@ -61,11 +61,11 @@ class Gather(Collected):
             inputs.sinks,
             ids,
             None if ids is None else self.order.gather(ids),
-            self.split.places(inputs) if positions is None else positions,
+            self.split.token_order(inputs) if positions is None else positions,
             arange_like(key) if positions is None else self.order.gather(positions),
         )
 
 
-def part_class(call: AttentionCall, split: Split) -> type[Gather]:
+def part_class(call: AttentionCall, split: Split) -> type[AllGather]:
     """The class of one rank's part."""
-    return Gather
+    return AllGather

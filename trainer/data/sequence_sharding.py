@@ -1,8 +1,8 @@
-"""Deals each sequence of a batch out to the devices of `mesh.context`, in the threads that read it.
+"""Shards each sequence of a batch over the devices of `mesh.context`, in the threads that read it.
 
-A device holds the part [r·T/R, (r + 1)·T/R) of each array, whatever was dealt there. All arrays of a sequence are
-permuted alike, and `places` tells where in the sequence each token stands, so that nothing downstream depends on how
-tokens were dealt out.
+A device holds the part [r·T/R, (r + 1)·T/R) of each array, whichever tokens these are. All arrays of a sequence have
+the same order, and `token_order` has the index in the sequence of each token, so that nothing downstream depends on the
+sharding.
 
 Shapes: T tokens in a sequence, R devices along `mesh.context`.
 """
@@ -18,44 +18,44 @@ import numpy as np
 from jaxtyping import Int32, Shaped
 
 from kernels import Mask
-from kernels.context import Deal, check_deal, deal_tokens
+from kernels.context import SequenceSharding, check_sequence_sharding, shard_sequence
 from trainer.config import TrainConfig
 
 PackedSequence = Mapping[str, Shaped[np.ndarray, " T"]]
 
 
 @dataclass(frozen=True)
-class Dealer:
-    """Deals sequences out to devices.
+class SequenceSharder:
+    """Shards sequences over devices.
 
     Args:
-        deal: how.
+        sequence_sharding: how.
         sequence_length: T.
         num_ranks: R.
         masks: the model's, each with the number of its layers; one of wider heads than the model's counts for more.
         keep_documents_apart: as in `DataConfig`; False: a sequence costs what one document costs.
 
     Raises:
-        ValueError: sequences of this length can't be dealt out like that.
+        ValueError: sequences of this length can't be sharded like that.
     """
 
-    deal: Deal
+    sequence_sharding: SequenceSharding
     sequence_length: int
     num_ranks: int
     masks: Mapping[Mask, float]
     keep_documents_apart: bool
 
     def __post_init__(self):
-        check_deal(self.deal, self.sequence_length, self.num_ranks)
+        check_sequence_sharding(self.sequence_sharding, self.sequence_length, self.num_ranks)
 
     @classmethod
-    def of(cls, config: TrainConfig, deal: Deal) -> Dealer:
-        """The dealer of a run's training and validation sequences."""
+    def of(cls, config: TrainConfig, sequence_sharding: SequenceSharding) -> SequenceSharder:
+        """The sharder of a run's training and validation sequences."""
         masks: defaultdict[Mask, float] = defaultdict(float)
         for layer, num_layers in config.model.layer_counts.items():
             masks[layer.mask] += num_layers * layer.head_dim / config.model.head_dim
         return cls(
-            deal,
+            sequence_sharding,
             config.sequence_length,
             config.mesh.context,
             masks,
@@ -63,23 +63,23 @@ class Dealer:
         )
 
     def __call__(self, sequence: PackedSequence) -> PackedSequence:
-        """The sequence's arrays, dealt out, and `places`; in order there is nothing to do, and no `places`."""
-        if self.deal == "in_order":
+        """The sequence's arrays in the order of the ranks, and `token_order`; `contiguous` changes and adds nothing."""
+        if self.sequence_sharding == "contiguous":
             return sequence
-        is_same = self.deal == "zigzag" or not self.keep_documents_apart
-        places = self._same_places if is_same else self._places(sequence["segment_ids"], sequence["positions"])
-        return {name: array[places] for name, array in sequence.items()} | {"places": places}
+        is_same = self.sequence_sharding == "zigzag" or not self.keep_documents_apart
+        token_order = self._same_order if is_same else self._order_of(sequence["segment_ids"], sequence["positions"])
+        return {name: array[token_order] for name, array in sequence.items()} | {"token_order": token_order}
 
     @cached_property
-    def _same_places(self) -> Int32[np.ndarray, " T"]:
-        """The deal of every sequence, if it doesn't depend on the documents."""
-        return self._places(None, None)
+    def _same_order(self) -> Int32[np.ndarray, " T"]:
+        """The token order of every sequence, if it doesn't depend on the documents."""
+        return self._order_of(None, None)
 
-    def _places(
+    def _order_of(
         self, segment_ids: Int32[np.ndarray, " T"] | None, positions: Int32[np.ndarray, " T"] | None
     ) -> Int32[np.ndarray, " T"]:
-        return deal_tokens(
-            self.deal,
+        return shard_sequence(
+            self.sequence_sharding,
             self.sequence_length,
             self.num_ranks,
             masks=self.masks,

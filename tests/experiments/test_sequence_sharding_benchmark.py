@@ -1,4 +1,4 @@
-"""The benchmark of dealing: what it draws, what it counts, what it writes."""
+"""The benchmark of sequence sharding: what it draws, what it counts, what it writes."""
 
 import json
 import re
@@ -6,13 +6,20 @@ import re
 import numpy as np
 import pytest
 
-from experiments.benchmarks.deal import DISTRIBUTIONS, MASKS, DealArguments, deal_row, main, random_row
+from experiments.benchmarks.sequence_sharding import (
+    DISTRIBUTIONS,
+    MASKS,
+    ShardingArguments,
+    main,
+    random_row,
+    shard_row,
+)
 
 
 def test_a_run_writes_a_row_for_each_distribution_and_number_of_ranks(tmp_path, capsys):
     output = tmp_path / "new" / "rows.jsonl"
     names = ("log-normal, median 300", "all of 1,000")
-    main(DealArguments(rows=3, ranks=(2, 4), length=8192, distributions=names, output=output))
+    main(ShardingArguments(rows=3, ranks=(2, 4), length=8192, distributions=names, output=output))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [(row["distribution"], row["num_ranks"]) for row in rows] == [
         (name, ranks) for name in names for ranks in (2, 4)
@@ -44,20 +51,20 @@ def test_rows_are_documents_and_then_padding(name, rng):
 def test_a_document_on_two_ranks_is_parted():
     """Documents of 300 and 724 tokens on two ranks of 512: the first is shorter than a chunk, and whole."""
     positions = np.concatenate([np.arange(300), np.arange(724)]).astype(np.int32)
-    whole = deal_row((np.repeat([1, 2], [300, 724]).astype(np.int32), positions), MASKS["global"], 2)
+    whole = shard_row((np.repeat([1, 2], [300, 724]).astype(np.int32), positions), MASKS["global"], 2)
     assert (whole.parted, whole.num_runs) == (0.0, 2)
     three = np.repeat([1, 2, 3], [400, 224, 400]).astype(np.int32)
-    middle = deal_row((three, np.concatenate([np.arange(n) for n in (400, 224, 400)])), MASKS["global"], 2)
+    middle = shard_row((three, np.concatenate([np.arange(n) for n in (400, 224, 400)])), MASKS["global"], 2)
     assert middle.parted == pytest.approx(1 / 3)
     assert middle.imbalance >= 1
 
 
 def test_what_cannot_be_measured_is_refused():
     with pytest.raises(ValueError, match=re.escape("unknown distributions ['uniform']; expected some of log-normal")):
-        DealArguments(distributions=("uniform",))
+        ShardingArguments(distributions=("uniform",))
     with pytest.raises(ValueError, match="masks='none' is not one of global, window and global"):
-        DealArguments(masks="none")
+        ShardingArguments(masks="none")
     with pytest.raises(ValueError, match="rows=0 must be at least 1"):
-        DealArguments(rows=0)
+        ShardingArguments(rows=0)
     with pytest.raises(ValueError, match="length=100 is not a multiple of 64"):
-        DealArguments(length=100)
+        ShardingArguments(length=100)

@@ -1,4 +1,4 @@
-"""Dealing tokens out to ranks: every token once, equal counts, costs that a count by hand confirms, and level ranks."""
+"""Sharding a sequence: every token once, equal counts, costs that a count by hand confirms, and level ranks."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,14 @@ from kernels import (
     NumpyMask,
     PrefixMask,
 )
-from kernels.context import check_deal, choose_deal, chunk_costs, deal_tokens, default_chunk_size, imbalance
+from kernels.context import (
+    check_sequence_sharding,
+    choose_sequence_sharding,
+    chunk_costs,
+    default_chunk_size,
+    imbalance,
+    shard_sequence,
+)
 
 LENGTH = 131_072
 
@@ -58,13 +65,13 @@ def cost_by_hand(mask, length: int, chunk_size: int, ids, positions) -> list[int
     return costs
 
 
-@pytest.mark.parametrize("deal", ["in_order", "zigzag", "by_cost"])
-def test_every_token_is_dealt_once_and_rises_within_a_rank(deal, rng):
+@pytest.mark.parametrize("sequence_sharding", ["contiguous", "zigzag", "balanced"])
+def test_every_token_is_held_once_and_rises_within_a_rank(sequence_sharding, rng):
     num_ranks, chunk_size = int(rng.integers(1, 7)), int(rng.integers(1, 40))
     length = 2 * num_ranks * chunk_size * int(rng.integers(1, 9))
     ids, positions = packed_row(length, lambda: rng.integers(1, length + 1))
-    places = deal_tokens(
-        deal,
+    token_order = shard_sequence(
+        sequence_sharding,
         length,
         num_ranks,
         masks={CausalMask(): 1.0},
@@ -72,17 +79,17 @@ def test_every_token_is_dealt_once_and_rises_within_a_rank(deal, rng):
         segment_ids=ids,
         positions=positions,
     )
-    assert places.dtype == np.int32
-    assert sorted(places.tolist()) == list(range(length))
-    assert (np.diff(places.reshape(num_ranks, -1), axis=1) > 0).all()
-    if deal == "by_cost":
-        chunks = places.reshape(-1, chunk_size)
+    assert token_order.dtype == np.int32
+    assert sorted(token_order.tolist()) == list(range(length))
+    assert (np.diff(token_order.reshape(num_ranks, -1), axis=1) > 0).all()
+    if sequence_sharding == "balanced":
+        chunks = token_order.reshape(-1, chunk_size)
         assert (chunks[:, 0] % chunk_size == 0).all()
         assert (np.diff(chunks, axis=1) == 1).all()
 
 
 def test_zigzag_pairs_the_ends_of_a_row():
-    assert deal_tokens("zigzag", 12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
+    assert shard_sequence("zigzag", 12, 3).tolist() == [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7]
 
 
 def test_costs_are_those_counted_by_hand_on_the_whole_matrix(rng):
@@ -121,15 +128,15 @@ def test_masks_of_several_heads_weigh_as_their_heads_do():
 
 
 @pytest.mark.parametrize(("num_ranks", "most"), [(2, 1.03), (4, 1.03), (8, 1.03), (16, 1.10)])
-def test_random_packed_rows_are_dealt_out_level(num_ranks, most, rng):
+def test_random_packed_rows_are_sharded_level(num_ranks, most, rng):
     masks = {CausalMask(): float(rng.integers(1, 8)), CausalMask() & LocalMask(1023, 0): float(rng.integers(1, 24))}
     for _ in range(12):
         ids, positions = packed_row(LENGTH, lengths_of_documents(rng))
-        places = deal_tokens("by_cost", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
-        # In the deal's own tiles, and in tiles of half their side: a kernel's lie between the two.
+        token_order = shard_sequence("balanced", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
+        # In the tiles of the sharding, and in tiles of half their side: a kernel's lie between the two.
         for side, bound in ((128, most), (64, 1.10)):
             costs = chunk_costs(masks, LENGTH, side, segment_ids=ids, positions=positions)
-            assert imbalance(costs[places[::side] // side].reshape(num_ranks, -1)) <= bound
+            assert imbalance(costs[token_order[::side] // side].reshape(num_ranks, -1)) <= bound
     # One whole document in order is far from level.
     whole = chunk_costs({CausalMask(): 1.0}, LENGTH, 64)
     assert imbalance(whole.reshape(num_ranks, -1)) > most
@@ -137,11 +144,11 @@ def test_random_packed_rows_are_dealt_out_level(num_ranks, most, rng):
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_long_document_comes_out_zigzagged_and_one_of_level_cost_in_order(num_ranks):
-    for mask, deal in ((CausalMask(), "zigzag"), (FullMask(), "in_order")):
-        places = deal_tokens("by_cost", LENGTH, num_ranks, masks={mask: 1.0})
-        np.testing.assert_array_equal(places, deal_tokens(deal, LENGTH, num_ranks))
+    for mask, sequence_sharding in ((CausalMask(), "zigzag"), (FullMask(), "contiguous")):
+        token_order = shard_sequence("balanced", LENGTH, num_ranks, masks={mask: 1.0})
+        np.testing.assert_array_equal(token_order, shard_sequence(sequence_sharding, LENGTH, num_ranks))
     # Only the first tokens have less than the window to attend to.
-    windows = deal_tokens("by_cost", LENGTH, num_ranks, masks={CausalMask() & LocalMask(16_383, 0): 1.0})
+    windows = shard_sequence("balanced", LENGTH, num_ranks, masks={CausalMask() & LocalMask(16_383, 0): 1.0})
     assert (np.diff(windows) != 1).sum() < 4 * num_ranks
 
 
@@ -151,10 +158,10 @@ def test_few_documents_are_parted(rng):
     chunk_size, num_runs, is_parted = default_chunk_size(LENGTH, num_ranks), [], []
     for _ in range(8):
         ids, positions = packed_row(LENGTH, lambda: rng.lognormal(np.log(300), 1))
-        places = deal_tokens("by_cost", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
-        num_runs.append(1 + (np.diff(places) != 1).sum())
+        token_order = shard_sequence("balanced", LENGTH, num_ranks, masks=masks, segment_ids=ids, positions=positions)
+        num_runs.append(1 + (np.diff(token_order) != 1).sum())
         ranks = np.empty(LENGTH, int)
-        ranks[places] = np.repeat(np.arange(num_ranks), LENGTH // num_ranks)
+        ranks[token_order] = np.repeat(np.arange(num_ranks), LENGTH // num_ranks)
         starts = np.flatnonzero(np.diff(ids, prepend=0))
         of_first, of_last = np.minimum.reduceat(ranks, starts), np.maximum.reduceat(ranks, starts)
         is_parted += (of_first < of_last)[np.diff(starts, append=LENGTH) < chunk_size].tolist()
@@ -167,11 +174,11 @@ def test_ranks_lack_few_tokens_of_the_documents_that_are_cut(rng):
     num_ranks, lacked = 8, []
     for _ in range(24):
         ids, positions = packed_row(LENGTH, lambda: rng.lognormal(np.log(4096), 0.5))
-        places = deal_tokens(
-            "by_cost", LENGTH, num_ranks, masks={CausalMask(): 1.0}, segment_ids=ids, positions=positions
+        token_order = shard_sequence(
+            "balanced", LENGTH, num_ranks, masks={CausalMask(): 1.0}, segment_ids=ids, positions=positions
         )
         of_ranks = []
-        for own in places.reshape(num_ranks, -1):
+        for own in token_order.reshape(num_ranks, -1):
             furthest = np.full(ids.max() + 1, -1)
             np.maximum.at(furthest, ids[own], positions[own])
             is_needed = positions <= furthest[ids]
@@ -181,48 +188,53 @@ def test_ranks_lack_few_tokens_of_the_documents_that_are_cut(rng):
     assert np.mean(lacked) < 1.05
 
 
-def test_the_simplest_level_deal_is_chosen():
+def test_the_simplest_level_sharding_is_chosen():
     causal, window = CausalMask(), CausalMask() & LocalMask(4095, 0)
-    assert choose_deal({causal: 12.0}, LENGTH, 8, has_documents=False) == "zigzag"
-    assert choose_deal({causal: 12.0}, LENGTH, 8, has_documents=True) == "by_cost"
-    assert choose_deal({window: 12.0}, LENGTH, 8, has_documents=False) == "in_order"
-    assert choose_deal({window: 12.0}, LENGTH, 8, has_documents=True) == "in_order"
-    assert choose_deal({window: 20.0, causal: 4.0}, LENGTH, 8, has_documents=True) == "by_cost"
-    assert choose_deal({FullMask(): 12.0}, LENGTH, 8, has_documents=False) == "in_order"
-    assert choose_deal({causal | PrefixMask(30_000): 1.0}, LENGTH, 8, has_documents=False) == "by_cost"
+    assert choose_sequence_sharding({causal: 12.0}, LENGTH, 8, has_documents=False) == "zigzag"
+    assert choose_sequence_sharding({causal: 12.0}, LENGTH, 8, has_documents=True) == "balanced"
+    assert choose_sequence_sharding({window: 12.0}, LENGTH, 8, has_documents=False) == "contiguous"
+    assert choose_sequence_sharding({window: 12.0}, LENGTH, 8, has_documents=True) == "contiguous"
+    assert choose_sequence_sharding({window: 20.0, causal: 4.0}, LENGTH, 8, has_documents=True) == "balanced"
+    assert choose_sequence_sharding({FullMask(): 12.0}, LENGTH, 8, has_documents=False) == "contiguous"
+    assert choose_sequence_sharding({causal | PrefixMask(30_000): 1.0}, LENGTH, 8, has_documents=False) == "balanced"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"segment_ids": np.zeros(6, int)}, r"segment_ids must be those of one row, \[8\], got shape \(6,\)"),
-        ({"segment_ids": np.zeros((1, 8), int)}, r"segment_ids must be those of one row, \[8\], got shape \(1, 8\)"),
-        ({"positions": np.zeros(9, int)}, r"positions must be those of one row, \[8\], got shape \(9,\)"),
+        ({"segment_ids": np.zeros(6, int)}, r"segment_ids must be those of one sequence, \[8\], got shape \(6,\)"),
+        (
+            {"segment_ids": np.zeros((1, 8), int)},
+            r"segment_ids must be those of one sequence, \[8\], got shape \(1, 8\)",
+        ),
+        ({"positions": np.zeros(9, int)}, r"positions must be those of one sequence, \[8\], got shape \(9,\)"),
         ({"masks": {CausalMask(): np.nan}}, r"positive, finite weights, got \[nan\]"),
         ({"masks": {CausalMask(): -1.0}}, r"positive, finite weights, got \[-1.0\]"),
     ],
 )
 def test_what_belongs_to_no_row_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        deal_tokens("by_cost", 8, 2, **({"masks": {CausalMask(): 1.0}} | arguments))
+        shard_sequence("balanced", 8, 2, **({"masks": {CausalMask(): 1.0}} | arguments))
 
 
 def test_ids_may_be_a_list():
     ids = [3, 3, 3, 1, 1, 2, 2, 2]
-    dealt = [deal_tokens("by_cost", 8, 2, masks={CausalMask(): 1.0}, segment_ids=each) for each in (ids, np.array(ids))]
-    np.testing.assert_array_equal(*dealt)
+    sharded = [
+        shard_sequence("balanced", 8, 2, masks={CausalMask(): 1.0}, segment_ids=each) for each in (ids, np.array(ids))
+    ]
+    np.testing.assert_array_equal(*sharded)
 
 
 def test_a_length_that_cannot_be_cut_is_refused_with_the_next_that_can():
     with pytest.raises(ValueError, match=r"1000 tokens is not a multiple of 3 ranks.*use 1002 tokens"):
-        check_deal("in_order", 1000, 3)
+        check_sequence_sharding("contiguous", 1000, 3)
     with pytest.raises(ValueError, match=r"not a multiple of twice 3 ranks.*use 1002 tokens"):
-        check_deal("zigzag", 999, 3)
+        check_sequence_sharding("zigzag", 999, 3)
     with pytest.raises(ValueError, match=r"2 ranks × chunk_size=512.*use 2048 tokens"):
-        deal_tokens("by_cost", 1536, 2, masks={CausalMask(): 1.0}, chunk_size=512)
-    with pytest.raises(ValueError, match="deal='random' is not one of in_order, zigzag, by_cost"):
-        deal_tokens("random", 1024, 2)
+        shard_sequence("balanced", 1536, 2, masks={CausalMask(): 1.0}, chunk_size=512)
+    with pytest.raises(ValueError, match="sequence_sharding='random' is not one of contiguous, zigzag, balanced"):
+        shard_sequence("random", 1024, 2)
     with pytest.raises(ValueError, match="needs the masks whose costs it levels"):
-        deal_tokens("by_cost", 1024, 2)
+        shard_sequence("balanced", 1024, 2)
     assert default_chunk_size(3 * 2**20, 3) == 512
     assert default_chunk_size(48, 3) == 16

@@ -1,9 +1,9 @@
-"""Deals random packed rows out to ranks by cost: how level ranks come out, in how many runs, and how long it takes.
+"""Shards random packed rows by `balanced`: how level the ranks are, in how many runs, and how long it takes.
 
-    python -m experiments.benchmarks.deal --rows 1000 --ranks 2 4 8 16 --length 131072
+    python -m experiments.benchmarks.sequence_sharding --rows 1000 --ranks 2 4 8 16 --length 131072
 
 A row is filled with documents of one distribution; the last is cut, and up to 1 % of the row is padding. Costs are
-counted in the tiles of the deal, and again in tiles of half their side: a kernel's own lie between the two.
+counted in the tiles of the sharding, and again in tiles of half their side: a kernel's own lie between the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, LocalMask, Mask
-from kernels.context import chunk_costs, deal_tokens, default_chunk_size, imbalance
+from kernels.context import chunk_costs, default_chunk_size, imbalance, shard_sequence
 from trainer.process.broken_pipe import reader_may_leave
 from trainer.process.versions import installed_versions
 
@@ -49,19 +49,19 @@ MASKS: dict[str, dict[Mask, float]] = {
 }
 """Masks and the number of their layers."""
 
-# `deal_tokens` counts costs in tiles of 128 tokens' side, `chunk_costs` of chunks of 64 tokens in tiles of that side.
+# `shard_sequence` counts costs in tiles of 128 × 128, `chunk_costs` of chunks of 64 tokens in tiles of 64 × 64.
 _SMALL_TILE = 64
 _LARGEST_PADDING = 0.01
 
 
 @dataclass(frozen=True)
-class DealArguments:
-    """Deals random packed rows out by cost."""
+class ShardingArguments:
+    """Shards random packed rows by their cost."""
 
     rows: int = 1000
     """Rows of each distribution."""
     ranks: tuple[int, ...] = (2, 4, 8, 16)
-    """Devices that a row is dealt out to."""
+    """Devices that a row is sharded over."""
     length: int = 131_072
     """Tokens of a row."""
     distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
@@ -84,11 +84,11 @@ class DealArguments:
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """One row after its deal."""
+class ShardedRow:
+    """One row and its sharding."""
 
     imbalance: float
-    """The greatest rank's cost divided by the mean, in the tiles of the deal."""
+    """The greatest rank's cost divided by the mean, in the tiles of the sharding."""
     imbalance_small_tiles: float
     """The same in tiles of half their side."""
     num_runs: int
@@ -115,47 +115,47 @@ def random_row(length: int, draw: Callable[[np.random.Generator], float], rng: n
     return np.pad(ids, (0, padding)), np.pad(positions, (0, padding))
 
 
-def deal_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> Dealt:
-    """Deals a row out, and counts what comes of it."""
+def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
+    """Shards a row, and measures the result."""
     ids, positions = row
     begun = time.perf_counter()
-    places = deal_tokens("by_cost", len(ids), num_ranks, masks=masks, segment_ids=ids, positions=positions)
+    token_order = shard_sequence("balanced", len(ids), num_ranks, masks=masks, segment_ids=ids, positions=positions)
     seconds = time.perf_counter() - begun
     chunk_size = default_chunk_size(len(ids), num_ranks)
 
     def imbalance_of(side: int) -> float:
         costs = chunk_costs(masks, len(ids), side, segment_ids=ids, positions=positions)
-        return imbalance(costs[places[::side] // side].reshape(num_ranks, -1))
+        return imbalance(costs[token_order[::side] // side].reshape(num_ranks, -1))
 
-    return Dealt(
+    return ShardedRow(
         imbalance_of(chunk_size),
         imbalance_of(min(_SMALL_TILE, chunk_size)),
-        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in places.reshape(num_ranks, -1)),
-        parted=_parted(ids, places, num_ranks),
+        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in token_order.reshape(num_ranks, -1)),
+        parted=_parted(ids, token_order, num_ranks),
         seconds=seconds,
     )
 
 
-def _parted(ids: Int[np.ndarray, " T"], places: Int[np.ndarray, " T"], num_ranks: int) -> float:
+def _parted(ids: Int[np.ndarray, " T"], token_order: Int[np.ndarray, " T"], num_ranks: int) -> float:
     """The share of the documents shorter than a chunk that lie on more than one rank."""
     ranks = np.empty(len(ids), np.int64)
-    ranks[places] = np.repeat(np.arange(num_ranks), len(ids) // num_ranks)
+    ranks[token_order] = np.repeat(np.arange(num_ranks), len(ids) // num_ranks)
     starts = np.flatnonzero(np.diff(ids, prepend=ids[0] + 1))
     is_short = np.diff(starts, append=len(ids)) < default_chunk_size(len(ids), num_ranks)
     is_parted = np.minimum.reduceat(ranks, starts) < np.maximum.reduceat(ranks, starts)
     return float(is_parted[is_short].mean()) if is_short.any() else 0.0
 
 
-def measure(arguments: DealArguments) -> Iterator[dict[str, Any]]:
+def measure(arguments: ShardingArguments) -> Iterator[dict[str, Any]]:
     """A result for each distribution and number of ranks, of JSON's types."""
     rng, masks = np.random.default_rng(arguments.seed), MASKS[arguments.masks]
     for distribution in arguments.distributions:
-        dealt: dict[int, list[Dealt]] = collections.defaultdict(list)
+        sharded: dict[int, list[ShardedRow]] = collections.defaultdict(list)
         for _ in range(arguments.rows):
             row = random_row(arguments.length, DISTRIBUTIONS[distribution], rng)
             for num_ranks in arguments.ranks:
-                dealt[num_ranks].append(deal_row(row, masks, num_ranks))
-        for num_ranks, rows in dealt.items():
+                sharded[num_ranks].append(shard_row(row, masks, num_ranks))
+        for num_ranks, rows in sharded.items():
             yield {
                 "distribution": distribution,
                 "masks": arguments.masks,
@@ -172,7 +172,7 @@ def measure(arguments: DealArguments) -> Iterator[dict[str, Any]]:
             }
 
 
-def main(arguments: DealArguments) -> None:
+def main(arguments: ShardingArguments) -> None:
     """Measures, appends the results and prints the table."""
     common = {
         "seed": arguments.seed,
@@ -205,4 +205,4 @@ def main(arguments: DealArguments) -> None:
 
 if __name__ == "__main__":
     with reader_may_leave():
-        main(read_arguments(DealArguments))
+        main(read_arguments(ShardingArguments))

@@ -1,4 +1,4 @@
-"""Heads: an all-to-all gives every rank all tokens of some heads, and another one brings the output back.
+"""All-to-all: one gives every rank all tokens of some heads, and another one brings the output home.
 
 The kernels see whole rows, as on one device. Every rank does the same work, whatever the documents.
 
@@ -46,7 +46,7 @@ def local_call(call: AttentionCall, split: Split) -> AttentionCall:
     )
 
 
-class Heads(Brought):
+class AllToAll(Brought):
     """One rank's part. See `Brought`.
 
     Args:
@@ -73,7 +73,7 @@ class Heads(Brought):
             ids,
             positions,
             positions,
-            inputs.places,
+            inputs.token_order,
         )
 
     def forward(self, inputs: AttentionInputs, local_call: AttentionCall, halves: Halves) -> tuple[Array, Array]:
@@ -105,6 +105,6 @@ class Heads(Brought):
         return jnp.repeat(x.astype(self.call.softmax_dtype), num_copies, axis=2).astype(x.dtype)
 
 
-def part_class(call: AttentionCall, split: Split) -> type[Heads]:
+def part_class(call: AttentionCall, split: Split) -> type[AllToAll]:
     """The class of one rank's part."""
-    return Heads
+    return AllToAll
