@@ -102,13 +102,13 @@ def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_docume
         )
         inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
-        return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
+        return rows.tables(past_the_last), rows.num_keys, rows.order_of_own
 
     def of_ranks(x):
         return jnp.asarray(np.moveaxis(x.reshape(batch, num_ranks, -1), 1, 0))
 
     sharded_ids = np.take_along_axis(ids, token_order, axis=1)
-    found, num_keys, places_of_own = jax.tree.map(
+    found, num_keys, order_of_own = jax.tree.map(
         np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(sharded_ids), of_ranks(token_order))
     )
     num_chunks, ranks = length // chunk, range(num_ranks)
@@ -139,7 +139,7 @@ def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_docume
                 there = [rows[theirs].index(c) + 1 if c in read[theirs] else 0 for c in own]
                 assert of_own[:, distance].tolist() == there
             first = np.array([row.index(c) for c in own]) * chunk
-            assert (places_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
+            assert (order_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
 
 
 def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
@@ -157,7 +157,7 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
         inputs = inputs._replace(
             key_value_segment_ids=rows.gather(rank_ids),
-            query_positions=rows.places_of_own,
+            query_positions=rows.order_of_own,
             key_value_positions=jnp.broadcast_to(jnp.arange(length), (batch, length)),
         )
         start, full_start, full_stop, stop = jnp.moveaxis(

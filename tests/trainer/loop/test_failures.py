@@ -147,6 +147,7 @@ def test_the_record_tells_every_ending_and_its_step(config, tmp_path, monkeypatc
     assert (record["status"], record["step"], record["message"]) == (status, 17, message)
 
 
+@pytest.mark.usefixtures("heeds_sighup")
 @pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGINT"), ("SIGHUP", "SIGTERM", "SIGINT")])
 def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(config, tmp_path, monkeypatch, names):
     left = threading.Event()

@@ -71,7 +71,8 @@ def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first
     for workdir, hit in ((first_workdir, False), (second_workdir, True)):
         told = read_run(workdir)[0]["compile"]
         assert told["cache_dir"] == str(cache)
-        assert told["train_step"]["cache_hit"] is hit
+        entries = sorted(path.name for path in cache.glob("jit_train_step*"))  # two: the programs differed
+        assert told["train_step"]["cache_hit"] is hit, entries
         assert all(told["train_step"][name] > 0 for name in ("trace_s", "lower_s", "compile_s"))
         memory = told["train_step"]["memory"]
         assert set(memory) == {"arguments", "outputs", "aliased", "temporaries", "code", "peak", "host"}
@@ -204,6 +205,7 @@ def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
     assert after["evaluation"] == record["evaluation"]
 
 
+@pytest.mark.usefixtures("heeds_sighup")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
