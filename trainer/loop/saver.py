@@ -15,7 +15,7 @@ from trainer.config import CheckpointConfig, TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import is_full_disk
 from trainer.launch.signals import StopRequest
-from trainer.observers.observer import VALIDATION_LOSS, Observers
+from trainer.observers.observer import VALIDATION_LOSS, Observers, Saved
 from trainer.observers.times import TimeAccount
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
@@ -170,7 +170,7 @@ class Saver:
             if newest is not None and self._checkpoints.newest_step != self._told_step:
                 self._told_step = self._checkpoints.newest_step
                 self._failures.clear()
-                self._observers.saved(self._told_step, newest)
+                self._observers.observe(Saved(self._told_step, newest))
 
     def _tell(self, failure: TrainingFailed, *, tries_again: bool = True) -> None:
         is_missing = not isinstance(failure, NotRemovedError)

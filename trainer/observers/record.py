@@ -27,7 +27,7 @@ from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
 from trainer.hardware import installed_versions, peak_resident_bytes
 from trainer.observers.goodput import UsefulSteps, goodput, plausible_seconds
-from trainer.observers.observer import Ending, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import Advanced, Ending, Event, LogEntry, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.terminal.console import Console
 
@@ -142,25 +142,26 @@ class RecordUpdates(Observer):
         self._useful = UsefulSteps()
         self._last_update = time.perf_counter()
 
-    def started(self, start: Start) -> None:
-        self._count(start.entries)
-        self._record.update(compile=self._history.to_json())
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start():
+                self._count(event.entries)
+                self._record.update(compile=self._history.to_json())
+            case Advanced():
+                self._record.put(step=event.step)
+            case Recompile():
+                self._record.update(compile=self._history.to_json())
+            case LogWindow():
+                self._count(event.entries)
+                self._record.put(num_skipped_updates=event.num_skipped)
+                # An update waits for the disk, so a run of fast steps can't afford one for every window.
+                if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
+                    self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
+                    self._last_update = time.perf_counter()
+            case Ending():
+                self._end(event)
 
-    def advanced(self, step: int) -> None:
-        self._record.put(step=step)
-
-    def recompiled(self, recompile: Recompile) -> None:
-        self._record.update(compile=self._history.to_json())
-
-    def window(self, window: LogWindow) -> None:
-        self._count(window.entries)
-        self._record.put(num_skipped_updates=window.num_skipped)
-        # An update waits for the disk, so a run of fast steps can't afford one for every window.
-        if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
-            self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
-            self._last_update = time.perf_counter()
-
-    def finished(self, ending: Ending) -> None:
+    def _end(self, ending: Ending) -> None:
         evaluation: dict[str, Any] | None = None
         if ending.evaluation is not None:
             losses = {name: value for name, value in ending.evaluation.items() if name != "time"}

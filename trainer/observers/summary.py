@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.config import TrainConfig
 from trainer.observers.loss_plot import draw_losses
 from trainer.observers.next_commands import next_commands
-from trainer.observers.observer import VALIDATION_LOSS, Ending, Observer
+from trainer.observers.observer import VALIDATION_LOSS, Ending, Event, Observer
 from trainer.observers.record import RunRecord
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_loss, format_seconds
@@ -24,7 +24,11 @@ class Summary(Observer):
     def __init__(self, console: Console, config: TrainConfig, workdir: Workdir, record: RunRecord):
         self._console, self._config, self._workdir, self._record = console, config, workdir, record
 
-    def finished(self, ending: Ending) -> None:
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Ending):
+            self._print(event)
+
+    def _print(self, ending: Ending) -> None:
         workdir, evaluation, checkpoint = self._workdir, ending.evaluation, ending.checkpoint
         facts: dict[str, str | list[str]] = {}
         if evaluation is not None:
