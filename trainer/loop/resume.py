@@ -78,8 +78,7 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
     """Lines about consequences of the changes that aren't obvious."""
     told = []
-    aspects = {change.aspect for change in new}
-    if "schedule" in aspects and step < after.config.num_steps:
+    if any(change.consequence == "schedule" for change in new) and step < after.config.num_steps:
         rates = [
             float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
         ]
