@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     ending = threading.Event()
 
     def leave(signal: str) -> None:
-        """What a stop signal does before the run has its own answer, when nothing needs saving, and after it."""
+        """Answers a stop signal before the run does, when nothing needs saving, and after the run's end."""
         if ending.is_set():
             print(f"{signal}: the run is ending already", flush=True)
             return

@@ -1,4 +1,4 @@
-"""What the commands beside training share: they run in one process, and what ends them is told in one message."""
+"""The frame of the commands beside training: they run in one process, and one message tells why they end."""
 
 from __future__ import annotations
 

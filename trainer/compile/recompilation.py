@@ -48,7 +48,7 @@ OnRecompile = Callable[[CompileReport, Sequence[ArgumentChange]], None]
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What a program is compiled for in the place of one array. Weak types make no difference."""
+    """The properties of one array that a program is compiled for. Weak types make no difference."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -121,12 +121,12 @@ class RecompilingFunction:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some thread is inside a compilation of this function."""
+        """True while some thread is inside a compilation of this function."""
         return self._compiling_thread is not None
 
     @property
     def is_compiling_here(self) -> bool:
-        """Whether the calling thread is inside a compilation of this function."""
+        """True while the calling thread is inside a compilation of this function."""
         return self._compiling_thread == threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class RecompilingFunction:
     def _signature(
         self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any], *settled: Any
     ) -> _Signature:
-        """What a program has to be compiled for to take these arguments.
+        """The signature of a program that takes these arguments.
 
         Args:
           *settled: the tree of shardings, if known, that the program expects where the arguments leave them open.

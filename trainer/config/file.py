@@ -288,12 +288,12 @@ def _describe_misfit(value: Any, hint: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a file name, a terminal and a tokenizer can take a string; True for what is none."""
+    """True if a file name, a terminal and a tokenizer can take a string, and for all that is no string."""
     return not isinstance(value, str) or not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type; covers the annotations that configs use."""
+    """True if a value has the annotated type; covers the annotations that configs use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(isinstance(value, type(choice)) and value == choice for choice in arguments)

@@ -28,13 +28,13 @@ _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight")
 
 
 def is_workdir(folder: Path) -> bool:
-    """Whether a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
+    """True if a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
     return os.path.isdir(folder / "checkpoints")  # unlike Path's, it answers for any path, be it forbidden
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a folder says about its model; no tensor has been looked at."""
+    """The model that a folder describes; no tensor has been looked at."""
 
     folder: Path
     model: GPTConfig
@@ -101,7 +101,7 @@ class InitialModel:
             )
 
     def _agrees(self, name: str, value: Any) -> bool:
-        """Whether a field says what the folder says, up to the weights of losses, which are the run's to choose."""
+        """True if a field is as in the folder, up to the weights of losses, which are the run's to choose."""
         theirs = getattr(self.model, name)
         if name == "moe" and value is not None and theirs is not None:
             return value == dataclasses.replace(theirs, **{weight: getattr(value, weight) for weight in _LOSS_WEIGHTS})

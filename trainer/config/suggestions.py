@@ -67,5 +67,5 @@ def _field(name: str) -> str:
 
 
 def _word(field: str) -> str:
-    """What a field is called within its section."""
+    """The name of a field within its section."""
     return field.rpartition(".")[2]

@@ -166,7 +166,7 @@ class OptimizerConfig:
 
 
 LossImplementation = Literal["mosaic_gpu", "xla"]
-"""What the head's matmul leaves for the gradient: exponentials, by our kernel, or logits."""
+"""The values that the head's matmul stores for the gradient: exponentials, by our kernel, or logits."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class SamplesConfig(TokenChoice):
     """
 
     prompts: tuple[str, ...] = option((), "free")
-    """What to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
+    """Texts to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
     num_tokens: int = option(64, "free", AT_LEAST_1)
     """Tokens added to each prompt, fewer where the document or the context ends."""
     seed: int = option(0, "free", _SEED)
@@ -270,7 +270,7 @@ class SamplesConfig(TokenChoice):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and how often."""
+    """How often checkpoints are saved, and which are kept."""
 
     every_num_steps: int = option(100, "free", AT_LEAST_1)
     """Steps between checkpoints; the last step and a stop signal always save one."""

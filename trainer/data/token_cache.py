@@ -235,7 +235,7 @@ def _sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
-    """What `_sealed` was given, if these are its bytes."""
+    """The content given to `_sealed`, if these are its bytes."""
     try:
         sealed = json.loads(data)
         content = {"about": sealed["about"], "files": sealed["files"]}

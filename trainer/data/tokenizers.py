@@ -39,7 +39,7 @@ _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁s
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer.
+    """The tokenizer of a corpus.
 
     Attributes:
         name: short description for people.

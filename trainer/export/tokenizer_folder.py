@@ -63,7 +63,7 @@ def tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
 
 
 def _begins_as_told(tokenizer: HuggingFaceTokenizer) -> bool:
-    """Whether documents began as the tokenizer's files say that texts do."""
+    """True if documents began as the tokenizer's files say that texts do."""
     begin, end = tokenizer.delimiters
     told = [token for _, token in tokenizer.before_text]
     return told == [begin] if told else begin in (None, end)

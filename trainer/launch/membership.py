@@ -29,7 +29,7 @@ class Membership:
         self.on_end: Callable[[Farewell], None] = lambda farewell: None
         """Called, from a thread, before this process ends because another one has."""
         self.is_told = False
-        """Whether process 0 tells the error that ends this process, so that this one needn't."""
+        """True: process 0 prints the error that ends this process, so that this one needn't."""
 
     def announce_end(self, farewell: Farewell) -> None:
         """Tells the others that this process is about to end."""

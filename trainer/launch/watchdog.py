@@ -130,7 +130,7 @@ class Watched:
     sign: Callable[[], Hashable]
     """Returns another value whenever it has moved on; None: nothing is expected of it now."""
     is_late: Callable[[float], bool]
-    """Whether it may not stand still for so many seconds."""
+    """Returns True if it may not stand still for this many seconds."""
     on_late: Callable[[float], None]
     """Called once for each sign that is late, with the seconds."""
 
@@ -189,7 +189,7 @@ class StillnessWatch:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread looks."""
+        """True while the thread looks."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What surrounds an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
+"""The frame of an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from trainer.workdir import Workdir
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from: a checkpoint, or its own beginning."""
+    """The place that a run goes on from: a checkpoint, or its own beginning."""
 
     step: int
     """0 at the beginning."""
@@ -23,7 +23,7 @@ class Resumed(NamedTuple):
     """None at the beginning: it has yet to be initialised."""
     config_history: ConfigHistory
     origin: dict[str, Any] | None
-    """What the record says about the checkpoint."""
+    """The record's entry about the checkpoint."""
 
 
 def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:

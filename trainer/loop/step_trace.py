@@ -35,7 +35,7 @@ class StepTrace:
             self._console.warning(f"{self._described} can't be traced: the run goes on from step {step}")
 
     def splits(self, step: int) -> bool:
-        """Whether the device has to be waited for after a step, since a trace begins or ends there."""
+        """True if the device has to be waited for after a step, since a trace begins or ends there."""
         return bool(self._steps) and step in (self._steps[0] - 1, self._steps[-1])
 
     def begin_if_due(self, step: int) -> None:

@@ -45,7 +45,7 @@ class RunningWindow:
         return len(self._metrics)
 
     def is_over(self, times: StepTimes, stop: StopRequest) -> bool:
-        """Whether the device has to be waited for now: to log, to evaluate, to save or to stop.
+        """True if the device has to be waited for now: to log, to evaluate, to save or to stop.
 
         Args:
           times: of the attempt's steps. Its first step is a window of its own, so that a first loss shows soon.

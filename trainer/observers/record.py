@@ -77,7 +77,7 @@ class RunRecord:
         self._path = path
         self._account = account
         self.useful_step_s: float | None = None
-        """What `goodput` is measured by; None: unknown before the first step of this attempt."""
+        """The useful seconds that `goodput` is measured by; None: unknown before the first step of this attempt."""
         self._lock = threading.Lock()  # a stop signal is recorded by another thread
         self._writes = None if path is None else LogWrites(path, console)
         previous = {} if path is None else _read_previous(path, console)
@@ -223,7 +223,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether sums of the numbers in it stay finite, and it can be written again, deeper in another record."""
+    """True if sums of the numbers in it stay finite, and it can be written again, deeper in another record."""
     if isinstance(value, dict | list):
         return depth > 0 and all(
             _is_plain(item, depth - 1) for item in (value.values() if type(value) is dict else value)

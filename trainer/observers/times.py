@@ -33,7 +33,7 @@ class TimeAccount:
         self._seconds: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
         self._recent = {activity: deque[float](maxlen=NUM_RECENT) for activity in self._seconds}
         self.under_way: tuple[Activity, float] | None = None
-        """What is being measured, and the `time.perf_counter()` of its begin. Any thread may read it."""
+        """The activity being measured, and the `time.perf_counter()` of its begin. Any thread may read it."""
 
     @contextlib.contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:

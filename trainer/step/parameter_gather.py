@@ -163,9 +163,9 @@ class _Route:
     unmapped: P
     """The part of its partition that is left to XLA's partitioner."""
     wire_dtype: jnp.dtype
-    """What it is gathered in."""
+    """The dtype in which it is gathered."""
     dtype: jnp.dtype
-    """What it is used in, and its gradient made in."""
+    """The dtype in which it is used, and its gradient made."""
 
     @staticmethod
     def of(name: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh, compute_dtype: jnp.dtype) -> _Route:

@@ -183,7 +183,7 @@ def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def is_on_host(sharding: Sharding) -> bool:
-    """Whether arrays of a sharding lie in the host's memory."""
+    """True if arrays of a sharding lie in the host's memory."""
     return sharding.memory_kind == HOST_MEMORY
 
 

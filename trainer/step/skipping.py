@@ -27,7 +27,7 @@ _ZERO: Any = np.int32(0)  # NumPy's, so that importing this starts no device
 
 
 class Skipping(NamedTuple):
-    """What the training state remembers. By default, nothing was skipped and no norm is known."""
+    """The training state's record of skipped updates. By default, nothing was skipped and no norm is known."""
 
     num_skipped: Int[Array, ""] = _ZERO
     """Updates skipped in the whole run."""

@@ -74,7 +74,7 @@ def describe_times(profile: StepProfile) -> str:
 
 
 def describe_verdict(profile: StepProfile) -> str:
-    """Whether it fits, and by how much."""
+    """The verdict: whether the program fits, and by how much."""
     fit = profile.fit
     if fit is None:
         return "unknown: the backend doesn't tell what the program takes"
