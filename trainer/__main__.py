@@ -1,6 +1,6 @@
 """`python -m trainer --config FILE [--workdir DIR] [--distributed …] [--section.field value ...]`.
 
-Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 69 another
+Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, in one message; 69 another
 process of the run is gone; 70 the watchdog ended a run that hung; 75 stopped by SIGTERM, Ctrl-C or a closed terminal
 after saving; 130 stopped by a second Ctrl-C, without saving. After 69, 70 and 75 the same command goes on from the
 newest checkpoint. Everything that can be checked without a device is checked before JAX starts one.

@@ -40,7 +40,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Listing:
-    """The entries of a `checkpoints/`, told apart by their names and types."""
+    """The entries of a `checkpoints/`, by their names and types."""
 
     steps: tuple[int, ...]
     """Steps that have a checkpoint, ascending. `find_damage` says whether it is whole. A symbolic link to a folder with

@@ -85,7 +85,7 @@ class RecompilingFunction:
       name: the function's name in reports.
       on_recompile: called after each further compilation, before its program first runs, with the report and what
         changed since the previous call.
-      static_argnames: the static arguments that `jax.jit` was told of. They have to be passed by keyword.
+      static_argnames: the static arguments of `jax.jit`. They have to be passed by keyword.
 
     Raises:
       ValueError: in a call, that an array is bound to another sharding than the one that the jitted function declares
@@ -225,8 +225,8 @@ def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
         # 1 == 1.0 == True, but each is traced to its own program.
         old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
         if old != new:
-            told = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
-            changes.append(ArgumentChange(name, "static value", *told))
+            shown = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
+            changes.append(ArgumentChange(name, "static value", *shown))
     return changes
 
 

@@ -200,7 +200,7 @@ def _count_cache_hits() -> Iterator[list[str]]:
 def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
     """Calls a function for everything that is compiled inside, by any thread. Cache hits count.
 
-    Kernels that are compiled ahead of their program are a part of it, and aren't told.
+    Kernels that are compiled ahead of their program are a part of it, and aren't counted apart.
 
     Args:
       on_compiled: called in the compiling thread with the name of the jitted function and XLA's seconds.

@@ -111,13 +111,13 @@ def refuse_other_run(held: TrainConfig, config: TrainConfig, place: str) -> None
     """
     refused = [change for change in _changes(0, held, config) if change.consequence in _REFUSED]
     if refused:
-        told = [
+        lines = [
             f"{item.field}: {shorten(str(item.before), 200)} in {place}, {shorten(str(item.after), 200)} now"
             for item in refused
         ]
         reasons = dict.fromkeys(_REFUSED[item.consequence] for item in refused)
         raise UserMistake(
-            "\n  ".join([f"{place} is of another config:", *told])
+            "\n  ".join([f"{place} is of another config:", *lines])
             + f"\n{'; '.join(reasons)}; choose another with --workdir"
             + (
                 ", which --init-from lets begin with this one's parameters"

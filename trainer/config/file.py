@@ -282,9 +282,9 @@ def _describe_misfit(value: Any, hint: Any) -> str:
         nearest = did_you_mean(value, choices) if isinstance(value, str) else ""
         return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
     expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-    told = f" is of type {type(value).__name__}; expected {expected}"
+    wrong_type = f" is of type {type(value).__name__}; expected {expected}"
     is_whole = isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint))
-    return f"{told}; write {int(value)}" if is_whole else told  # 1e3 is a float in Python
+    return f"{wrong_type}; write {int(value)}" if is_whole else wrong_type  # 1e3 is a float in Python
 
 
 def is_text(value: Any) -> bool:

@@ -89,15 +89,15 @@ class InitialModel:
             raise UserMistake(str(refused)) from None
 
     def _refuse_other_model(self, given: Mapping[str, Any]) -> None:
-        told = [
+        differing = [
             f"model.{name}={value} (there {getattr(self.model, name)})"
             for name, value in given.items()
             if name.partition(".")[0] not in (*_OF_THE_RUN, *_OF_THE_CONTEXT) and not self._agrees(name, value)
         ]
-        if told:
+        if differing:
             raise UserMistake(
-                f"init_from={str(self.folder)!r} holds another model than the config asks for: {', '.join(told)}; "
-                f"leave {'these' if len(told) > 1 else 'this'} out: a model's shape comes with its parameters"
+                f"init_from={str(self.folder)!r} holds another model than the config asks for: {', '.join(differing)}; "
+                f"leave {'these' if len(differing) > 1 else 'this'} out: a model's shape comes with its parameters"
             )
 
     def _agrees(self, name: str, value: Any) -> bool:
@@ -112,7 +112,7 @@ class InitialModel:
             return data  # another tokenizer may have other delimiters, too
         tokenizer, own = self.tokenizer, str(self.folder / "tokenizer.json")
         if tokenizer is None and flags.get("data.source", data.source) != "bin":
-            tokenizer = own  # is told to be missing where the data is opened
+            tokenizer = own  # the data refuses it where it is missing
         if tokenizer == own:
             self._check_tokenizer()
         own_delimiters = {

@@ -77,8 +77,8 @@ class Page:
             except UserMistake as mistake:
                 raise self._mistake(str(mistake)) from None
 
-    def _mistake(self, told: str) -> UserMistake:
-        return UserMistake(f"config {self.path}: {told}")
+    def _mistake(self, reason: str) -> UserMistake:
+        return UserMistake(f"config {self.path}: {reason}")
 
 
 def find_page(named: str) -> Page:

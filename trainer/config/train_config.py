@@ -1,4 +1,4 @@
-"""Everything that a run can be told, as nested frozen dataclasses.
+"""All settings of a run, as nested frozen dataclasses.
 
 A field declares its default, its bounds, and the consequence of a change when a run resumes (`options.py`); its
 docstring is its help text on the command line. Each class validates itself on construction, so a config that exists is
@@ -383,7 +383,7 @@ class TrainConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self):
-        if isinstance(self.name, str):  # what it is else is told like every field of another type
+        if isinstance(self.name, str):  # any other type is refused as in every field
             _check_name(self.name)
         check_options(self)
         if self.batch_size % self.gradient_accumulation:

@@ -34,8 +34,8 @@ def make_batches(
         config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
         corpus: the corpus.
         sequence_sharding: how each sequence is sharded over `mesh.context`.
-        on_progress: told, in one line, if the documents fill fewer sequences than the config asks for.
-        rows_of: the rows that this process reads of a batch with so many; by default all.
+        on_progress: called with a line if the documents fill fewer sequences than the config asks for.
+        rows_of: returns the sequences of a batch of a given size that this process reads; by default all.
     """
     sharder = SequenceSharder.of(config, sequence_sharding)
     train = make_train_iterator(

@@ -73,14 +73,14 @@ class Membership:
 
     def _follow(self, index: int, farewell: Farewell) -> None:
         """Ends this process, since another one has ended."""
-        told = farewell.message
-        if not told.startswith(self.peers.name(index)):
-            told = f"{self.peers.name(index)}: {told}"
-        ended = Farewell(farewell.status, told)
+        message = farewell.message
+        if not message.startswith(self.peers.name(index)):
+            message = f"{self.peers.name(index)}: {message}"
+        ended = Farewell(farewell.status, message)
         is_gone = farewell.status == PEER_LOST
         words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, num_gone=int(is_gone))]
         if self.peers.is_first:
-            words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
+            words.append(lambda: print(f"error: {message}", file=sys.stderr, flush=True))
         leave(farewell.status, *words)
 
 

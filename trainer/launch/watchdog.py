@@ -150,7 +150,8 @@ class StillnessWatch:
         self.is_paused: Callable[[], bool] = lambda: False
         """While it returns True, seconds don't count."""
         self._lock = threading.Lock()
-        self._since: dict[int, tuple[Hashable, float, bool]] = {}  # the sign, when it was first seen, whether it's told
+        # By thing: its sign, the time at which the sign was first seen, and whether `on_late` was called for it.
+        self._since: dict[int, tuple[Hashable, float, bool]] = {}
         self._awake_s = 0.0
         self._last_look: float | None = None
         self._closing = threading.Event()

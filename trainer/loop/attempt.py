@@ -190,5 +190,5 @@ def attempt(
 
 
 def _is_no_exception_of_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and told in one message."""
+    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and end in one message."""
     return not (record.exc_info and "orbax" in record.pathname)

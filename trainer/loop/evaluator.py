@@ -28,7 +28,7 @@ class Evaluator:
     Args:
       setup: of the run: its validation batches and prompts.
       account: of the run's time.
-      observers: told of each loss and each text.
+      observers: hear of each loss and each text.
       stop: the stop signals. After one, nothing is evaluated any more.
     """
 
@@ -58,7 +58,7 @@ class Evaluator:
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     def evaluate_if_due(self, step: int, eval_step: Callable[..., Any], state: TrainState) -> None:
-        """Evaluates after the last step and every so many steps, unless an earlier attempt already has.
+        """Evaluates after the last step and every `evaluation.every_num_steps`, unless an earlier attempt already has.
 
         Args:
           step: steps behind the state.

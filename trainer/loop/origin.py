@@ -39,8 +39,8 @@ def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: C
         return recorded or {}
     initial = read_initial_model(config.init_from)
     origin = read_origin(initial.folder)
-    if told := longer_than_trained(config, initial.model, origin.get("context_length")):
-        console.warning(told)
+    if warning := longer_than_trained(config, initial.model, origin.get("context_length")):
+        console.warning(warning)
     return origin
 
 

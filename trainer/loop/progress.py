@@ -16,7 +16,7 @@ class Progress:
     """Where a run is.
 
     Args:
-      observers: told of each step that is done, and of each recompile.
+      observers: hear of each step that is done, and of each recompile.
       times: of the attempt's steps.
       history: collects the recompiles.
       account: of the run's time.

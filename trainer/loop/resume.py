@@ -67,23 +67,25 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.config)
     new = history.changes[len(before.changes) :]
-    told = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
+    lines = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
     try:
         workdir.write_config(setup.config)
     except OSError as error:
-        told.append(f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it")
-    return history, told
+        lines.append(
+            f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it"
+        )
+    return history, lines
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
     """Lines about consequences of the changes that aren't obvious."""
-    told = []
+    lines = []
     if any(change.consequence == "schedule" for change in new) and step < after.config.num_steps:
         rates = [
             float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
         ]
-        told.append(
+        lines.append(
             f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
             f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
-    return told
+    return lines

@@ -17,7 +17,7 @@ class StepTrace:
     Args:
       steps: which, in a row; empty: none.
       folder: where the trace goes.
-      console: told where it lies.
+      console: shows where it lies.
       is_first: whether this is process 0, the only one to trace. The others split their steps at the same places.
     """
 

@@ -1,4 +1,4 @@
-"""The events of a run, and the observers that are told of them."""
+"""The events of a run, and the observers that hear of them."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ Event = Start | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved |
 
 
 class Observer:
-    """Is told what happens in a run. By default it does nothing."""
+    """Hears of the events of a run. By default it does nothing."""
 
     def observe(self, event: Event) -> None:
         """Takes note of an event; most observers care for some kinds of events."""

@@ -115,8 +115,10 @@ class StepTimes:
         }
 
     def _mean_mfu(self, which: int) -> float | None:
-        told = [(seconds, mfu[which]) for _, seconds, _, mfu in self._steady() if mfu is not None]
-        return sum(seconds * value for seconds, value in told) / sum(seconds for seconds, _ in told) if told else None
+        known = [(seconds, mfu[which]) for _, seconds, _, mfu in self._steady() if mfu is not None]
+        return (
+            sum(seconds * value for seconds, value in known) / sum(seconds for seconds, _ in known) if known else None
+        )
 
     def _steady(self) -> list[tuple[int, float, int, tuple[float, float] | None]]:
         return self._windows[1:] or self._windows

@@ -4,7 +4,7 @@ Each device keeps its own shard of every matrix. It gathers the whole matrix in 
 give it a gradient of its own. Only the sum over all devices means anything. It is made in float32: first over the axes
 that split the matrix, where each device keeps its shard of the sum (a reduce-scatter), then over the other axes. XLA's
 partitioner, left to itself, sums in the dtype of the matmul that made the gradient, and as soon as it is made. So the
-forward and backward passes run in `jax.shard_map`, where nothing is summed that isn't told to be.
+forward and backward passes run in `jax.shard_map`, where JAX sums nothing by itself.
 
 When a gradient is summed:
 

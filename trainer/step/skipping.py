@@ -21,7 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 NUM_RECENT = 100
-"""Accepted updates over which the mean of the gradient's norm reaches back. Before so many, no norm is a spike."""
+"""Accepted updates over which the mean of the gradient's norm reaches back. Before that number, no norm is a spike."""
 
 _ZERO: Any = np.int32(0)  # NumPy's, so that importing this starts no device
 

@@ -1,4 +1,4 @@
-"""Slices of TPUs that aren't there: their names, their memory, and how libtpu is told to compile for one.
+"""Slices of TPUs that aren't there: their names, their memory, and how libtpu compiles for one.
 
 A topology's name is libtpu's: the generation and the shape of the slice in chips, such as v5p:2x2x1.
 """
