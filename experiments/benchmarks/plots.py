@@ -20,7 +20,7 @@ from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
 from trainer.observers.loss_plot import draw_losses
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -41,7 +41,7 @@ from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from experiments.benchmarks.command_line import read_arguments
 from kernels.backends import BACKENDS
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
