@@ -259,7 +259,7 @@ def _numbers(choice: TokenChoice) -> dict[str, float | None]:
 
 def _context_length(requests: Sequence[SampleRequest]) -> int:
     """Tokens that the caches are made for; rounded up, so that texts of about one length share programs."""
-    # The last token of a text needs no cell.
+    # The last token of a text needs no slot.
     longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
     return -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
 

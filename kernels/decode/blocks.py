@@ -1,7 +1,7 @@
 """Which blocks of a cache a decoding step reads: a plan of one row for each sequence, whose tiles are blocks.
 
 `kernels.plan` finds a tile's lowest and highest position from its tokens. A cache keeps those of each block from step
-to step, and which sequences see some or all of its cells, so that planning reads no cell.
+to step, and which sequences see some or all of its slots, so that planning reads no slot.
 
 Dimensions: B sequences of a call, T new tokens of each, J blocks.
 """
@@ -23,9 +23,9 @@ class BlockSummary(NamedTuple):
     """What each sequence finds in each block of its cache.
 
     Attributes:
-      lowest, highest: bounds of the positions that cells of the block hold; anything where no cell is seen.
-      some: whether the sequence may see a cell.
-      every: whether it sees all of the block's cells.
+      lowest, highest: bounds of the positions that slots of the block hold; anything where no slot is seen.
+      some: whether the sequence may see a slot.
+      every: whether it sees all of the block's slots.
     """
 
     lowest: Int[Array, "B J"]

@@ -41,7 +41,7 @@ class DecodeInputs(NamedTuple):
 class DecodeCall(NamedTuple):
     """The static description: hashable, all that the choice of a backend looks at.
 
-    Each sequence may look at `num_blocks` blocks, of `num_cells` cells in all: those of its own slab, or with
+    Each sequence may look at `num_blocks` blocks, of `num_slots` slots in all: those of its own slab, or with
     `one_slab` those that all sequences share.
     """
 
@@ -57,7 +57,7 @@ class DecodeCall(NamedTuple):
     logits_soft_cap: float | None
     block_size: int
     num_blocks: int
-    num_cells: int
+    num_slots: int
     one_slab: bool
     target: Target
     varying_axes: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ def make_decode_call(
         logits_soft_cap=logits_soft_cap,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        num_cells=cache.capacity,
+        num_slots=cache.capacity,
         one_slab=isinstance(cache, UnifiedCache),
         target=Target.of(device),
         varying_axes=axes,

@@ -1,4 +1,4 @@
-"""What both forms of cache share: empty cells, and checks of the sequences, counts and tokens that callers give.
+"""What both forms of cache share: empty slots, and checks of the sequences, counts and tokens that callers give.
 
 Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
 left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
@@ -116,10 +116,10 @@ def numbered(sequences: Int[Array, " B"] | None, num_sequences: int) -> Int[Arra
     return jnp.asarray(np.arange(num_sequences, dtype=np.int32)) if sequences is None else sequences
 
 
-def empty_cells(
+def empty_slots(
     shape: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "... K H"], Float[Array, "... K V"]]:
-    """Keys and values of cells without tokens; V is H by default."""
+    """Keys and values of slots without tokens; V is H by default."""
     value_dim = head_dim if value_dim is None else value_dim
     check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     if jnp.dtype(dtype) not in FLOATING_DTYPES:
@@ -128,18 +128,18 @@ def empty_cells(
 
 
 def checked_key_value(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]]:
-    """New keys and values as arrays; ValueError for those that don't fit the cells of a cache."""
+    """New keys and values as arrays; ValueError for those that don't fit the slots of a cache."""
     key, value = jnp.asarray(key), jnp.asarray(value)
-    for name, tokens, cells in (("key", key, cache.key), ("value", value, cache.value)):
+    for name, tokens, slots in (("key", key, cache.key), ("value", value, cache.value)):
         if 0 in tokens.shape[:2]:
             raise ValueError(f"{name} of shape {tokens.shape} holds no tokens; expected at least one")
-        if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != cells.shape[-2:]:
-            num_heads, head_dim = cells.shape[-2:]
+        if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != slots.shape[-2:]:
+            num_heads, head_dim = slots.shape[-2:]
             raise ValueError(
                 f"{name} must be [batch, tokens, {num_heads}, {head_dim}] for this cache, got {tokens.shape}"
             )
-        if tokens.dtype != cells.dtype:
-            raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {cells.dtype}; cast it")
+        if tokens.dtype != slots.dtype:
+            raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {slots.dtype}; cast it")
     return key, value
 
 

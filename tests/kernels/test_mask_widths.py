@@ -267,6 +267,6 @@ def test_decoding_at_the_last_positions(implementation, rng):
     for row, length in enumerate(lengths):
         held = np.arange(max(0, length - 32), length)
         dense = np.stack([spec.dense(range(length - 3, length), held) for spec in heads])
-        cells = held % 32
-        expected = attention_of(dense, query[row : row + 1], key[row : row + 1, cells], value[row : row + 1, cells])
+        slots = held % 32
+        expected = attention_of(dense, query[row : row + 1], key[row : row + 1, slots], value[row : row + 1, slots])
         np.testing.assert_allclose(output[row : row + 1], expected, rtol=0, atol=1e-2 if dtype == jnp.float16 else 1e-5)

@@ -4,7 +4,7 @@ They list the blocks to visit, attend to parts of the list, and merge the parts 
 Flash-Decoding.
 
 Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
-J blocks of cells, P parts that a sequence's visited blocks are split into, V head dim of value.
+J blocks of slots, P parts that a sequence's visited blocks are split into, V head dim of value.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
         constants={
             "num_blocks": call.num_blocks,
             "block_size": call.block_size,
-            "slab_capacity": None if call.one_slab else call.num_cells,
+            "slab_capacity": None if call.one_slab else call.num_slots,
             "num_words": whose[2].shape[-1],
             "num_new": call.num_new,
             "num_heads": call.num_heads,
@@ -95,7 +95,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
             "to_cap": None if cap is None else call.scale / cap,
             "to_log2": _LOG2_E * (call.scale if cap is None else cap),
             "tile_rows": tiles.block_q,
-            "tile_cells": tiles.block_kv,
+            "tile_slots": tiles.block_kv,
             "block_h": padded_head_dim(call.head_dim),
             "block_v": block_v,
         },
