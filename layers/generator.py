@@ -49,7 +49,7 @@ class NewToken(NamedTuple):
     """Which text."""
     token: int
     is_last: bool
-    """Whether the text ends here: this is the stop token, or it has its number of tokens."""
+    """True if the text ends here: this is the stop token, or it has its number of tokens."""
 
 
 class _Texts(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from kernels.decode.blocks import block_kinds
+from kernels.decode.blocks import block_tile_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
 from kernels.plan import list_rows
@@ -19,7 +19,7 @@ from kernels.softmax import RunningSoftmax, matmul
 from kernels.varying import vary
 
 # Slots of a sequence that one step of the loop reads: on a CPU few, so that short sequences pay for little; elsewhere
-# so many that starting a step's kernels doesn't count.
+# enough that starting a step's kernels doesn't count.
 _CPU_SLOTS, _ACCELERATOR_SLOTS = 256, 2048
 
 
@@ -31,7 +31,7 @@ def unsupported_reason(call: DecodeCall, tuning: None = None) -> str | None:
 def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> OutputAndLse:
     """Attention of one call. See `kernels.decode_attention`."""
     cache, sequences = inputs.cache, inputs.sequences
-    plan = list_rows(block_kinds(call.mask, inputs.query_positions, cache.blocks(sequences))[:, None])
+    plan = list_rows(block_tile_kinds(call.mask, inputs.query_positions, cache.blocks(sequences))[:, None])
     blocks, num_visited = plan.tiles, plan.bounds[:, 0, 3]
     assert blocks is not None, "a plan of lists"
     num_slots = _CPU_SLOTS if call.target.platform == "cpu" else _ACCELERATOR_SLOTS

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.call import checked_mask, checked_positions, checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import of_sequences, sequences_of_batch
+from kernels.decode.tokens import take_sequences, sequences_of_batch
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
 from kernels.number_types import at_least_float32
@@ -107,7 +107,9 @@ def make_decode_call(
     sinks = checked_sinks(sinks, num_heads)
     chosen = sequences_of_batch(sequences, batch, cache.num_sequences)
     if query_positions is None:
-        query_positions = of_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+        query_positions = (
+            take_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+        )
     else:
         query_positions = checked_positions("query_positions", query_positions, batch, num_new)
     inputs = DecodeInputs(query, cache, chosen, query_positions, sinks)

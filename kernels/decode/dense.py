@@ -2,7 +2,8 @@
 
 Starting kernels that list blocks, attend to them in parts and merge the parts takes longer than reading a few hundred
 slots. Here XLA makes a few kernels of the whole call. Products are elementwise, with sums in the softmax's dtype. They
-leave out what a row may not see; a matrix product would multiply it by 0, and let another sequence's NaN through.
+leave out the slots that a row may not see; a matrix product would multiply them by 0, and let another sequence's NaN
+through.
 
 Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
 R = G·T rows of a query tile, C slots that a sequence looks at, H and V head dims of key and value.
@@ -55,6 +56,6 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: None = None) -> Outpu
     logits = capped_logits((query[..., None, :] * key).sum(-1), allowed, call)
     row_max = jnp.maximum(logits.max(-1), INITIAL_MAX)
     p = jnp.exp(logits - row_max[..., None])
-    # Not even multiplied by 0: what a row may not see can be NaN.
+    # A slot that a row may not see can hold NaN, so it isn't even multiplied by 0.
     acc = jnp.where(allowed[..., None], p[..., None] * value, 0).sum(-2)
     return finish(RunningSoftmax(acc, row_max, p.sum(-1)), inputs.sinks, call)

@@ -22,7 +22,7 @@ from kernels.decode.tokens import (
     empty_slots,
     growth_on_host,
     numbered,
-    of_sequences,
+    take_sequences,
     sequence_numbers,
     sequences_of_batch,
     token_counts,
@@ -116,7 +116,7 @@ class SlabCache:
           sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
           num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
             is.
-          from_start: the tokens take the place of what their sequences held.
+          from_start: the tokens replace those that their sequences held.
 
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
@@ -125,7 +125,7 @@ class SlabCache:
         key, value = checked_key_value(self, key, value)
         batch, num_new, capacity = *key.shape[:2], self.capacity
         chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
-        before = of_sequences(self.lengths, chosen)
+        before = take_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
         counts = token_counts(num_tokens, num_new, start)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
@@ -135,13 +135,13 @@ class SlabCache:
         kept = (token < counts[:, None]) & (token >= counts[:, None] - capacity)
         # Tokens that aren't kept go past the end, each to a slot of its own, since the slots are promised to differ.
         slot = jnp.where(kept, position % capacity, capacity + token)
-        place = (numbered(chosen, self.num_sequences)[:, None], slot)
+        index = (numbered(chosen, self.num_sequences)[:, None], slot)
 
         def put(slots, tokens):
             if batch == num_new == 1 and chosen is None and num_tokens is None:
                 # It is kept. A scatter would read the slot first, in a kernel of its own, to write it back otherwise.
                 return jax.lax.dynamic_update_slice_in_dim(slots, tokens, start[0] % capacity, axis=1)
-            return slots.at[place].set(tokens, mode="drop", unique_indices=True)
+            return slots.at[index].set(tokens, mode="drop", unique_indices=True)
 
         return dataclasses.replace(
             self,
@@ -167,7 +167,7 @@ class SlabCache:
         tokens_per_step: int = 1,
         sequences: Sequence[int] | None = None,
     ) -> None:
-        """Checks, on the host, that sequences may grow without overwriting what a mask still allows them to see.
+        """Checks, on the host, that sequences may grow without overwriting tokens that a mask still allows them to see.
 
         Args:
           num_tokens: tokens that each sequence is to gain, one number or one for each.
@@ -191,13 +191,13 @@ class SlabCache:
                     f"capacity={needed}"
                 )
 
-    # What a decoding step asks of either form of cache.
+    # A decoding step calls these on either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
         """The summary of each sequence's blocks, in closed form from its length."""
         first = jnp.arange(self.num_blocks, dtype=jnp.int32)[None] * self.block_size
         last = jnp.minimum(first + self.block_size, self.capacity) - 1
-        length = of_sequences(self.lengths, sequences)[:, None]
+        length = take_sequences(self.lengths, sequences)[:, None]
         newest = (length - 1) % self.capacity  # The slot of the newest token; the oldest lies behind it in a full ring.
         first_position, last_position = (_position(slot, length, self.capacity) for slot in (first, last))
         wraps = (first <= newest) & (newest < last)  # Positions fall from the newest slot to the next.
@@ -211,7 +211,7 @@ class SlabCache:
     ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
         """Positions of some slots of each sequence, or of all, and whether they hold a token."""
         slots = jnp.arange(self.capacity, dtype=jnp.int32)[None] if slots is None else slots
-        position = _position(slots, of_sequences(self.lengths, sequences)[:, None], self.capacity)
+        position = _position(slots, take_sequences(self.lengths, sequences)[:, None], self.capacity)
         return position, (slots < self.capacity) & (position >= 0)
 
     def read(
@@ -219,9 +219,9 @@ class SlabCache:
     ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
         """Keys and values of some slots of each sequence, or of all; anything for a slot past the end."""
         if slots is None:
-            return of_sequences(self.key, sequences), of_sequences(self.value, sequences)
-        place = (numbered(sequences, self.num_sequences)[:, None], slots)
-        return self.key.at[place].get(mode="clip"), self.value.at[place].get(mode="clip")
+            return take_sequences(self.key, sequences), take_sequences(self.value, sequences)
+        index = (numbered(sequences, self.num_sequences)[:, None], slots)
+        return self.key.at[index].get(mode="clip"), self.value.at[index].get(mode="clip")
 
 
 def _position(slot: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:
@@ -230,7 +230,7 @@ def _position(slot: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int)
 
 
 def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) -> int:
-    """Slots of a sequence's slab that keep all that a mask allows to be seen.
+    """Number of slots of a slab that keep all tokens which a mask allows a query to see.
 
     Args:
       mask: of the attention over the cache; None allows all.

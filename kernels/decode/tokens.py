@@ -1,7 +1,8 @@
-"""What both forms of cache share: empty slots, and checks of the sequences, counts and tokens that callers give.
+"""Shared by both forms of cache: empty slots, and checks of the sequences, counts and tokens that callers give.
 
-Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
-left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
+Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or the sequences that
+they name are left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists
+aren't.
 
 Dimensions: Z sequences of a cache, B batch, T new tokens of each batch element, K key/value heads, H and V head dims.
 """
@@ -36,7 +37,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether the host doesn't know the numbers yet."""
+    """True if some number is traced: the host doesn't know it yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
@@ -86,10 +87,10 @@ def sequence_numbers(sequences: Any, num_sequences: int, *, distinct: bool = Fal
             raise ValueError(f"sequences {numbers.tolist()} must differ; give a sequence's tokens in one batch element")
         return jnp.asarray(numbers.astype(np.int32))
     known = (numbers >= 0) & (numbers < num_sequences)
-    place = jnp.arange(len(numbers), dtype=jnp.int32)
+    index = jnp.arange(len(numbers), dtype=jnp.int32)
     if distinct:
-        known &= ~((numbers[:, None] == numbers) & (place < place[:, None])).any(-1)
-    return jnp.where(known, numbers, num_sequences + place)
+        known &= ~((numbers[:, None] == numbers) & (index < index[:, None])).any(-1)
+    return jnp.where(known, numbers, num_sequences + index)
 
 
 def sequences_of_batch(
@@ -105,8 +106,8 @@ def sequences_of_batch(
     return None
 
 
-def of_sequences(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
-    """What belongs to each batch element's sequence; zeros for a number past the end."""
+def take_sequences(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
+    """The entries of each batch element's sequence; zeros for a number past the end."""
     return by_sequence if sequences is None else by_sequence.at[sequences].get(mode="fill", fill_value=0)
 
 

@@ -1,4 +1,4 @@
-"""A key/value cache whose slots many sequences share, and the table that says whose each slot is.
+"""A key/value cache whose slots many sequences share, and the table of the sequences that see each slot.
 
 Dimensions: Z sequences that a table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C slots, J blocks of slots,
 B batch of a call (each element one sequence), T new tokens of each, K key/value heads, H and V head dims of key and
@@ -28,7 +28,7 @@ from kernels.decode.tokens import (
     integers,
     is_traced,
     numbered,
-    of_sequences,
+    take_sequences,
     sequence_numbers,
     sequences_of_batch,
     token_counts,
@@ -51,7 +51,7 @@ class UnifiedCache:
 
     Attributes:
       key, value: the slots.
-      table: whose they are.
+      table: the sequences that see each slot.
       num_sequences, capacity, lengths, block_size, num_blocks: those of the table.
     """
 
@@ -144,16 +144,16 @@ class UnifiedCache:
           ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
         """
         key, value = checked_key_value(self, key, value)
-        places = integers("slots", slots)
-        if table.capacity != self.capacity or places.shape != key.shape[:2]:
+        indices = integers("slots", slots)
+        if table.capacity != self.capacity or indices.shape != key.shape[:2]:
             raise ValueError(
-                f"slots {list(places.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
+                f"slots {list(indices.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
                 f"and {self.capacity} slots; give what the cache's own table.allocate returned"
             )
-        places = places.astype(jnp.int32)
-        # What no table gives, a negative slot, is left out as one past the end is; it doesn't count from the end.
+        indices = indices.astype(jnp.int32)
+        # No table gives a negative slot. It is left out like one past the end, and doesn't count from the end.
         how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
-        return UnifiedCache(self.key.at[places].set(key, **how), self.value.at[places].set(value, **how), table)
+        return UnifiedCache(self.key.at[indices].set(key, **how), self.value.at[indices].set(value, **how), table)
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> UnifiedCache:
         """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free.
@@ -170,8 +170,8 @@ class UnifiedCache:
         cache stays as it is where source and target are one sequence, or it hasn't one of them.
 
         Args:
-          source: the sequence whose tokens they are.
-          target: the sequence that starts with them, in place of what it held.
+          source: the sequence that holds the tokens.
+          target: the sequence that starts with them; the tokens that it held are dropped.
           num_tokens: how many, from the first; by default all.
 
         Raises:
@@ -189,10 +189,10 @@ class UnifiedCache:
         """
         self.table.check_room(num_tokens, sequences=sequences)
 
-    # What a decoding step asks of either form of cache.
+    # A decoding step calls these on either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """What each sequence finds in each block."""
+        """The summary of each sequence's blocks."""
         return self.table.blocks(sequences)
 
     def slots(
@@ -211,7 +211,7 @@ class UnifiedCache:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlotTable:
-    """Whose each slot of a unified cache is, and at which position: one table serves all layers of a model.
+    """The sequences that see each slot of a unified cache, and its position: one table serves all layers of a model.
 
     Slots are given out in blocks: a sequence fills up its newest block, then takes the first free one. A block is free
     again once no sequence sees any of its slots. All of this happens on the device, so that a step that writes can run
@@ -297,7 +297,7 @@ class SlotTable:
         self, sequences: Int[Array, " B"] | None, num_new: int, num_tokens: Any
     ) -> tuple[SlotTable, Int[Array, "B T"]]:
         """As `allocate`, with sequence numbers that have been checked."""
-        length, last_slot = of_sequences(self.lengths, sequences), of_sequences(self.last_slots, sequences)
+        length, last_slot = take_sequences(self.lengths, sequences), take_sequences(self.last_slots, sequences)
         counts = token_counts(num_tokens, num_new, length)
         if sequences is not None:
             counts = jnp.where(sequences < self.num_sequences, counts, 0)
@@ -317,13 +317,13 @@ class SlotTable:
         blocks = jnp.concatenate([filling[:, None], taken], axis=1).astype(jnp.int32)
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
-        place = num_used[:, None] + token
-        block = jnp.take_along_axis(blocks, place // size, axis=1)
+        offset = num_used[:, None] + token
+        block = jnp.take_along_axis(blocks, offset // size, axis=1)
         counted = token < counts[:, None]
         fits = counted & (block < no_block)
         # The writes are cheap where all slots are promised to differ, so those past the end differ too.
-        past_end = capacity + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
-        slots = jnp.where(fits, block * size + place % size, past_end)
+        past_end = capacity + jnp.arange(offset.size, dtype=jnp.int32).reshape(offset.shape)
+        slots = jnp.where(fits, block * size + offset % size, past_end)
 
         newest = jnp.take_along_axis(slots, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_slot)
@@ -370,7 +370,7 @@ class SlotTable:
             givers, takers = (jnp.where(are_two, x, self.num_sequences) for x in (givers, takers))
         elif numbers[0] == numbers[1]:
             raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
-        length, lost = of_sequences(self.lengths, givers), of_sequences(self.num_dropped, givers)
+        length, lost = take_sequences(self.lengths, givers), take_sequences(self.num_dropped, givers)
         if num_tokens is not None:
             count = integers("num_tokens", num_tokens, ())
             if isinstance(count, np.ndarray):
@@ -410,7 +410,7 @@ class SlotTable:
             )
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """What each sequence finds in each block."""
+        """The summary of each sequence's blocks."""
         numbers = numbered(sequences, self.num_sequences)
         some, every = (self._sees(sets, numbers) for sets in (self.some_slot, self.every_slot))
         return BlockSummary(self.lowest[None], self.highest[None], some, every)
@@ -429,11 +429,12 @@ class SlotTable:
         return jnp.where(is_its_word, jnp.uint32(1) << bit[:, None], jnp.uint32(0))
 
     def _sees(
-        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], places: Int[Array, "B c"] | None = None
+        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], slots: Int[Array, "B c"] | None = None
     ) -> Bool[Array, "B c"]:
-        """Whether each sequence is in each of the sets, or in those at its places; one past the end is in none."""
+        """True where a sequence is in a set: in each of the sets, or in those at its slots. A number past the end is in
+        none."""
         word, bit = sequences // _WORD_BITS, (sequences % _WORD_BITS).astype(jnp.uint32)
-        words = sets.T[word] if places is None else sets[places, word[:, None]]
+        words = sets.T[word] if slots is None else sets[slots, word[:, None]]
         return ((words >> bit[:, None]) & 1).astype(bool) & (sequences < self.num_sequences)[:, None]
 
     def _summarized(self, blocks: Int[Array, " n"] | None = None) -> SlotTable:

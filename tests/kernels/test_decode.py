@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels import LocalMask, MultiHeadMask, TritonDecodeTuning, TritonTuning, decode_attention, slab_capacity
-from kernels.decode.blocks import BlockSummary, block_kinds
+from kernels.decode.blocks import BlockSummary, block_tile_kinds
 from kernels.masks import TileKind
 from kernels.plan import list_rows
 from tests.kernels.decode_session import (
@@ -122,7 +122,7 @@ def test_visits_are_the_blocks_that_hold_an_allowed_slot(form, rng):
     @jax.jit
     def look(cache):
         slots = jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity))
-        return list_rows(block_kinds(window, jnp.asarray(places), cache.blocks(None))[:, None]), cache.slots(
+        return list_rows(block_tile_kinds(window, jnp.asarray(places), cache.blocks(None))[:, None]), cache.slots(
             None, slots
         )
 
@@ -138,11 +138,11 @@ def test_visits_are_the_blocks_that_hold_an_allowed_slot(form, rng):
 
 def test_a_block_counts_for_all_heads_together():
     summary = BlockSummary(*(jnp.array([[start, start + 7]])[:, :1] for start in (0, 7)), *[jnp.ones((1, 1), bool)] * 2)
-    kinds = [
-        block_kinds(mask, jnp.array([[9]]), summary).item()
+    tile_kinds = [
+        block_tile_kinds(mask, jnp.array([[9]]), summary).item()
         for mask in (CAUSAL, LocalMask(1, 0), LocalMask(3, 0), MultiHeadMask([CAUSAL, LocalMask(1, 0)]))
     ]
-    assert kinds == [TileKind.FULL, TileKind.EMPTY, TileKind.PARTIAL, TileKind.PARTIAL]
+    assert tile_kinds == [TileKind.FULL, TileKind.EMPTY, TileKind.PARTIAL, TileKind.PARTIAL]
 
 
 @pytest.mark.parametrize(

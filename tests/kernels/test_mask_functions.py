@@ -179,7 +179,7 @@ def test_state_that_changes_between_calls_is_seen(of, rng):
         window.width = window.array[0] = width
         dense = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-width, dtype=bool)
         plan = make_block_plan(mask, LENGTH, LENGTH, 16, 16)
-        np.testing.assert_array_equal(plan.kinds() != TileKind.EMPTY, dense.reshape(3, 16, 3, 16).any((1, 3)))
+        np.testing.assert_array_equal(plan.tile_kinds() != TileKind.EMPTY, dense.reshape(3, 16, 3, 16).any((1, 3)))
         assert make_block_plan(mask, LENGTH, LENGTH, 16, 16) is plan, "made once for each state"
     output = dot_product_attention(*x, mask, implementation=SMALL)
     np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
@@ -226,7 +226,7 @@ def test_functions_that_ignore_positions_elsewhere(fn, dense):
             np.testing.assert_array_equal(mask(position[:, None], position), dense)
     assert MaskFn(fn)(3, 4) == dense[3, 4]
     plan = make_block_plan(MaskFn(fn), LENGTH, LENGTH, 1, 1)
-    np.testing.assert_array_equal(plan.kinds() == TileKind.FULL, dense)
+    np.testing.assert_array_equal(plan.tile_kinds() == TileKind.FULL, dense)
     assert len(block_map(MaskFn(fn), 16).splitlines()) == 17
     query, token = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 1, 1, 16))
     cache = SlabCache.empty(1, 16, 1, 16, dtype=jnp.float32).write(token, token)

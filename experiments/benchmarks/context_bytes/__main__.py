@@ -185,10 +185,10 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
     if any(row["trip_bytes"]):
         row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_rows"])
         # Of hops, which are one fewer, a ring makes one outside of its loops.
-        of_trips = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
+        trip_bytes = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
         row |= {
-            "forward_bytes": row["forward_bytes"] + of_trips[0],
-            "backward_bytes": row["backward_bytes"] + of_trips[1],
+            "forward_bytes": row["forward_bytes"] + trip_bytes[0],
+            "backward_bytes": row["backward_bytes"] + trip_bytes[1],
         }
     return row | least_of(case, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
 
@@ -204,9 +204,9 @@ def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequen
     mask = parse_mask(case.mask)
     counts = []
     for ids, positions in drawn if case.packed else [(None, None)]:
-        of_documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
-        token_order = shard_sequence(sequence_sharding, case.length, case.num_ranks, masks={mask: 1.0}, **of_documents)
-        missing = count_missing_keys(mask, token_order, case.num_ranks, **of_documents)
+        documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
+        token_order = shard_sequence(sequence_sharding, case.length, case.num_ranks, masks={mask: 1.0}, **documents)
+        missing = count_missing_keys(mask, token_order, case.num_ranks, **documents)
         counts.append((missing.mean(), missing.max()))
     mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(counts, axis=0))
     return {"least_mean_bytes": mean, "least_greatest_bytes": greatest}

@@ -41,7 +41,7 @@ class BytesCase:
     mask: str
     """As `kernels.parse_mask` reads it."""
     packed: bool
-    """Whether rows are of several documents, kept apart."""
+    """True if rows are of several documents, kept apart."""
     exchange: str | None
     """None: by the cost model."""
     sequence_sharding: str | None = None
@@ -93,7 +93,7 @@ def measure(case: BytesCase) -> Measured:
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
     modules = [parse_module(program.as_text() or "") for program in programs]
     without_trips, with_one = (
-        _of_passes(
+        _pass_bytes(
             *(
                 sum(
                     total.bytes * received_share(total.operation, case.num_ranks)
@@ -118,8 +118,8 @@ def measure(case: BytesCase) -> Measured:
     )
 
 
-def _of_passes(of_forward: float, of_both: float) -> PassBytes:
-    return PassBytes(of_forward, of_both - of_forward)
+def _pass_bytes(forward: float, both: float) -> PassBytes:
+    return PassBytes(forward, both - forward)
 
 
 def topology_of(case: BytesCase) -> Topology | None:
@@ -171,7 +171,7 @@ def _functions(
     layer = ActivationSharding(mesh, exchange=exchange, sequence_sharding=sequence_sharding)
     heads = NamedSharding(mesh, P(BATCH_AXES, "context", "tensor"))
 
-    def of_heads(num_heads: int) -> jax.ShapeDtypeStruct:
+    def operand(num_heads: int) -> jax.ShapeDtypeStruct:
         shape = (config.batch_size, config.sequence_length, num_heads, model.head_dim)
         return jax.ShapeDtypeStruct(shape, model.compute_dtype, sharding=heads)
 
@@ -190,7 +190,7 @@ def _functions(
         output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, token_order), query, key, value)
         return output, vjp(d_output)
 
-    query, key = of_heads(model.num_heads), of_heads(model.num_kv_heads)
+    query, key = operand(model.num_heads), operand(model.num_kv_heads)
     return attend, both, [query, key, key, tokens, tokens, query]
 
 

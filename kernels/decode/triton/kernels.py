@@ -13,20 +13,20 @@ from kernels.backends.triton.tiles import capped
 
 
 @triton.jit
-def list_blocks_kernel(kinds, blocks, counts, num_blocks: tl.constexpr, chunk: tl.constexpr):
-    """Lists the blocks that aren't EMPTY, FULL ones first, and counts both: `kinds` [B, J] → [B, J], [B, 2]."""
+def list_blocks_kernel(tile_kinds, blocks, counts, num_blocks: tl.constexpr, chunk: tl.constexpr):
+    """Lists the blocks that aren't EMPTY, FULL ones first, and counts both: `tile_kinds` [B, J] → [B, J], [B, 2]."""
     batch = tl.program_id(0)
-    kinds += batch * num_blocks
+    tile_kinds += batch * num_blocks
     blocks += batch * num_blocks
     num_full = 0
     for start in range(0, num_blocks, chunk):
         block = start + tl.arange(0, chunk)
-        kind = tl.load(kinds + block, mask=block < num_blocks, other=0)
+        kind = tl.load(tile_kinds + block, mask=block < num_blocks, other=0)
         num_full += tl.sum((kind == 2).to(tl.int32), 0)
     next_full, next_partial = 0, num_full
     for start in range(0, num_blocks, chunk):
         block = start + tl.arange(0, chunk)
-        kind = tl.load(kinds + block, mask=block < num_blocks, other=0)
+        kind = tl.load(tile_kinds + block, mask=block < num_blocks, other=0)
         full, partial = (kind == 2).to(tl.int32), (kind == 1).to(tl.int32)
         tl.store(blocks + next_full + tl.cumsum(full, 0) - 1, block, mask=kind == 2)
         tl.store(blocks + next_partial + tl.cumsum(partial, 0) - 1, block, mask=kind == 1)
@@ -112,7 +112,7 @@ def attend_part_kernel(
             back = (newest - slot) % slab_capacity
             position = newest - tl.where(back < 0, back + slab_capacity, back)
             seen = (slot < slab_capacity) & (position >= 0)
-        # What no row may see isn't even read: a probability of 0 doesn't stop a NaN.
+        # A slot that no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
         at = tl.cast(first_of_tile, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
@@ -150,8 +150,8 @@ def merge_parts_kernel(
         part = start + tl.arange(0, chunk)
         part_row = part * num_rows + row
         lses = tl.load(part_lse + part_row, mask=part < num_parts, other=float("-inf"))
-        place = tl.cast(part_row, tl.int64)[:, None] * value_dim + column
-        values = tl.load(part_output + place, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
+        offset = tl.cast(part_row, tl.int64)[:, None] * value_dim + column
+        values = tl.load(part_output + offset, mask=(part < num_parts)[:, None] & (column < value_dim), other=0.0)
         new_max = tl.maximum(row_max, tl.max(lses, 0))
         p, alpha = tl.exp(lses - new_max), tl.exp(row_max - new_max)
         # A part without blocks wrote no output: what is there may be NaN.
