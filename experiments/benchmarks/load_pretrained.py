@@ -64,7 +64,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (width,),
     }
     for layer in range(arguments.num_layers):
-        of_layer = {
+        layer_tensors = {
             "self_attn.q_proj": (width, width),
             "self_attn.k_proj": (kv_width, width),
             "self_attn.v_proj": (kv_width, width),
@@ -75,7 +75,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_tensors.items()}
     return shapes
 
 

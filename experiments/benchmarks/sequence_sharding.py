@@ -130,7 +130,7 @@ def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
     return ShardedRow(
         imbalance_of(chunk_size),
         imbalance_of(min(_SMALL_TILE, chunk_size)),
-        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in token_order.reshape(num_ranks, -1)),
+        num_runs=sum(1 + int((np.diff(rank_tokens) != 1).sum()) for rank_tokens in token_order.reshape(num_ranks, -1)),
         parted=_parted(ids, token_order, num_ranks),
         seconds=seconds,
     )

@@ -88,17 +88,17 @@ def save_png(
     for axes, each in zip(panels, distinct, strict=False):
         lengths = _lengths(each, q_len, kv_len, num_tiles)
         block = -(-max(lengths) // num_tiles)
-        kinds = _tile_kinds(each, *lengths, block)
+        tile_kinds = _tile_kinds(each, *lengths, block)
         axes.imshow(
-            kinds,
+            tile_kinds,
             cmap=ListedColormap(["#f4f4f4", "#9ecae1", "#08519c"]),
             vmin=0,
             vmax=2,
-            extent=(0, kinds.shape[1] * block, kinds.shape[0] * block, 0),
+            extent=(0, tile_kinds.shape[1] * block, tile_kinds.shape[0] * block, 0),
         )
         axes.set(xlabel="key position", ylabel="query position")
-        num_visited = np.count_nonzero(kinds != TileKind.EMPTY)
-        axes.set_title(f"{each!r}\n{num_visited:,} of {kinds.size:,} tiles visited", fontsize=9, wrap=True)
+        num_visited = np.count_nonzero(tile_kinds != TileKind.EMPTY)
+        axes.set_title(f"{each!r}\n{num_visited:,} of {tile_kinds.size:,} tiles visited", fontsize=9, wrap=True)
     figure.savefig(path, format="png", dpi=120)
 
 
@@ -117,9 +117,9 @@ def _tile_kinds(mask: Mask, q_len: int, kv_len: int, block: int) -> np.ndarray:
     q_hi, kv_hi = np.minimum(q_lo + block, q_len) - 1, np.minimum(kv_lo + block, kv_len) - 1
     corners = np.broadcast_arrays(q_lo, q_hi, kv_lo, kv_hi)
     with jax.ensure_compile_time_eval():
-        kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
+        tile_kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
     if not mask.exact:
-        is_open = kinds == TileKind.PARTIAL
+        is_open = tile_kinds == TileKind.PARTIAL
         counts, areas = mask.count_allowed(*(corner[is_open] for corner in corners))
-        kinds[is_open] = tile_kind(counts > 0, counts == areas)
-    return kinds
+        tile_kinds[is_open] = tile_kind(counts > 0, counts == areas)
+    return tile_kinds

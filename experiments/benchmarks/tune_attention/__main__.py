@@ -109,7 +109,7 @@ def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardT
 
 
 def has_few_blocks(tiles: MosaicForwardTuning, call: AttentionCall) -> bool:
-    """Whether a call may take the tiles of calls of few blocks in place of its own."""
+    """True if a call may take the tiles of calls of few blocks in place of its own."""
     return makespan_of_few_blocks(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call) is not None
 
 

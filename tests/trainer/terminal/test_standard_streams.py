@@ -107,7 +107,7 @@ def test_standard_error_has_signs_for_control_characters_but_for_those_of_rich(m
 
 def test_every_command_guards_its_output():
     # Those are started by a command of ours, which reads what they write.
-    workers = {"cell.py", "measure.py", "worker.py"}
+    workers = {"measure.py", "worker.py"}
     no_command = {"train.py"}  # it says so
     root = Path(__file__).parents[3]
     programs = [path for folder in ("trainer", "experiments") for path in (root / folder).rglob("*.py")]

@@ -1,6 +1,6 @@
-"""One cell of the table: attention over the context axis of a topology, compiled in a process of its own and counted.
+"""One case of the table: attention over the context axis of a topology, compiled in a process of its own and counted.
 
-    python -m experiments.benchmarks.context_bytes.cell JSON
+    python -m experiments.benchmarks.context_bytes.measure JSON
 
 The process has the topology's environment before it loads the compiler. Its last line of output is the result.
 """
@@ -29,7 +29,7 @@ LOCAL = "local"
 
 
 @dataclass(frozen=True)
-class BytesCell:
+class BytesCase:
     """What is compiled: the attention of one layer of the 1.3B model, a row of tokens to each group of ranks."""
 
     topology: str
@@ -41,7 +41,7 @@ class BytesCell:
     mask: str
     """As `kernels.parse_mask` reads it."""
     packed: bool
-    """Whether rows are of several documents, kept apart."""
+    """True if rows are of several documents, kept apart."""
     exchange: str | None
     """None: by the cost model."""
     sequence_sharding: str | None = None
@@ -69,8 +69,8 @@ class Measured:
     """Of both passes, with one trip of each such loop."""
 
 
-def measure(cell: BytesCell) -> Measured:
-    """Compiles the cell's forward pass, and both passes together.
+def measure(case: BytesCase) -> Measured:
+    """Compiles the case's forward pass, and both passes together.
 
     Raises:
       UserMistake: the topology has no such group of ranks, or the exchange can't serve the mask.
@@ -83,9 +83,9 @@ def measure(cell: BytesCell) -> Measured:
     from trainer.step.plan import make_plan
     from trainer.step.sharding import make_mesh
 
-    topology = topology_of(cell)
+    topology = topology_of(case)
     devices = jax.devices() if topology is None else topology.devices()
-    config = config_of(cell, len(devices))
+    config = config_of(case, len(devices))
     mesh = make_mesh(config.mesh, devices)
     exchange = make_plan(config, mesh).attention[0].exchange
     assert exchange is not None
@@ -93,10 +93,10 @@ def measure(cell: BytesCell) -> Measured:
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]
     modules = [parse_module(program.as_text() or "") for program in programs]
     without_trips, with_one = (
-        _of_passes(
+        _pass_bytes(
             *(
                 sum(
-                    total.bytes * received_share(total.operation, cell.num_ranks)
+                    total.bytes * received_share(total.operation, case.num_ranks)
                     for total in count_collectives(each, trips)
                 )
                 for each in modules
@@ -118,17 +118,17 @@ def measure(cell: BytesCell) -> Measured:
     )
 
 
-def _of_passes(of_forward: float, of_both: float) -> PassBytes:
-    return PassBytes(of_forward, of_both - of_forward)
+def _pass_bytes(forward: float, both: float) -> PassBytes:
+    return PassBytes(forward, both - forward)
 
 
-def topology_of(cell: BytesCell) -> Topology | None:
+def topology_of(case: BytesCase) -> Topology | None:
     """The topology to compile for; None: this machine's devices."""
-    return None if cell.topology == LOCAL else parse_topology(cell.topology)
+    return None if case.topology == LOCAL else parse_topology(case.topology)
 
 
-def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
-    """The 1.3B model on the topology's devices, with the cell's mask in every layer.
+def config_of(case: BytesCase, num_devices: int) -> TrainConfig:
+    """The 1.3B model on the topology's devices, with the case's mask in every layer.
 
     Raises:
       UserMistake: the ranks don't divide the devices.
@@ -136,22 +136,22 @@ def config_of(cell: BytesCell, num_devices: int) -> TrainConfig:
     from experiments import gpt_1b_32k
     from trainer.config import ContextConfig, MeshConfig
 
-    if num_devices % cell.num_ranks:
+    if num_devices % case.num_ranks:
         raise UserMistake(
-            f"{cell.num_ranks} ranks to a row don't divide the {num_devices} devices of {cell.topology}; "
-            f"use {math.gcd(cell.num_ranks, num_devices)}"
+            f"{case.num_ranks} ranks to a row don't divide the {num_devices} devices of {case.topology}; "
+            f"use {math.gcd(case.num_ranks, num_devices)}"
         )
     base = gpt_1b_32k.gpt_1b()
-    num_rows = num_devices // cell.num_ranks
+    num_rows = num_devices // case.num_ranks
     return dataclasses.replace(
         base,
-        sequence_length=cell.length,
+        sequence_length=case.length,
         batch_size=num_rows,
         gradient_accumulation=1,
-        mesh=MeshConfig(fsdp=num_rows, context=cell.num_ranks),
-        context=ContextConfig(cell.exchange, cell.sequence_sharding),  # type: ignore[arg-type]  # the config refuses others
-        model=dataclasses.replace(base.model, masks=(parse_mask(cell.mask),)),
-        data=dataclasses.replace(base.data, keep_documents_apart=cell.packed),
+        mesh=MeshConfig(fsdp=num_rows, context=case.num_ranks),
+        context=ContextConfig(case.exchange, case.sequence_sharding),  # type: ignore[arg-type]  # the config refuses others
+        model=dataclasses.replace(base.model, masks=(parse_mask(case.mask),)),
+        data=dataclasses.replace(base.data, keep_documents_apart=case.packed),
     )
 
 
@@ -171,7 +171,7 @@ def _functions(
     layer = ActivationSharding(mesh, exchange=exchange, sequence_sharding=sequence_sharding)
     heads = NamedSharding(mesh, P(BATCH_AXES, "context", "tensor"))
 
-    def of_heads(num_heads: int) -> jax.ShapeDtypeStruct:
+    def operand(num_heads: int) -> jax.ShapeDtypeStruct:
         shape = (config.batch_size, config.sequence_length, num_heads, model.head_dim)
         return jax.ShapeDtypeStruct(shape, model.compute_dtype, sharding=heads)
 
@@ -190,13 +190,13 @@ def _functions(
         output, vjp = jax.vjp(lambda *heads: attend(*heads, segment_ids, token_order), query, key, value)
         return output, vjp(d_output)
 
-    query, key = of_heads(model.num_heads), of_heads(model.num_kv_heads)
+    query, key = operand(model.num_heads), operand(model.num_kv_heads)
     return attend, both, [query, key, key, tokens, tokens, query]
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(dataclasses.asdict(measure(BytesCell(**json.loads(sys.argv[1]))))))
+        print(json.dumps(dataclasses.asdict(measure(BytesCase(**json.loads(sys.argv[1]))))))
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)

@@ -1,10 +1,10 @@
-"""One cell of the compile-time table, measured in a process of its own.
+"""One case of the compile-time table, measured in a process of its own.
 
-    python -m experiments.benchmarks.compile_time.cell '{"subject": "attention", "source": "ours", …}'
+    python -m experiments.benchmarks.compile_time.measure '{"subject": "attention", "source": "ours", …}'
 
-prints the measurement as its last line. A process of its own, so that memory is the cell's alone, and so that no cell
+prints the measurement as its last line. A process of its own, so that memory is the case's alone, and so that no case
 finds another's work in a cache. What every first use in a process costs (imports, Pallas, JAX's library functions) is
-no cell's: the same function is first traced at a small length. A trace that is short is repeated; each one is of a new
+no case's: the same function is first traced at a small length. A trace that is short is repeated; each one is of a new
 function, with the caches of masks and plans emptied, so that all that depends on the mask is done anew.
 """
 
@@ -37,7 +37,7 @@ _LONGEST_COUNTED = 16_384
 
 
 @dataclass(frozen=True)
-class Cell:
+class CompileCase:
     """What is compiled."""
 
     subject: Subject
@@ -79,8 +79,8 @@ class Measurement:
     """Of each pass of TPU attention, over all heads; None: not counted (another subject or platform, or too long)."""
 
 
-def measure(cell: Cell) -> Measurement:
-    """Compiles a cell, timing each stage.
+def measure(case: CompileCase) -> Measurement:
+    """Compiles a case, timing each stage.
 
     Raises:
       UserMistake: the target or the config can't be used.
@@ -89,15 +89,15 @@ def measure(cell: Cell) -> Measurement:
 
     from trainer.compile.stages import lower_in_stages
 
-    devices = _devices(cell.target)
-    make = _attention if cell.subject == "attention" else _train_step
-    function, arguments = make(dataclasses.replace(cell, length=_WARM_UP_LENGTH), devices)
+    devices = _devices(case.target)
+    make = _attention if case.subject == "attention" else _train_step
+    function, arguments = make(dataclasses.replace(case, length=_WARM_UP_LENGTH), devices)
     lower_in_stages(function, *arguments)
 
     def prepare() -> tuple[Any, tuple[Any, ...]]:
         _forget_masks()
         gc.collect()
-        return make(cell, devices)
+        return make(case, devices)
 
     function, arguments = prepare()
     reset_peak()
@@ -105,7 +105,7 @@ def measure(cell: Cell) -> Measurement:
     traced, seconds = _trace(function, arguments)
     trace_peak = peak_resident_bytes()
     traces = [seconds]
-    while traces[0] < _LONG_TRACE_S and len(traces) < cell.num_repeats:
+    while traces[0] < _LONG_TRACE_S and len(traces) < case.num_repeats:
         traced, seconds = _trace(*prepare())
         traces.append(seconds)
 
@@ -127,7 +127,7 @@ def measure(cell: Cell) -> Measurement:
         trace_peak_bytes=trace_peak,
         trace_rise_bytes=trace_peak - before,
         peak_bytes=peak,
-        visited_tiles=_visited_tiles(cell, arguments, devices[0]),
+        visited_tiles=_visited_tiles(case, arguments, devices[0]),
     )
 
 
@@ -147,7 +147,7 @@ def _devices(target: str | None) -> list[jax.Device]:
     return parse_topology(target).devices()
 
 
-def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
+def _attention(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
     """Forward and backward of one attention call, batch 1, bfloat16."""
     import jax
     import jax.numpy as jnp
@@ -157,26 +157,26 @@ def _attention(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, .
     from kernels import dot_product_attention
 
     device = devices[0]
-    mask, implementation = read_mask(cell.mask, cell.num_heads), our_implementation(device.platform)
+    mask, implementation = read_mask(case.mask, case.num_heads), our_implementation(device.platform)
     sharding = NamedSharding(Mesh(np.array([device]), ("device",)), PartitionSpec())
 
     def shape(num_heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, cell.length, num_heads, cell.head_dim), jnp.bfloat16, sharding=sharding)
+        return jax.ShapeDtypeStruct((1, case.length, num_heads, case.head_dim), jnp.bfloat16, sharding=sharding)
 
     def loss(query, key, value):
-        if cell.source == "ours":
+        if case.source == "ours":
             output = dot_product_attention(query, key, value, mask, implementation=implementation, device=device)
         else:
             from experiments.benchmarks.compile_time.upstream import attention
 
-            output = attention(cell.source, query, key, value, mask, device)
+            output = attention(case.source, query, key, value, mask, device)
         return output.astype(jnp.float32).sum()
 
-    key_value = shape(cell.num_kv_heads)
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (shape(cell.num_heads), key_value, key_value)
+    key_value = shape(case.num_kv_heads)
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))), (shape(case.num_heads), key_value, key_value)
 
 
-def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
+def _train_step(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
     """The training step of a config, all of whose layers have the mask."""
     from trainer.config.file import load_config
     from trainer.hardware import compiling_for
@@ -184,13 +184,13 @@ def _train_step(cell: Cell, devices: list[jax.Device]) -> tuple[Any, tuple[Any, 
     from trainer.step.sharding import make_mesh
 
     with compiling_for(devices[0].platform):
-        config = load_config(Path(cell.config))
+        config = load_config(Path(case.config))
     model = dataclasses.replace(
         config.model,
-        masks=(read_mask(cell.mask, config.model.num_heads),),
+        masks=(read_mask(case.mask, config.model.num_heads),),
         implementation=our_implementation(devices[0].platform),
     )
-    config = dataclasses.replace(config, model=model, sequence_length=cell.length)
+    config = dataclasses.replace(config, model=model, sequence_length=case.length)
     num_devices = 1
     for size in asdict(config.mesh).values():
         num_devices *= size
@@ -217,17 +217,17 @@ def _forget_masks() -> None:
         cached.cache_clear()  # type: ignore[attr-defined]
 
 
-def _visited_tiles(cell: Cell, shapes: tuple[Any, ...], device: jax.Device) -> dict[str, int] | None:
-    if cell.subject != "attention" or device.platform != "tpu" or cell.length > _LONGEST_COUNTED:
+def _visited_tiles(case: CompileCase, shapes: tuple[Any, ...], device: jax.Device) -> dict[str, int] | None:
+    if case.subject != "attention" or device.platform != "tpu" or case.length > _LONGEST_COUNTED:
         return None
     from experiments.benchmarks.compile_time.tiles import count_visited_tiles
 
-    return count_visited_tiles(cell.source, read_mask(cell.mask, cell.num_heads), shapes, device)
+    return count_visited_tiles(case.source, read_mask(case.mask, case.num_heads), shapes, device)
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(asdict(measure(Cell(**json.loads(sys.argv[1]))))))
+        print(json.dumps(asdict(measure(CompileCase(**json.loads(sys.argv[1]))))))
     except UserMistake as mistake:
         print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)
