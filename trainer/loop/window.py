@@ -60,7 +60,7 @@ class RunningWindow:
         """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
-          batch: on the host. The FLOPs of all its rows count, not only of those that this process has read.
+          batch: on the host. The FLOPs of the whole batch count, not only of the sequences that this process has read.
           metrics: on the device, which may not have computed them yet.
 
         Returns:
