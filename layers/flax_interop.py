@@ -33,10 +33,10 @@ def attention_fn(
     logits_soft_cap: float | None = None,
     scale: float | None = None,
 ) -> FlaxAttention:
-    """Makes what `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as their `attention_fn`.
+    """Makes an `attention_fn` for `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
     Args:
-      mask: who may attend to whom, from `kernels`; None: everyone, but for the Flax module's own `mask`.
+      mask: a mask from `kernels`; None: all pairs are allowed, but for the Flax module's own `mask`.
       implementation: attention backend, by name or as a tuning object; None: the fastest that serves the call.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       scale: factor on the logits; None: 1 / √head_dim, as Flax.
@@ -77,7 +77,7 @@ class FlaxAttention:
         object.__setattr__(self, "scale", checked_scale(self.scale))
 
     # linen hands over only the arguments that it finds by name in this signature, so whatever can change the result
-    # must be listed, or it would be dropped without a word.
+    # must be listed, or it would be ignored silently.
     @instead_of(local_window_size="use attention_fn(mask=LocalMask(left, right))", **_OF_LENGTHS)
     def __call__(
         self,
@@ -150,7 +150,7 @@ class FlaxAttention:
         if query_length == 1 and key_length > 1 and static_mask != FullMask():
             # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
             raise ValueError(
-                f"one query against {key_length} keys is a decoding step, in which Flax doesn't tell the query's "
+                f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's "
                 f"position, so {static_mask!r} can't be applied; decode with attention_fn(mask=None) and "
                 "is_causal=False, where Flax masks the unwritten part of its cache"
             )
@@ -202,7 +202,7 @@ class FlaxAttention:
 
 
 def _is_precision(precision: Any) -> bool:
-    """True if it is a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
+    """True for a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
     try:
         for each in precision if isinstance(precision, tuple | list) else (precision,):
             jax.lax.Precision(each)
@@ -233,7 +233,7 @@ def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, n
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """Refuses what Flax refuses; the batch dims of what fits together can be made one."""
+    """Raises ValueError for shapes that Flax refuses, too, and for batch dims that can't be merged into one."""
     got = f"query {query.shape}, key {key.shape}, value {value.shape}"
     expected = "expected [*batch, T, N, H], [*batch, S, K, H], [*batch, S, K, V]"
     if not query.ndim == key.ndim == value.ndim >= 3:

@@ -91,7 +91,7 @@ class ShardedRow:
     """The greatest rank's cost divided by the mean, in the tiles of the sharding."""
     imbalance_small_tiles: float
     """The same in tiles of half their side."""
-    num_runs: int
+    num_spans: int
     """Runs of neighbouring tokens, over all ranks."""
     parted: float
     """Share of the documents shorter than a chunk that lie on more than one rank."""
@@ -130,7 +130,7 @@ def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
     return ShardedRow(
         imbalance_of(chunk_size),
         imbalance_of(min(_SMALL_TILE, chunk_size)),
-        num_runs=sum(1 + int((np.diff(rank_tokens) != 1).sum()) for rank_tokens in token_order.reshape(num_ranks, -1)),
+        num_spans=sum(1 + int((np.diff(rank_tokens) != 1).sum()) for rank_tokens in token_order.reshape(num_ranks, -1)),
         parted=_parted(ids, token_order, num_ranks),
         seconds=seconds,
     )
@@ -166,7 +166,7 @@ def measure(arguments: ShardingArguments) -> Iterator[dict[str, Any]]:
                 "imbalance_max": max(each.imbalance for each in rows),
                 "imbalance_small_tiles_mean": statistics.mean(each.imbalance_small_tiles for each in rows),
                 "imbalance_small_tiles_max": max(each.imbalance_small_tiles for each in rows),
-                "num_runs_median": statistics.median(each.num_runs for each in rows),
+                "num_spans_median": statistics.median(each.num_spans for each in rows),
                 "short_documents_parted": statistics.mean(each.parted for each in rows),
                 "seconds_median": statistics.median(each.seconds for each in rows),
             }
@@ -191,7 +191,7 @@ def main(arguments: ShardingArguments) -> None:
             f"{result['imbalance_max']:.4f}",
             f"{result['imbalance_small_tiles_mean']:.4f}",
             f"{result['imbalance_small_tiles_max']:.4f}",
-            f"{result['num_runs_median']:,.0f}",
+            f"{result['num_spans_median']:,.0f}",
             f"{result['short_documents_parted']:.1%}",
             f"{1e3 * result['seconds_median']:.1f}",
         )

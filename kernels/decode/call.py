@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from kernels.call import checked_mask, checked_positions, checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import take_sequences, sequences_of_batch
+from kernels.decode.tokens import sequences_of_batch, take_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
 from kernels.number_types import at_least_float32

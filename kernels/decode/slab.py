@@ -22,9 +22,9 @@ from kernels.decode.tokens import (
     empty_slots,
     growth_on_host,
     numbered,
-    take_sequences,
     sequence_numbers,
     sequences_of_batch,
+    take_sequences,
     token_counts,
 )
 from kernels.masks import Mask, require_mask

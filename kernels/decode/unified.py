@@ -28,9 +28,9 @@ from kernels.decode.tokens import (
     integers,
     is_traced,
     numbered,
-    take_sequences,
     sequence_numbers,
     sequences_of_batch,
+    take_sequences,
     token_counts,
 )
 

@@ -1,4 +1,4 @@
-"""Our kernels in bonsai's Qwen 3 (`bonsai.models.qwen3`), whose parameters and caches stay where they are.
+"""Our kernels in bonsai's Qwen 3 (`bonsai.models.qwen3`); its parameters and caches stay as they are.
 
 Bonsai's models that hold a `flax.nnx.MultiHeadAttention` need no adapter: `layers.attention_fn` serves them.
 
@@ -45,7 +45,7 @@ def use_kernels(model: Any, *, implementation: str | Tuning | None = None) -> No
 
 
 class Qwen3Attention(nnx.Module):
-    """What bonsai's own attention computes, in memory proportional to S.
+    """Bonsai's own attention, computed in memory proportional to S.
 
     A token with nothing to attend to, such as padding on the right, attends to nothing: bonsai's attends to every
     slot of the cache alike.

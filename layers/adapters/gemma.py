@@ -38,8 +38,8 @@ def with_kernels(model: Any, *, implementation: str | Tuning | None = None) -> A
 
     if not isinstance(model, _transformer.Transformer):
         raise ValueError(
-            f"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got {type(model).__name__}, whose attention is "
-            "another one"
+            f"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got {type(model).__name__}, which has "
+            "another attention"
         )
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init}
     base: Any = type(model)
@@ -91,7 +91,7 @@ def _attend(
     is_token: Bool[Array, "B T"],
     implementation: str | Tuning | None,
 ) -> Float[Array, "B T D"]:
-    """What gemma's `Attention` does to x without a cache, if its mask is the model's own."""
+    """Gemma's `Attention` of x without a cache, under the model's own mask."""
     from gemma.gm.math._positional_embeddings import apply_rope
 
     query: jax.Array

@@ -52,7 +52,7 @@ def dot_product_attention(
     attn_sink: Any = None,
     implementation: str | Tuning | None = None,
 ) -> Any:
-    """What `levanter.layers.attention.dot_product_attention` computes, in memory proportional to T, or a refusal.
+    """`levanter.layers.attention.dot_product_attention` in memory proportional to T, or a refusal.
 
     Args:
       QPos, KPos: axes of queries and of keys, or their names.

@@ -1,4 +1,4 @@
-"""Our kernels under MaxText's models: an `apply_attention` in the place of `AttentionOp`'s own.
+"""Our kernels under MaxText's models: an `apply_attention` that replaces `AttentionOp`'s own.
 
 Shapes: B batch, T query length, S key/value length, N query heads, K key/value heads, H head dim, V value dim.
 """
@@ -40,7 +40,7 @@ def apply_attention(
     wv_product_einsum: Any,
     implementation: str | Tuning | None = None,
 ) -> tuple[Float[Array, "B T N V"], None, None]:
-    """What `AttentionOp.apply_attention` of `maxtext.layers.attention_op` computes in O(T) memory, or a refusal.
+    """`AttentionOp.apply_attention` of `maxtext.layers.attention_op` in O(T) memory, or a refusal.
 
     Training and prefill, for the attention types global, local_sliding, chunk, full and mla; heads and batch may be
     split over the mesh.
@@ -87,7 +87,7 @@ def apply_attention(
             "indexer_mask": indexer_mask is not None and "it is a T×T array",
             "compressed_mask": compressed_mask is not None and "it is an array of queries × blocks of keys",
             "record_max_logits": record_max_logits and "logits are never stored; turn QK-clip off",
-            "pad_kv_total": pad_kv_total != 0 and "keys that pad must be hidden, and nothing here tells which",
+            "pad_kv_total": pad_kv_total != 0 and "keys that pad must be hidden, and no argument says which they are",
             "compress_ratio": compress_ratio != 0 and "compressed attention isn't served",
             "kv_quant": any(einsum is not jnp.einsum for einsum in (qk_product_einsum, wv_product_einsum))
             and "the kernels take no quantised keys and values; set quantize_kvcache=False",

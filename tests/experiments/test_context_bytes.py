@@ -74,10 +74,10 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
         is_once = passes == "forward_bytes" or is_shared
         # Rank 0's whole 4,096 tokens are within the reach of rank 1's, but for the first.
         assert gather[passes] == pytest.approx((1 if is_once else 2) * 3 * 4096 * of_token, rel=0.01)
-        num_runs = {"contiguous": 1, "zigzag": 2}[halo["sequence_sharding"]]
-        assert halo[passes] == pytest.approx((1 if is_once else 2) * 4095 * num_runs * of_token, rel=0.01)
+        num_spans = {"contiguous": 1, "zigzag": 2}[halo["sequence_sharding"]]
+        assert halo[passes] == pytest.approx((1 if is_once else 2) * 4095 * num_spans * of_token, rel=0.01)
     # Queries of a run look 4,095 tokens back, at those of another rank.
-    assert halo["least_greatest_bytes"] == [4095 * num_runs * 16 * 2 * 128 * size for size in (2, 2 + 4)]
+    assert halo["least_greatest_bytes"] == [4095 * num_spans * 16 * 2 * 128 * size for size in (2, 2 + 4)]
     assert halo["least_mean_bytes"][0] < halo["least_greatest_bytes"][0]  # a row's first run looks at none
     printed = capsys.readouterr().out
     assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['sequence_sharding']}: " in printed

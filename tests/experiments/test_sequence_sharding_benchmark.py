@@ -28,7 +28,7 @@ def test_a_run_writes_a_row_for_each_distribution_and_number_of_ranks(tmp_path, 
         assert row["num_rows"] == 3
         assert 1 <= row["imbalance_mean"] <= row["imbalance_max"]
         assert 1 <= row["imbalance_small_tiles_mean"] <= row["imbalance_small_tiles_max"]
-        assert row["num_ranks"] <= row["num_runs_median"] <= 8192 // 512
+        assert row["num_ranks"] <= row["num_spans_median"] <= 8192 // 512
         assert 0 <= row["short_documents_parted"] <= 1
         assert row["seconds_median"] > 0
     assert "3 rows each of 8,192 tokens" in capsys.readouterr().out
@@ -52,7 +52,7 @@ def test_a_document_on_two_ranks_is_parted():
     """Documents of 300 and 724 tokens on two ranks of 512: the first is shorter than a chunk, and whole."""
     positions = np.concatenate([np.arange(300), np.arange(724)]).astype(np.int32)
     whole = shard_row((np.repeat([1, 2], [300, 724]).astype(np.int32), positions), MASKS["global"], 2)
-    assert (whole.parted, whole.num_runs) == (0.0, 2)
+    assert (whole.parted, whole.num_spans) == (0.0, 2)
     three = np.repeat([1, 2, 3], [400, 224, 400]).astype(np.int32)
     middle = shard_row((three, np.concatenate([np.arange(n) for n in (400, 224, 400)])), MASKS["global"], 2)
     assert middle.parted == pytest.approx(1 / 3)

@@ -57,7 +57,7 @@ _NUM_DRAWN_BATCHES = 16
 
 @dataclass(frozen=True)
 class ContextMesh:
-    """A topology, and how many of its devices share a row of how many tokens."""
+    """A topology, the number of its devices that share a sequence, and the sequence's tokens."""
 
     topology: str
     num_ranks: int
@@ -89,13 +89,13 @@ class BytesArguments:
         "v5p:4x4x4/64/1048576",
         "v6e:16x16/256/1048576",
     )
-    """TOPOLOGY/RANKS/TOKENS: the ranks share a row of so many tokens, the topology's other devices hold further rows.
+    """TOPOLOGY/RANKS/TOKENS: the ranks share a sequence of TOKENS tokens, other devices hold further sequences.
     local: this machine's devices, as a topology."""
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "all_gather")
-    """gather, peer and a halo that GPUs read (which count as if all of their rows came from other devices), halo, ring,
-    heads; chosen: by the cost model."""
+    """all_gather, peer and a halo that GPUs read (which count as if all of their keys came from other devices), halo,
+    ring, all_to_all; chosen: by the cost model."""
     sequence_sharding: SequenceSharding | None = None
     """contiguous, zigzag or balanced; None: by the cost model."""
     limit_s: float = 1800.0
@@ -194,7 +194,7 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
 
 
 def mean_hops(case: BytesCase, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
-    """Ranks whose keys a ring brings, the mean over batches of `num_rows`. It goes on as far as any row needs."""
+    """Number of hops of a ring, the mean over batches of `num_rows` sequences: as many as any sequence needs."""
     hops = np.array([count_hops(ids, case.num_ranks) for ids in rows_ids]).reshape(-1, num_rows)
     return float(np.maximum(hops.max(1), 2).mean())
 

@@ -30,10 +30,10 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class BytesCase:
-    """What is compiled: the attention of one layer of the 1.3B model, a row of tokens to each group of ranks."""
+    """The call to compile: attention of one layer of the 1.3B model, one sequence for each group of ranks."""
 
     topology: str
-    """`local`: this machine's devices. Those that a row doesn't need hold further rows."""
+    """`local`: this machine's devices. Devices that one sequence doesn't need hold further sequences."""
     num_ranks: int
     """Devices to a row."""
     length: int
@@ -41,7 +41,7 @@ class BytesCase:
     mask: str
     """As `kernels.parse_mask` reads it."""
     packed: bool
-    """True if rows are of several documents, kept apart."""
+    """True if a sequence has several documents, kept apart."""
     exchange: str | None
     """None: by the cost model."""
     sequence_sharding: str | None = None
@@ -50,7 +50,7 @@ class BytesCase:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a device receives in one call, as its compiled program says."""
+    """Bytes that a device receives in one call, according to its compiled program."""
 
     exchange: str
     sequence_sharding: str

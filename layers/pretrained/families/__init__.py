@@ -29,16 +29,16 @@ MODULES: Mapping[str, str] = {
 """The module of each model type; its `FAMILY` is the table."""
 
 
-def find_family(model_type: object, place: str) -> Family:
+def find_family(model_type: object, path: str) -> Family:
     """The family of a model type.
 
     Args:
       model_type: as a config.json has it.
-      place: where it comes from, for the error message.
+      path: where it comes from, for the error message.
 
     Raises:
       ValueError: it isn't known.
     """
     if not isinstance(model_type, str) or model_type not in MODULES:
-        raise ValueError(f"{place} has model_type={model_type!r:.200}; expected one of {', '.join(MODULES)}")
+        raise ValueError(f"{path} has model_type={model_type!r:.200}; expected one of {', '.join(MODULES)}")
     return importlib.import_module(MODULES[model_type]).FAMILY
