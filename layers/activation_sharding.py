@@ -93,13 +93,13 @@ class ActivationSharding:
 
     @property
     def residual_spec(self) -> PartitionSpec:
-        """Of the residual stream whose tokens the ranks of `head_axis` share out."""
+        """Spec of the residual stream with its tokens split over `head_axis`, too."""
         return PartitionSpec(self.batch_axes, (self.sequence_axis, self.head_axis), None)
 
     def shares_tokens_out(self, length: int) -> bool:
-        """True if the residual stream's tokens are split over several ranks of `head_axis`: if their number divides the tokens.
+        """True if the residual stream's tokens are split over the ranks of `head_axis`: several ranks that divide them.
 
-        They would all do the same to them, and their sums over features become reduce-scatters (sequence parallelism,
+        All ranks would compute the same on them. Their sums over features become reduce-scatters (sequence parallelism,
         arXiv:2205.05198).
 
         Args:

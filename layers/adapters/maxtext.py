@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, Mask, Tuning
-from layers.adapters.shards import attend_in_shards
+from layers.adapters.shards import attend_in_shards, refuse
 
 
 # The parameters are MaxText's, in its order, under its names.
@@ -70,17 +70,11 @@ def apply_attention(
 
     Source: https://github.com/AI-Hypercomputer/maxtext, src/maxtext/layers/attention_op.py
     """
-    _refuse(
+    _refuse_layer(self)
+    refuse(
         {
-            "attention": self.attention_kernel != "autoselected"
-            and f"{self.attention_kernel!r} names one of MaxText's own kernels; set attention=autoselected",
             "model_mode": model_mode not in ("train", "prefill")
             and f"{model_mode!r} needs the unnormalised parts of two caches; decode with MaxText's own attention",
-            "dropout_rate": self.dropout_rate > 0.0 and "attention weights are never stored; set it to 0",
-            "matmul_precision": self.config.matmul_precision != "default"
-            and "the kernels have their own; set it to default",
-            "moba": self.config.moba and "its mask depends on keys and queries",
-            "use_mla_absorbed_mqa": self.is_absorbed_mqa and "its layout on the mesh is another one; set it to False",
             "previous_chunk": previous_chunk is not None and "chunked prefill isn't served; prefill at once",
             "bidirectional_mask": bidirectional_mask is not None
             and "a mask of tokens that the data decides isn't a mask of positions",
@@ -112,6 +106,21 @@ def apply_attention(
     return out.astype(query.dtype), None, None
 
 
+def _refuse_layer(op: Any) -> None:
+    """Refuses settings of a layer, where `apply_attention` refuses arguments of a call."""
+    refuse(
+        {
+            "attention": op.attention_kernel != "autoselected"
+            and f"{op.attention_kernel!r} names one of MaxText's own kernels; set attention=autoselected",
+            "dropout_rate": op.dropout_rate > 0.0 and "attention weights are never stored; set it to 0",
+            "matmul_precision": op.config.matmul_precision != "default"
+            and "the kernels have their own; set it to default",
+            "moba": op.config.moba and "its mask depends on keys and queries",
+            "use_mla_absorbed_mqa": op.is_absorbed_mqa and "its layout on the mesh is another one; set it to False",
+        }
+    )
+
+
 def _mask(op: Any) -> Mask:
     # By name: an enumeration of MaxText's isn't to be imported.
     kind = op.attention_type.value
@@ -138,7 +147,7 @@ def _given(op: Any, name: str) -> int:
 
 def _segment_ids(query_ids: jax.Array | None, key_ids: jax.Array | None) -> dict[str, Any]:
     if query_ids is None:
-        _refuse({"decoder_segment_ids_kv": key_ids is not None and "decoder_segment_ids must come with it"})
+        refuse({"decoder_segment_ids_kv": key_ids is not None and "decoder_segment_ids must come with it"})
         return {}
     key_ids = query_ids if key_ids is None else key_ids
     # Keys of a negative document are hidden from all, those of its own document too.
@@ -169,9 +178,3 @@ def _split_axes(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
             f"{kv_heads}; change logical_axis_rules"
         )
     return batch, heads
-
-
-def _refuse(reasons: dict[str, str | bool]) -> None:
-    for name, reason in reasons.items():
-        if reason:
-            raise ValueError(f"the kernels can't honour {name}: {reason}")

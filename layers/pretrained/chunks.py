@@ -45,7 +45,7 @@ class TensorChunk:
         )
 
     def starts_in(self, shard: Bounds) -> tuple[int, ...]:
-        """Start of `part_of(shard)` in the shard with merged stacked dims: first block, then first entry of each dim."""
+        """Start of `part_of(shard)` in the shard with merged stacked dims: first block, first entry of each dim."""
         rest = shard[len(self.stacked) :]
         return (self.first, *(max(0, low - start) for (start, _), (low, _) in zip(rest, self.box, strict=True)))
 

@@ -1,4 +1,6 @@
-"""Our kernels in the Gemma 2 and Gemma 3 models of Google DeepMind's `gemma` package.
+"""A recipe: our kernels in the Gemma 2 and Gemma 3 models of Google DeepMind's `gemma` package. Copy it.
+
+It overrides private methods of gemma 4.0.1, and of no other version. gemma.md says what is served.
 
 Shapes: B batch, T tokens, D width, N query heads, K key/value heads, H head dim.
 """
@@ -14,6 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import CausalMask, LocalMask, Tuning, dot_product_attention
+
+TRIED_WITH = "4.0.1"
+"""The version of gemma whose private names these are."""
 
 
 def with_kernels(model: Any, *, implementation: str | Tuning | None = None) -> Any:
