@@ -117,7 +117,7 @@ class FlaxAttention:
             input_positions: must be left out.
 
         Returns:
-          Laid out as the query. A row with nothing to attend to is 0, where Flax gives the mean of all values.
+          Laid out as the query. A query with nothing to attend to gives 0, where Flax gives the mean of all values.
 
         Raises:
           ValueError: for what the kernels can't do, with the reason and the way round; for arrays that don't fit
@@ -147,25 +147,8 @@ class FlaxAttention:
         key_length = key.shape[-3]
         static_mask = FullMask() if self.mask is None else self.mask
         static_mask = static_mask & CausalMask() if is_causal else static_mask
-        if query_length == 1 and key_length > 1 and static_mask != FullMask():
-            # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
-            raise ValueError(
-                f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's "
-                f"position, so {static_mask!r} can't be applied; decode with attention_fn(mask=None) and "
-                "is_causal=False, where Flax masks the unwritten part of its cache"
-            )
-
-        query_segment_ids = key_segment_ids = None
-        if mask is not None:
-            mask = _checked_mask(mask, (*batch, num_heads, query_length, key_length))
-            if mask.shape[-3:-1] == (1, 1):
-                # Key padding as documents: all queries are in document 1, with the keys that they may see.
-                keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
-                key_segment_ids = keys_allowed.reshape(-1, key_length).astype(jnp.int32)
-                query_segment_ids = jnp.ones((key_segment_ids.shape[0], query_length), jnp.int32)
-            else:
-                static_mask = static_mask & _static_mask(mask, query_length, key_length, num_heads)
-
+        _check_decoding(static_mask, query_length, key_length)
+        dense_mask, segment_ids = _read_mask(mask, (*batch, num_heads, query_length, key_length))
         query, key, value = (
             array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)
         )
@@ -173,9 +156,8 @@ class FlaxAttention:
             query,
             key,
             value,
-            static_mask,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_segment_ids,
+            static_mask if dense_mask is None else static_mask & dense_mask,
+            **segment_ids,
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
@@ -201,6 +183,16 @@ class FlaxAttention:
                 raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
 
 
+def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:
+    # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
+    if query_length == 1 and key_length > 1 and mask != FullMask():
+        raise ValueError(
+            f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's "
+            f"position, so {mask!r} can't be applied; decode with attention_fn(mask=None) and "
+            "is_causal=False, where Flax masks the unwritten part of its cache"
+        )
+
+
 def _is_precision(precision: Any) -> bool:
     """True for a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
     try:
@@ -209,6 +201,21 @@ def _is_precision(precision: Any) -> bool:
     except ValueError:  # an algorithm, or nothing that JAX knows
         return False
     return True
+
+
+def _read_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Mask | None, dict[str, Array]]:
+    """Flax's dense mask as a mask object, or as segment ids if it hides keys alone; `shape` is that of the logits."""
+    if mask is None:
+        return None, {}
+    *batch, num_heads, query_length, key_length = shape
+    mask = _checked_mask(mask, shape)
+    if mask.shape[-3:-1] != (1, 1):
+        return _static_mask(mask, query_length, key_length, num_heads), {}
+    # Key padding as documents: all queries are in document 1, with the keys that they may see.
+    keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
+    key_ids = keys_allowed.reshape(-1, key_length).astype(jnp.int32)
+    query_ids = jnp.ones((key_ids.shape[0], query_length), jnp.int32)
+    return None, {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
 
 
 def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, num_heads: int) -> Mask:

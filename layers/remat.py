@@ -16,7 +16,7 @@ import jax
 ACTIVATIONS = {
     "layer_input": "the residual stream that enters a block",
     "attention_output": "the output of the attention kernel",
-    "attention_lse": "the kernel's log-sum-exp of each row, which its backward needs beside the output",
+    "attention_lse": "the kernel's log-sum-exp of each query, which its backward needs beside the output",
     "projection": "the outputs of a block's matmuls",
 }
 """The names that there are. Activations without a name are recomputed."""

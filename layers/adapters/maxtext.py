@@ -51,7 +51,7 @@ def apply_attention(
       key, value: of K heads, N a multiple of K; not quantised.
       decoder_segment_ids: document of each token; keys of a negative document are hidden from all.
       decoder_segment_ids_kv: those of the keys; None: `decoder_segment_ids`.
-      segment_positions: no mask of MaxText's depends on it where rows of tokens are whole.
+      segment_positions: no mask of MaxText's depends on it unless sequences are split.
       model_mode: "train" or "prefill".
       sinks: one logit for each query head.
       previous_chunk, bidirectional_mask, indexer_mask, compressed_mask, record_max_logits, pad_kv_total,

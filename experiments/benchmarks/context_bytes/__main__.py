@@ -29,8 +29,7 @@ from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.sweep import describe_failure
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
 from experiments.benchmarks.context_bytes.measure import BytesCase, topology_of
-from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, random_row
-from experiments.benchmarks.sequence_sharding import Row as PackedRow
+from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, PackedSequence, random_sequence
 from kernels import parse_mask
 from kernels.context import SequenceSharding, shard_sequence
 from kernels.context.exchange import EXCHANGES
@@ -47,7 +46,7 @@ WORKLOADS = {
     "window": ("LocalMask(4095, 0)", False),
     "packed": ("CausalMask()", True),
 }
-"""Masks, and whether rows are packed: with documents of log-normal length, median 4,000."""
+"""Masks, and whether sequences are packed: with documents of log-normal length, median 4,000."""
 
 _CHOSEN = "chosen"
 _HEADS, _HEAD_DIM, _ITEMSIZE = 16, 128, 2
@@ -180,10 +179,10 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
     if done.returncode:
         return row | {"message": describe_failure(done.returncode, done.stderr).removeprefix("error: ")}
     row |= json.loads(done.stdout.splitlines()[-1])
-    num_drawn = _NUM_DRAWN_BATCHES * row["num_rows"] if case.packed else 0
-    drawn = [random_row(case.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
+    num_drawn = _NUM_DRAWN_BATCHES * row["num_sequences"] if case.packed else 0
+    drawn = [random_sequence(case.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
     if any(row["trip_bytes"]):
-        row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_rows"])
+        row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_sequences"])
         # Of hops, which are one fewer, a ring makes one outside of its loops.
         trip_bytes = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
         row |= {
@@ -193,14 +192,14 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
     return row | least_of(case, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
 
 
-def mean_hops(case: BytesCase, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
-    """Number of hops of a ring, the mean over batches of `num_rows` sequences: as many as any sequence needs."""
-    hops = np.array([count_hops(ids, case.num_ranks) for ids in rows_ids]).reshape(-1, num_rows)
+def mean_hops(case: BytesCase, segment_ids: Sequence[Int[np.ndarray, " T"]], num_sequences: int) -> float:
+    """Number of hops of a ring, the mean over batches of `num_sequences` sequences: as many as any sequence needs."""
+    hops = np.array([count_hops(ids, case.num_ranks) for ids in segment_ids]).reshape(-1, num_sequences)
     return float(np.maximum(hops.max(1), 2).mean())
 
 
-def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequence[PackedRow]) -> Row:
-    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over those drawn."""
+def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequence[PackedSequence]) -> Row:
+    """The fewest bytes that ranks need, mean and greatest over the ranks; the mean over packed sequences, if drawn."""
     mask = parse_mask(case.mask)
     counts = []
     for ids, positions in drawn if case.packed else [(None, None)]:

@@ -54,7 +54,7 @@ class Measured:
 
     exchange: str
     sequence_sharding: str
-    num_rows: int
+    num_sequences: int
     """Of the batch of all devices."""
     forward_bytes: float
     backward_bytes: float
@@ -138,17 +138,17 @@ def config_of(case: BytesCase, num_devices: int) -> TrainConfig:
 
     if num_devices % case.num_ranks:
         raise UserMistake(
-            f"{case.num_ranks} ranks to a row don't divide the {num_devices} devices of {case.topology}; "
+            f"{case.num_ranks} ranks to a sequence don't divide the {num_devices} devices of {case.topology}; "
             f"use {math.gcd(case.num_ranks, num_devices)}"
         )
     base = gpt_1b_32k.gpt_1b()
-    num_rows = num_devices // case.num_ranks
+    num_sequences = num_devices // case.num_ranks
     return dataclasses.replace(
         base,
         sequence_length=case.length,
-        batch_size=num_rows,
+        batch_size=num_sequences,
         gradient_accumulation=1,
-        mesh=MeshConfig(fsdp=num_rows, context=case.num_ranks),
+        mesh=MeshConfig(fsdp=num_sequences, context=case.num_ranks),
         context=ContextConfig(case.exchange, case.sequence_sharding),  # type: ignore[arg-type]  # the config refuses others
         model=dataclasses.replace(base.model, masks=(parse_mask(case.mask),)),
         data=dataclasses.replace(base.data, keep_documents_apart=case.packed),

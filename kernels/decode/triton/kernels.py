@@ -99,22 +99,14 @@ def attend_part_kernel(
     row_last = tl.load(last + interval, mask=is_row, other=-2147483648)
     lowest, highest = tl.min(row_first, 0), tl.max(row_last, 0)
     for step in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
-        first_of_tile = next_block * block_size + step % tiles_per_block * tile_slots
+        tile_start = next_block * block_size + step % tiles_per_block * tile_slots
         next_block = tl.load(blocks + tl.minimum((step + 1) // tiles_per_block, end - 1))
-        slot = first_of_tile + slot_in_tile
-        if slab_capacity is None:
-            position = tl.load(positions + slot)
-            word = tl.load(owners + slot * num_words + sequence // 32)
-            seen = ((word >> (sequence % 32)) & 1) != 0
-        else:
-            newest = tl.load(lengths + sequence) - 1
-            # Triton's remainder takes the dividend's sign.
-            back = (newest - slot) % slab_capacity
-            position = newest - tl.where(back < 0, back + slab_capacity, back)
-            seen = (slot < slab_capacity) & (position >= 0)
+        position, seen = _position_and_seen(
+            tile_start + slot_in_tile, sequence, lengths, positions, owners, slab_capacity, num_words
+        )
         # A slot that no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
-        at = tl.cast(first_of_tile, tl.int64)
+        at = tl.cast(tile_start, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
         v = tl.load(value + at * (num_kv_heads * value_dim) + value_offset, mask=seen & (v_col < value_dim), other=0.0)
         seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
@@ -168,6 +160,24 @@ def merge_parts_kernel(
     result = tl.where(attends, acc / row_sum, 0.0)
     tl.store(output + tl.cast(row, tl.int64) * value_dim + column, result, mask=column < value_dim)
     tl.store(lse + row, tl.where(attends, row_max + tl.log(row_sum), float("-inf")))
+
+
+@triton.jit
+def _position_and_seen(
+    slot, sequence, lengths, positions, owners, slab_capacity: tl.constexpr, num_words: tl.constexpr
+):
+    """The position of each slot, and whether the sequence has a token there."""
+    if slab_capacity is None:
+        position = tl.load(positions + slot)
+        word = tl.load(owners + slot * num_words + sequence // 32)
+        seen = ((word >> (sequence % 32)) & 1) != 0
+    else:
+        newest = tl.load(lengths + sequence) - 1
+        # Triton's remainder takes the dividend's sign.
+        back = (newest - slot) % slab_capacity
+        position = newest - tl.where(back < 0, back + slab_capacity, back)
+        seen = (slot < slab_capacity) & (position >= 0)
+    return position, seen
 
 
 @triton.jit
