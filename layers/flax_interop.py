@@ -203,7 +203,7 @@ def _is_precision(precision: Any) -> bool:
     return True
 
 
-def _read_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Mask | None, dict[str, Array]]:
+def _read_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Mask | None, dict[str, Any]]:
     """Flax's dense mask as a mask object, or as segment ids if it hides keys alone; `shape` is that of the logits."""
     if mask is None:
         return None, {}

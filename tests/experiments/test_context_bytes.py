@@ -44,7 +44,9 @@ def test_hops_reach_the_farthest_key_of_a_document(rng):
 
 
 def test_a_mask_whose_rows_are_no_intervals_has_no_least():
-    with pytest.raises(ValueError, match=r"the rows of .* aren't intervals, so the keys that a rank needs have no closed form"):
+    with pytest.raises(
+        ValueError, match=r"the rows of .* aren't intervals, so the keys that a rank needs have no closed form"
+    ):
         count_missing_keys(MaskFn(lambda q, kv: (q + kv) % 2 == 0), np.arange(8), 2)
 
 

@@ -101,8 +101,8 @@ def describe_failure(status: int, errors: str) -> str:
     if status < 0:
         return f"crashed with {signal.Signals(-status).name}"
     said = [line for line in errors.splitlines() if line.strip()]
-    errors = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (errors or said or [f"exit status {status}"])[-1]
+    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (raised or said or [f"exit status {status}"])[-1]
 
 
 def sweep(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.tiles import capped
+from kernels.backends.triton.tiles import add_tile, capped
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def attend_part_kernel(
         k = _load(key + slot * (num_kv_heads * head_dim) + key_offset, h < head_dim, block_h == head_dim)
         v = _load(value + slot * (num_kv_heads * value_dim) + value_offset, v_col < value_dim, block_v == value_dim)
         logits = capped(tl.dot(q, tl.trans(k)), to_cap)
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
     interval = (batch * num_new + token) * interval_heads + (head if interval_heads > 1 else 0)
     row_first = tl.load(first + interval, mask=is_row, other=2147483647)
@@ -112,7 +112,7 @@ def attend_part_kernel(
         seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
         seen_by_row &= tl.trans(seen)
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
     attends = row_sum != 0  # True for NaN: it must come out.
     row_sum = tl.where(attends, row_sum, 1.0)
@@ -184,13 +184,3 @@ def _position_and_seen(
 def _load(pointers, inside, whole: tl.constexpr):
     """Rows of keys or values; columns past the head dim are 0."""
     return tl.load(pointers) if whole else tl.load(pointers, mask=inside, other=0.0)
-
-
-@triton.jit
-def _add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
-    """One step of the online softmax, kept in units of log₂."""
-    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
-    p = tl.exp2(logits * to_log2 - new_max[:, None])
-    alpha = tl.exp2(row_max - new_max)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, new_max, row_sum * alpha + tl.sum(p, 1)
