@@ -202,7 +202,7 @@ def _in_scope(op: str, scope: str) -> bool:
 
 
 def _opcodes(instruction: Instruction, module: Module) -> frozenset[str]:
-    """Of a fusion, what it holds; of anything else, its own."""
+    """The operations within a fusion, or the operation itself."""
     if instruction.opcode != "fusion":
         return frozenset((instruction.opcode,))
     called = (module.computations[name] for name in instruction.called() if name in module.computations)

@@ -120,9 +120,9 @@ def test_padding(make_model, draw_params, tokens, rng, where, implementation):
     from gemma_recipe import with_kernels
 
     model = make_model()
-    places, size = np.arange(LENGTH), rng.integers(1, LENGTH // 2, (BATCH, 1))
+    indices, size = np.arange(LENGTH), rng.integers(1, LENGTH // 2, (BATCH, 1))
     first = {"left": 0, "right": LENGTH - size, "middle": 3}[where]
-    tokens = jnp.where((places >= first) & (places < first + size), 0, tokens)
+    tokens = jnp.where((indices >= first) & (indices < first + size), 0, tokens)
     params = draw_params(model, tokens)
     theirs = logits_and_gradients(model, params, tokens)
     assert_same(logits_and_gradients(with_kernels(model, implementation=implementation), params, tokens), theirs)

@@ -1,4 +1,4 @@
-"""What all adapters share: attention in shards of a mesh, and modules that import none of the packages."""
+"""Shared by all adapters: attention in shards of a mesh, and modules that import none of the packages."""
 
 import importlib.util
 import pkgutil
