@@ -30,10 +30,9 @@ from experiments.benchmarks.command_line import read_arguments
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.config import MeshConfig
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions, peak_resident_bytes, reset_peak
 from trainer.step.sharding import make_mesh, parameter_shardings
+from trainer.terminal.streams import reader_may_leave
 
 _NUM_FILES = 4
 _WRITTEN_BYTES = 1 << 26

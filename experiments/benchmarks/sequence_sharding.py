@@ -28,8 +28,8 @@ from rich.table import Table
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, LocalMask, Mask
 from kernels.context import chunk_costs, default_chunk_size, imbalance, shard_sequence
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 PackedSequence = tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]
 """Segment ids, 0 on padding, and positions."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
 # Without a closed form a drawing evaluates the mask on every pair.
 _LONGEST_EVALUATED = 4096
+# A wider picture has letters too small to read at the width of a page.
+_MOST_COLUMNS = 2
 _LEGEND = "█ full  ▒ partial  · empty"
 
 
@@ -77,8 +79,13 @@ def save_png(
         raise ModuleNotFoundError("drawing a mask needs matplotlib: pip install -e '.[plots]' in the clone") from error
 
     distinct = list(mask.distinct_heads(mask.num_heads or 1))
-    figure = Figure(figsize=(5 * len(distinct), 5), layout="constrained")
-    for axes, each in zip(figure.subplots(1, len(distinct), squeeze=False)[0], distinct, strict=True):
+    num_columns = min(len(distinct), _MOST_COLUMNS)
+    num_lines = -(-len(distinct) // num_columns)
+    figure = Figure(figsize=(4.5 * num_columns, 4.5 * num_lines), layout="constrained")
+    panels = figure.subplots(num_lines, num_columns, squeeze=False).ravel()
+    for axes in panels[len(distinct) :]:
+        axes.set_axis_off()
+    for axes, each in zip(panels, distinct, strict=False):
         lengths = _lengths(each, q_len, kv_len, num_tiles)
         block = -(-max(lengths) // num_tiles)
         tile_kinds = _tile_kinds(each, *lengths, block)

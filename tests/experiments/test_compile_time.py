@@ -20,7 +20,7 @@ from experiments.benchmarks.compile_time.sweep import Limits, run_case, sources_
 from experiments.benchmarks.compile_time.upstream import attention, describe, lazy_mask, make_kernel
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask, dot_product_attention
 from tests.kernels.integer_masks import specs
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.hardware import peak_resident_bytes, reset_peak, resident_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"

@@ -25,7 +25,7 @@ from experiments.benchmarks.compile_time.measure import CompileCase, Subject
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)

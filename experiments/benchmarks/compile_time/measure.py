@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from experiments.benchmarks.compile_time.masks import Source, our_implementation, read_mask
 from trainer.errors import UserMistake
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.hardware import peak_resident_bytes, reset_peak, resident_bytes
 
 if TYPE_CHECKING:
     import jax

@@ -20,9 +20,7 @@ from experiments.benchmarks.compile_time.masks import Source
 from experiments.benchmarks.compile_time.measure import CompileCase, Subject
 from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
-from trainer.hardware import expected_platform
-from trainer.process.resident_memory import resident_bytes
-from trainer.process.versions import installed_versions
+from trainer.hardware import expected_platform, installed_versions, resident_bytes
 from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]

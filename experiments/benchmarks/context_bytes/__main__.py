@@ -34,8 +34,8 @@ from kernels import parse_mask
 from kernels.context import SequenceSharding, shard_sequence
 from kernels.context.exchange import EXCHANGES
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]

@@ -80,14 +80,14 @@ def measure(case: BytesCase) -> Measured:
     from trainer.compile.collectives import count_collectives, received_share
     from trainer.compile.hlo import parse_module
     from trainer.compile.stages import memory_report
-    from trainer.step.attention_plan import plan_attention
+    from trainer.step.plan import make_plan
     from trainer.step.sharding import make_mesh
 
     topology = topology_of(case)
     devices = jax.devices() if topology is None else topology.devices()
     config = config_of(case, len(devices))
     mesh = make_mesh(config.mesh, devices)
-    exchange = plan_attention(config, mesh)[0].exchange
+    exchange = make_plan(config, mesh).attention[0].exchange
     assert exchange is not None
     forward, both, arguments = _functions(config, mesh, exchange.name, exchange.sequence_sharding)
     programs = [jax.jit(forward).lower(*arguments[:-1]).compile(), jax.jit(both).lower(*arguments).compile()]

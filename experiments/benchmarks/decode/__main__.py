@@ -34,8 +34,8 @@ from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.forms import FORMS, compile_form
 from experiments.benchmarks.decode.workloads import DecodeWorkload
 from kernels.backends import find_backend
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)

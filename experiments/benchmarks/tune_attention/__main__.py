@@ -42,7 +42,7 @@ from kernels.backends.mosaic_gpu.search_space import (
 from kernels.backends.mosaic_gpu.support import unsupported_reason
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, resolve
 from kernels.call import AttentionCall, make_call
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 FORMS: tuple[Literal["fused", "split"], ...] = ("fused", "split")
 

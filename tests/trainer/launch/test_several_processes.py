@@ -216,8 +216,8 @@ def test_a_process_that_does_not_come_is_told_and_waited_for_no_longer(tmp_path)
     program = (
         "import os\n"
         "from trainer.errors import TrainingFailed\n"
-        "from trainer.hosts.connect import connect\n"
-        "from trainer.hosts.launch import Launch\n"
+        "from trainer.launch.connect import connect\n"
+        "from trainer.launch.launcher import Launch\n"
         "try:\n"
         f"    connect(Launch('127.0.0.1:{free_port()}', 2, int(os.environ['INDEX'])), timeout_s=2)\n"
         "except TrainingFailed as failure:\n"

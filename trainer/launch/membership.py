@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Self
 
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.hosts.peers import Peers
-from trainer.hosts.watch import Farewell, PeerWatch
-from trainer.process.exit_status import FAILED, MISTAKE, PEER_LOST
-from trainer.process.last_words import leave
+from trainer.launch.peer_watch import Farewell, PeerWatch
+from trainer.launch.peers import Peers
+from trainer.launch.process_exit import FAILED, MISTAKE, PEER_LOST, leave
 
 _OF_FIRST_S = 3.0  # a mistake that all share is known to all at about the same time
 

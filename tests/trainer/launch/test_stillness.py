@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.process.stillness import StillnessWatch, Watched
+from trainer.launch.watchdog import StillnessWatch, Watched
 
 
 class Clock:
@@ -114,7 +114,7 @@ def test_the_thread_looks_by_itself(thing):
 def test_last_words_that_hang_keep_nobody(tmp_path):
     """One word is said, one waits for ever, and the main thread is stuck inside C, where Python can't interrupt it."""
     script = (
-        "import ctypes, threading, trainer.process.last_words as words\n"
+        "import ctypes, threading, trainer.launch.process_exit as words\n"
         "words._LAST_WORDS_S = 1.0\n"
         "said = lambda: print('said', flush=True)\n"
         "leave = lambda: words.leave(70, said, threading.Event().wait, lambda: words.print_stacks('why'))\n"

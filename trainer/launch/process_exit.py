@@ -1,4 +1,4 @@
-"""Ends a process that hangs, from any of its threads, after some last words."""
+"""The statuses that `python -m trainer` ends with, and the end of a process that hangs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
+
+COMPLETED = 0
+FAILED = 1
+MISTAKE = 2
+"""In the command, the config or the data."""
+PEER_LOST = 69
+"""Another process of the run is gone (sysexits.h's EX_UNAVAILABLE): run the same command again."""
+STALLED = 70
+"""The watchdog ended a run that hung (EX_SOFTWARE): run the same command again."""
+PREEMPTED = 75
+"""Stopped by a signal (EX_TEMPFAIL): run the same command again."""
+INTERRUPTED = 130
+"""Stopped by a second Ctrl-C, without saving; what a shell reports for a process that Ctrl-C ended."""
 
 # A disk or terminal that hangs must not keep the process: it may be what made it hang.
 _LAST_WORDS_S = 10.0

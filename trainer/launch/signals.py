@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from trainer.process.exit_status import INTERRUPTED
+from trainer.launch.process_exit import INTERRUPTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_WORD_S = 2.0  # a disk or terminal that hangs must not keep a process that was told to leave

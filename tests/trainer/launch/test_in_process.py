@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 import trainer
+from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.config.file import load_config
 from trainer.errors import UserMistake
+from trainer.launch.signals import StopRequest
 from trainer.loop.attempt import attempt
-from trainer.process.event_loops import draining_event_loops
-from trainer.process.signals import StopRequest
 from trainer.workdir import claim_workdir
 
 
@@ -39,7 +39,7 @@ def trained(monkeypatch):
         workdir.record.write_text('{"status": "completed"}')
         return 0
 
-    monkeypatch.setattr("trainer.in_process.train", train)
+    monkeypatch.setattr("trainer.train.train", train)
     return given
 
 
@@ -67,7 +67,7 @@ def test_the_workdir_is_free_again_whatever_becomes_of_the_run(trained, config, 
     def fail(*_, **__):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("trainer.in_process.train", fail)
+    monkeypatch.setattr("trainer.train.train", fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="on purpose"):
             trainer.run(config, tmp_path)

@@ -2,9 +2,10 @@
 
 When a reader leaves (`| head -5`), a terminal closes or the disk behind `> log.txt` is full, a `print` raises. If the
 text still waited in a buffer, the interpreter ends with status 120 although all went well. Training goes on without its
-output. A command that exists only for its output ends instead (`trainer/process/broken_pipe.py`).
+output. A command that exists only for its output ends instead (`reader_may_leave`).
 
-In both, text that the stream's encoding can't write is written with escapes, and messages hold no control characters.
+In both, text that the stream's encoding can't write is written with escapes, and messages hold no control characters:
+`visible` replaces these, and does so in `Console`'s lines and in the texts of `trainer.sample` on a terminal, too.
 """
 
 from __future__ import annotations
@@ -12,15 +13,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TextIO
 
-from trainer.terminal.visible import visible
-
 _GONE_FOR_GOOD = (errno.EPIPE, errno.EIO)  # no reader, no terminal
+_CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# Unicode has a picture of each control character, and none of the second set, U+0080 to U+009F.
+_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """The text with visible signs in the place of control characters, except line ends and tabs: no terminal obeys it.
+
+    >>> visible("red: \\x1b[31m")
+    'red: ␛[31m'
+    """
+    return text.translate(_PICTURES)
 
 
 @contextlib.contextmanager
@@ -83,6 +96,47 @@ def printable_streams() -> Iterator[None]:
             yield
         finally:
             sys.stderr = before
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Ends the process quietly, with status 0, when the reader of its output leaves.
+
+    Without this, Python would end in a traceback, or complain when it flushes the output at its end. A broken pipe
+    other than the output is still an error, and an exit status other than 0 is kept. If the output can't be written for
+    another reason (a full disk), the process ends with one message.
+
+    Raises:
+      SystemExit: with status 0 when a write failed because the reader had left, with 1 when it failed otherwise.
+    """
+    try:
+        ended: SystemExit | None = None
+        try:
+            with printable_streams():
+                yield
+        except SystemExit as exit_:
+            if exit_.code:
+                raise
+            ended = exit_
+        for stream in _streams():  # buffers may hold text that isn't written yet
+            stream.flush()
+        if ended is not None:
+            raise ended
+    except BrokenPipeError:
+        if not any(_reader_has_left(stream.fileno()) for stream in _streams()):
+            raise
+        raise SystemExit(0) from None
+    except OSError as error:
+        if error.errno not in _CANNOT_BE_WRITTEN:
+            raise
+        with contextlib.suppress(OSError):
+            print(f"error: {error.filename or 'the output'} can't be written: {error.strerror}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        for stream in _streams():
+            if not _can_be_flushed(stream) or _reader_has_left(stream.fileno()):
+                # The interpreter then flushes what is left in the buffer to nowhere.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -152,3 +206,23 @@ class _Stream:
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             self._stream.flush()
+
+
+def _streams() -> list[TextIO]:
+    """Standard output and standard error, unless the process was started without them."""
+    return [stream for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+
+
+def _can_be_flushed(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
+
+
+def _reader_has_left(descriptor: int) -> bool:
+    """Whether a descriptor is the writing end of a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

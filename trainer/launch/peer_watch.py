@@ -1,7 +1,7 @@
 """Hears from the other processes: that one was told to stop, that one has ended, or nothing at all for too long.
 
 JAX notices a process that is gone as well, but ends this one from C++ then, without a word in the record. It comes
-second: its limit is longer (`trainer/hosts/connect.py`).
+second: its limit is longer (`trainer/launch/connect.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from trainer.hosts.peers import Peers
-from trainer.process.exit_status import PEER_LOST
+from trainer.launch.peers import Peers
+from trainer.launch.process_exit import PEER_LOST
 
 SILENT_AFTER_S = 12.0
 """Seconds without a sign of life, after which a process counts as gone."""

@@ -10,10 +10,10 @@ import pytest
 
 from trainer.checkpoints.shared_save import SharedSave
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.hosts.agreement import require_same, require_shared
-from trainer.hosts.peers import OutOfTouchError, Peers
-from trainer.hosts.stop import SharedStopRequest
-from trainer.hosts.watch import Farewell, PeerWatch
+from trainer.launch.agreement import require_same, require_shared
+from trainer.launch.peer_watch import Farewell, PeerWatch
+from trainer.launch.peers import OutOfTouchError, Peers
+from trainer.launch.shared_stop import SharedStopRequest
 
 
 class MemoryTable:
@@ -233,7 +233,7 @@ def test_the_end_of_one_process_is_told_to_the_others(three):
 
 
 def test_a_silent_process_is_found_by_process_0(three, monkeypatch):
-    monkeypatch.setattr("trainer.hosts.watch.SILENT_AFTER_S", 1.5)
+    monkeypatch.setattr("trainer.launch.peer_watch.SILENT_AFTER_S", 1.5)
     heard, found = [], threading.Event()
     watches = [PeerWatch(each) for each in three[:2]]  # process 2 gives no sign
     watches[0].on_end = lambda index, farewell: (heard.append((index, farewell)), found.set())
@@ -250,7 +250,7 @@ def test_a_silent_process_is_found_by_process_0(three, monkeypatch):
 
 
 def test_who_breaks_off_waits_until_process_0_has_looked_often_enough(three, monkeypatch):
-    monkeypatch.setattr("trainer.hosts.watch._LOOKS_TO_FIND_SILENT", 4)
+    monkeypatch.setattr("trainer.launch.peer_watch._LOOKS_TO_FIND_SILENT", 4)
     first, watch, waited = three[0], PeerWatch(three[1]), threading.Event()
     first.post("alive/0", "17", overwrites=True)
     thread = threading.Thread(target=lambda: (watch.wait_for_silent(patience_s=60.0), waited.set()))

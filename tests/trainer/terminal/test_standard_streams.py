@@ -14,13 +14,12 @@ import pytest
 import rich.console
 
 import flax_longcontext
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.standard_streams import outlive_readers
 from trainer.terminal.console import Console
+from trainer.terminal.streams import outlive_readers, reader_may_leave
 
 SCRIPT = """
 import sys
-from trainer.process.standard_streams import outlive_readers
+from trainer.terminal.streams import outlive_readers
 
 with outlive_readers():
     for number in range(3000):
@@ -53,7 +52,7 @@ def test_a_program_ends_well_wherever_its_output_goes(tmp_path, redirection):
 def test_a_log_file_is_written_further_once_its_disk_has_room(tmp_path, limit_file_size):
     script = """
 import resource, sys
-from trainer.process.standard_streams import outlive_readers
+from trainer.terminal.streams import outlive_readers
 with outlive_readers():
     print("before", flush=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))

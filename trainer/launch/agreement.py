@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserMistake
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 
 _NUM_NAMED = 5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from trainer.hosts.peers import Peers
-from trainer.hosts.watch import PeerWatch
-from trainer.process.signals import StopRequest
+from trainer.launch.peer_watch import PeerWatch
+from trainer.launch.peers import Peers
+from trainer.launch.signals import StopRequest
 
 
 class SharedStopRequest(StopRequest):

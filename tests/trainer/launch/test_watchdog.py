@@ -13,7 +13,7 @@ import pytest
 
 from tests.host_cpus import environment_of_cpus
 from trainer.config import WatchdogConfig
-from trainer.loop.watchdog import Watchdog
+from trainer.launch.watchdog import Watchdog
 from trainer.observers.times import StepTimes, TimeAccount
 
 LIMITS = WatchdogConfig(factor=10.0, min_seconds=30.0, first_seconds=200.0)
@@ -24,7 +24,7 @@ class Run:
 
     def __init__(self, config: WatchdogConfig = LIMITS):
         self.account, self.times, self.told = TimeAccount(time.perf_counter()), StepTimes(), []
-        self.watchdog = Watchdog(config, self.account, self.times, self.told.append)
+        self.watchdog = Watchdog(config, self.account, self.times.typical_step_s, self.told.append)
         self.now = 0.0
         self.watchdog.watch.look(self.now)
 

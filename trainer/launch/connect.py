@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.hosts.launch import Launch
-from trainer.hosts.peers import Peers
+from trainer.launch.launcher import Launch
+from trainer.launch.peers import Peers
 
 CONNECT_WITHIN_S = 300
 """Seconds that machines may take to start after each other."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-QUIET = "from trainer.process.broken_pipe import reader_may_leave\nimport os, sys\nwith reader_may_leave():\n    "
+QUIET = "from trainer.terminal.streams import reader_may_leave\nimport os, sys\nwith reader_may_leave():\n    "
 
 
 def start_without_reader(*arguments: str) -> subprocess.Popen[str]:

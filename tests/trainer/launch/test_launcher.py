@@ -13,8 +13,8 @@ from trainer.cli.train_command import parse_command_line
 from trainer.compile.__main__ import main as compile_main
 from trainer.errors import UserMistake
 from trainer.export.__main__ import main as export_main
-from trainer.hosts.launch import Launch, describe_launcher, find_launch
-from trainer.process.exit_status import PEER_LOST, PREEMPTED, STALLED
+from trainer.launch.launcher import Launch, describe_launcher, find_launch
+from trainer.launch.process_exit import PEER_LOST, PREEMPTED, STALLED
 from trainer.sample.__main__ import main as sample_main
 
 LAUNCH = Path(__file__).parents[3] / "experiments" / "launch"
