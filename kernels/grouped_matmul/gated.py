@@ -15,10 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_matrix, load_vector, spread
 from kernels.grouped_matmul.mosaic_gpu import RowTiles, launch
 from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.persistent_matmul import (
+from kernels.hopper.persistent_matmul import (
     NUM_CONSUMERS,
     STORED_COLUMNS,
     Phase,
@@ -27,6 +26,7 @@ from kernels.persistent_matmul import (
     store_parts,
     tile_columns,
 )
+from kernels.hopper.registers import WGMMA_ROWS, load_matrix, load_vector, spread
 
 if TYPE_CHECKING:
     from kernels.grouped_matmul.gated_mlp import Activation, GatedMatrices

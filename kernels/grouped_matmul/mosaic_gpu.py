@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels import persistent_matmul
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.persistent_matmul import (
+from kernels.hopper import persistent_matmul
+from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     STORED_COLUMNS,
@@ -34,6 +33,7 @@ from kernels.persistent_matmul import (
     store_columns,
     tile_columns,
 )
+from kernels.hopper.registers import WGMMA_ROWS
 from kernels.target import Target
 
 if TYPE_CHECKING:

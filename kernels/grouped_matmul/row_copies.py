@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.grouped_matmul.row_groups import RowGroups
+from kernels.hopper.begin_kernel import begin_kernel
+from kernels.hopper.persistent_matmul import BLOCK_DEPTH
 from kernels.number_types import types_of_32_bits
-from kernels.persistent_matmul import BLOCK_DEPTH
 from kernels.slice_fusion import without_slice_fusion
 
 if TYPE_CHECKING:
