@@ -2,7 +2,7 @@
 
 from flax_longcontext import warn_of_neighbours
 from kernels.attention import CantServe, Selection, dot_product_attention, select_backend
-from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
+from kernels.decode import CacheFull, SlabCache, SlotTable, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     CausalMask,
     ChunkedCausalMask,
@@ -39,7 +39,6 @@ __all__ = [
     "CacheFull",
     "CantServe",
     "CausalMask",
-    "CellTable",
     "ChunkedCausalMask",
     "FullMask",
     "LocalMask",
@@ -53,6 +52,7 @@ __all__ = [
     "PrefixMask",
     "Selection",
     "SlabCache",
+    "SlotTable",
     "SplashTuning",
     "Target",
     "TileKind",

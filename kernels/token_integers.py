@@ -16,8 +16,6 @@ from jaxtyping import Array, Int
 
 from kernels.masks.intervals import FIRST_POSITION
 
-Sides = tuple[Any, ...]  # of queries and of keys
-
 
 def checked_tokens(name: str, tokens: Any, batch: int, length: int) -> Int[Array | np.ndarray, "B L"]:
     """Integers of any type, `[B, L]` or `[L]`, as `[B, L]`; refuses anything else by its name."""
@@ -80,52 +78,32 @@ def int32_positions(name: str, positions: Any) -> Int[Array, ...]:
 def int32_segment_ids(
     query_ids: Int[Array | np.ndarray, "B T"], key_value_ids: Int[Array | np.ndarray, "B S"]
 ) -> tuple[Int[Array, "B T"], Int[Array, "B S"]]:
-    """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew."""
-    sides: Sides = (query_ids, key_value_ids)
-    if any(_is_wide(ids.dtype) for ids in sides):
-        known = [_on_host(ids) for ids in sides]
-        on_host = [ids for ids in known if ids is not None]
-        if len(on_host) < len(sides):
-            sides = _numbered_on_device(sides, known)
-        elif not all(_all_fit(ids, np.int32) for ids in on_host):
-            # NumPy makes floats of uint64 and int64 together, but compares Python's integers exactly.
-            common = np.result_type(*on_host)
-            sides = _numbered(np, [ids.astype(common if common.kind in "iu" else object) for ids in on_host])
-        else:
-            sides = tuple(on_host)
-    first, second = (jnp.asarray(ids.astype(np.int32)) for ids in sides)
+    """Segment ids as int32, equal where they were equal: unchanged if they fit, else numbered anew on the host.
+
+    Raises:
+      ValueError: ids that may be beyond int32, if the host doesn't know the values of both sides.
+    """
+    sides = query_ids, key_value_ids
+    known = [ids for ids in map(_on_host, sides) if ids is not None]
+    fits = all(_all_fit(ids, np.int32) for ids in known)
+    is_traced_wide = any(_is_wide(ids.dtype) and _on_host(ids) is None for ids in sides)
+    if is_traced_wide or (not fits and len(known) < len(sides)):
+        raise ValueError(
+            f"query_segment_ids are {query_ids.dtype} and key_value_segment_ids {key_value_ids.dtype}, which may hold "
+            "ids beyond int32, and some are traced; pass both as int32, numbered anew outside jax.jit "
+            "(np.unique(ids, return_inverse=True)) if they don't fit"
+        )
+    numbered = sides if fits else _numbered(known)
+    first, second = (jnp.asarray(ids.astype(np.int32)) for ids in numbered)
     return first, second
 
 
-def _numbered_on_device(sides: Sides, known: list[np.ndarray | None]) -> Sides:
-    """Numbers ids of which some are traced, unless int32 holds all; known ids take the other side's type if it fits."""
-    by_side: list[Any] = list(sides)
-    for mine, other in ((0, 1), (1, 0)):
-        values, wanted = known[mine], sides[other].dtype
-        if values is not None and _all_fit(values, wanted):
-            by_side[mine] = values.astype(wanted)
-    common = np.promote_types(*(ids.dtype for ids in by_side))
-    if not jnp.issubdtype(common, jnp.integer) or jax.dtypes.canonicalize_dtype(common) != common:
-        raise ValueError(
-            f"query_segment_ids are {sides[0].dtype} and key_value_segment_ids {sides[1].dtype}, which may hold ids "
-            "beyond int32, and some are traced; pass both as int32, numbered anew outside jax.jit "
-            "(np.unique(ids, return_inverse=True)) if they don't fit"
-        )
-    by_side = [jnp.asarray(ids, common) for ids in by_side]
-    if not _is_wide(common):
-        return tuple(by_side)
-    if common == np.uint32:
-        return tuple(jax.lax.bitcast_convert_type(ids, jnp.int32) for ids in by_side)
-    # Each batch element by itself: a batch that is split over devices isn't gathered.
-    return jax.vmap(lambda *ids: _numbered(jnp, ids))(*by_side)
-
-
-def _numbered(xp: Any, sides: Sequence[Any]) -> Sides:
-    """Replaces each id by the place where it first appears, which rises along a sequence: tiles' ranges stay narrow."""
-    ids = xp.concatenate([side.reshape(-1) for side in sides])
-    # Under jit, how many there are isn't known.
-    size = {} if xp is np else {"size": ids.size}
-    _, first, number = xp.unique(ids, return_index=True, return_inverse=True, **size)
+def _numbered(sides: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Replaces each id by the index of its first appearance: it rises along a sequence, so tiles have narrow ranges."""
+    # NumPy makes floats of uint64 and int64 together, but compares Python's integers exactly.
+    common = np.result_type(*sides)
+    ids = np.concatenate([side.reshape(-1).astype(common if common.kind in "iu" else object) for side in sides])
+    _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     numbered = first[number]
     return numbered[: sides[0].size].reshape(sides[0].shape), numbered[sides[0].size :].reshape(sides[1].shape)
 
@@ -140,7 +118,7 @@ def _uncut(integers: Any) -> jax.Array | np.ndarray:
 
 
 def _is_wide(dtype: np.dtype) -> bool:
-    """Whether an integer type holds values that int32 doesn't."""
+    """True for an integer type with values beyond int32."""
     return jnp.issubdtype(dtype, jnp.integer) and not np.can_cast(dtype, np.int32)
 
 

@@ -80,7 +80,7 @@ class ActivationSharding:
 
     @property
     def exchanges_keys(self) -> bool:
-        """Whether a sequence's tokens lie on several devices."""
+        """True if a sequence's tokens lie on several devices."""
         return self.mesh.shape[self.sequence_axis] > 1
 
     def check_token_order(self, positions: Array | None, token_order: Array | None) -> None:
@@ -97,7 +97,7 @@ class ActivationSharding:
         return PartitionSpec(self.batch_axes, (self.sequence_axis, self.head_axis), None)
 
     def shares_tokens_out(self, length: int) -> bool:
-        """Whether several ranks of `head_axis` share out the residual stream's tokens, as they do if these divide.
+        """True if several ranks of `head_axis` share out the residual stream's tokens, as they do if these divide.
 
         They would all do the same to them, and their sums over features become reduce-scatters (sequence parallelism,
         arXiv:2205.05198).

@@ -202,7 +202,7 @@ class FlaxAttention:
 
 
 def _is_precision(precision: Any) -> bool:
-    """Whether it is a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
+    """True if it is a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
     try:
         for each in precision if isinstance(precision, tuple | list) else (precision,):
             jax.lax.Precision(each)

@@ -49,7 +49,7 @@ class NewToken(NamedTuple):
     """Which text."""
     token: int
     is_last: bool
-    """Whether the text ends here: this is the stop token, or it has its number of tokens."""
+    """True if the text ends here: this is the stop token, or it has its number of tokens."""
 
 
 class _Texts(NamedTuple):
@@ -259,7 +259,7 @@ def _numbers(choice: TokenChoice) -> dict[str, float | None]:
 
 def _context_length(requests: Sequence[SampleRequest]) -> int:
     """Tokens that the caches are made for; rounded up, so that texts of about one length share programs."""
-    # The last token of a text needs no cell.
+    # The last token of a text needs no slot.
     longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
     return -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
 

@@ -51,12 +51,12 @@ def project(
             for product, kernel in zip(products, kernels, strict=True)
         )
 
-    of_features = P(layout.batch_axes, layout.sequence_axis, axis)
+    feature_spec = P(layout.batch_axes, layout.sequence_axis, axis)
     products = layout.map(
         on_device,
         (inputs.astype(projections[0].dtype), *map(_kernel, projections)),
         (sharding.residual_spec, *[P(None, axis)] * len(projections)),
-        (of_features,) * len(projections),
+        (feature_spec,) * len(projections),
     )
     return tuple(map(_with_bias, products, projections))
 
@@ -76,8 +76,8 @@ def project_back(
     """
     if sharding is None:
         return projection(features)
-    *of_features, width = projection.kernel.shape
-    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(of_features)], projection)
+    *feature_spec, width = projection.kernel.shape
+    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(feature_spec)], projection)
     if chosen is None:
         return sharding.scatter_tokens(projection(features))
     layout, axis = sharding.layout, sharding.head_axis
@@ -104,7 +104,7 @@ def _choose(
 
 
 def _is_plain(projection: Projection) -> bool:
-    """Whether it is Flax's own, with nothing that the matmuls here would leave out."""
+    """True if it is Flax's own, with nothing that the matmuls here would leave out."""
     return (
         type(projection) in (nnx.Linear, nnx.LinearGeneral)
         and projection.dtype is not None

@@ -135,7 +135,7 @@ def parse_remat(text: str) -> Remat | None:
 
 
 def offloads(text: str) -> bool:
-    """Whether a policy, in `parse_remat`'s form, offloads anything to the host."""
+    """True if a policy, in `parse_remat`'s form, offloads anything to the host."""
     policy = parse_remat(text)
     return policy is not None and bool(policy.offload)
 

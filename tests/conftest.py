@@ -3,6 +3,7 @@
 import collections
 import gc
 import os
+import signal
 import time
 
 from tests.host_cpus import NUM_DEVICES, xla_flags
@@ -31,7 +32,7 @@ import numpy as np
 import pytest
 
 from tests.seeds import run_seed, seeded_rng
-from trainer.process.resident_memory import resident_bytes
+from trainer.hardware import resident_bytes
 
 # The first example of a test compiles, so a deadline per example would measure XLA.
 hypothesis.settings.register_profile("flax-longcontext", deadline=None, print_blob=True)
@@ -105,6 +106,14 @@ def eight_devices():
     """For tests of meshes: skips them where JAX doesn't have eight CPU devices."""
     if jax.default_backend() != "cpu" or jax.device_count() < NUM_DEVICES:
         pytest.skip(f"needs {NUM_DEVICES} CPU devices, which there are with JAX_PLATFORMS=cpu and no XLA_FLAGS")
+
+
+@pytest.fixture
+def heeds_sighup():
+    """Within the test, this process and those that it starts don't ignore SIGHUP, as all do under `nohup pytest`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

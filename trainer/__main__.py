@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.process.exit_status import FAILED, MISTAKE, PREEMPTED
-from trainer.process.signals import StopRequest
-from trainer.process.standard_streams import outlive_readers
+from trainer.launch.process_exit import FAILED, MISTAKE, PREEMPTED
+from trainer.launch.signals import StopRequest
+from trainer.terminal.streams import outlive_readers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,20 +40,36 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
-            from trainer.hosts.launch import find_launch
-            from trainer.workdir import claim_workdir
+            from trainer.config.changes import field_values
+            from trainer.launch.launcher import find_launch
+            from trainer.launch.membership import ALONE, Membership
+            from trainer.workdir import claim_together
 
             command = parse_command_line(arguments)
-            traced = command.traced
+            config, traced = command.train, command.traced
             line = ["python", "-m", "trainer", *arguments]
-            if (launch := find_launch(command.distributed, os.environ)) is not None:
-                from trainer.together import train_together
 
-                return train_together(command, launch, line=line, started=started, ending=ending)
-            with claim_workdir(command.workdir, command.train) as workdir:
-                from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            def run(membership: Membership) -> int:
+                with claim_together(command.workdir, config, membership.peers) as workdir:
+                    from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-                return train(command.train, workdir, command=line, started=started, ending=ending, traced=traced)
+                    return train(
+                        config,
+                        workdir,
+                        command=line,
+                        started=started,
+                        ending=ending,
+                        membership=membership,
+                        traced=traced,
+                    )
+
+            launch = find_launch(command.distributed, os.environ)
+            if launch is None:
+                return run(ALONE)
+            from trainer.launch.together import run_together
+
+            values = field_values(config) | {"--profile-steps": command.profile_steps}
+            return run_together(launch, values, run, line=line)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return MISTAKE

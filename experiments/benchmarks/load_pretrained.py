@@ -30,10 +30,9 @@ from experiments.benchmarks.command_line import read_arguments
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.config import MeshConfig
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions, peak_resident_bytes, reset_peak
 from trainer.step.sharding import make_mesh, parameter_shardings
+from trainer.terminal.streams import reader_may_leave
 
 _NUM_FILES = 4
 _WRITTEN_BYTES = 1 << 26
@@ -65,7 +64,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (width,),
     }
     for layer in range(arguments.num_layers):
-        of_layer = {
+        layer_tensors = {
             "self_attn.q_proj": (width, width),
             "self_attn.k_proj": (kv_width, width),
             "self_attn.v_proj": (kv_width, width),
@@ -76,7 +75,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_tensors.items()}
     return shapes
 
 

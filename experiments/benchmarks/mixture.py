@@ -33,8 +33,8 @@ from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from rich.table import Table
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, LocalMask, Mask
 from kernels.context import chunk_costs, default_chunk_size, imbalance, shard_sequence
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 Row = tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]
 """Segment ids, 0 on padding, and positions."""
@@ -130,7 +130,7 @@ def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
     return ShardedRow(
         imbalance_of(chunk_size),
         imbalance_of(min(_SMALL_TILE, chunk_size)),
-        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in token_order.reshape(num_ranks, -1)),
+        num_runs=sum(1 + int((np.diff(rank_tokens) != 1).sum()) for rank_tokens in token_order.reshape(num_ranks, -1)),
         parted=_parted(ids, token_order, num_ranks),
         seconds=seconds,
     )

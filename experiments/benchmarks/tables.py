@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.benchmarks.attention.speed_table import REPOSITORY, latest_rows, read_rows, short_title, speed_cells
 from experiments.benchmarks.command_line import read_arguments
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 from trainer.terminal.units import format_seconds
 
 Row = dict[str, Any]
@@ -32,8 +32,6 @@ VERSIONS = {
     "tokamax": "tokamax",
     "dew-flash-attn-cu13": "dew-flash-attn",
 }
-EXCHANGES = {"heads": "all_to_all", "gather": "all_gather"}
-SHARDINGS = {"in_order": "contiguous", "by_cost": "balanced"}
 """Names in the rows that have another one by now."""
 MASKS = {"16x128_131k": "causal", "window_131k": "window 4,096", "packed_131k": "packed"}
 MISSING = "–"
@@ -186,7 +184,7 @@ def _mesh_title(row: Row) -> str:
     """The axes with several devices, and the exchange along `context`."""
     axes = [f"{axis}={size}" for axis, size in row["mesh"].items() if size > 1]
     exchanges = [row["exchange"]] if isinstance(row["exchange"], str) else row["exchange"] or []
-    return " ".join([*axes, *(EXCHANGES.get(name, name) for name in exchanges)])
+    return " ".join([*axes, *exchanges])
 
 
 def cuda_graphs(rows: list[Row]) -> str:
@@ -204,9 +202,7 @@ def cuda_graphs(rows: list[Row]) -> str:
 def exchanges(rows: list[Row], num_devices: int) -> str:
     """Attention over `context`: each exchange with the sharding that is best for it, beside the cost model."""
     rows = [row for row in rows if row["num_devices"] == num_devices and "efficiency" in row]
-    for old_names, field in ((EXCHANGES, "exchange"), (SHARDINGS, "deal")):
-        rows = [row | {field: old_names.get(row[field], row[field])} for row in rows]
-    last = sorted(_latest(rows, "case", "exchange", "deal"), key=lambda row: row["efficiency"])
+    last = sorted(_latest(rows, "case", "exchange", "sequence_sharding"), key=lambda row: row["efficiency"])
     # The last row of a case and exchange is that of its best sharding.
     shown = _latest(last, "case", "exchange")
     shown.sort(key=lambda row: (list(MASKS).index(row["case"]), -row["efficiency"]))
@@ -217,7 +213,7 @@ def exchanges(rows: list[Row], num_devices: int) -> str:
         received = f"{row['traced']['received_bytes'] / 1e6:,.0f}" if in_trace else MISSING
         seconds = [f"{1e3 * row[name]:.1f}" for name in ("exposed_s", "predicted_exposed_s")]
         efficiency = f"{100 * row['efficiency']:.0f}"
-        lines.append([MASKS[row["case"]], row["exchange"], row["deal"], efficiency, received, *seconds])
+        lines.append([MASKS[row["case"]], row["exchange"], row["sequence_sharding"], efficiency, received, *seconds])
     return markdown(shown, ["mask", "exchange", "sharding", "%", "MB", "exposed ms", "model's"], lines)
 
 
@@ -268,7 +264,7 @@ def bytes_on_the_wire(rows: list[Row]) -> str:
         for workload in workloads:
             row = of_ranks[workload]
             received, least = row["forward_bytes"] + row["backward_bytes"], sum(row["least_greatest_bytes"])
-            exchange = EXCHANGES.get(row["exchange"], row["exchange"])
+            exchange = row["exchange"]
             cells.append(f"{exchange} {received / 1e9:.2f} ({least / 1e9:.2f})")
         lines.append(cells)
     return markdown(rows, ["tokens", "ranks", *workloads], lines)
@@ -349,7 +345,7 @@ def make_tables(results: Path) -> dict[str, str]:
         "memory": compiled_memory(read("compile_memory_v5p")),
         "loading": loading(read("load_pretrained_h100"), read("load_pretrained_h200")),
         "bytes": bytes_on_the_wire(read("context_bytes")),
-        "balance": balance(read("deal_cpu")),
+        "balance": balance(read("sequence_sharding_cpu")),
         "decoding": decoding(read("decode_h200"), *decoded),
     }
 

@@ -130,8 +130,8 @@ def dot_product_attention(
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
       mask: which pairs may attend (`kernels.masks`); None allows all. Static under `jax.jit`.
       query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Ids beyond int32
-        (hashes) are numbered anew. But `jnp.asarray` and `jax.jit` cut NumPy's 64-bit integers before they get here,
-        unless `jax_enable_x64` is set.
+        (hashes) are numbered anew if they are NumPy's, and refused if they are traced. But `jnp.asarray` and `jax.jit`
+        cut NumPy's 64-bit integers before they get here, unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions. From −2³⁰ to 2³¹ − 1.

@@ -2,7 +2,7 @@
 
 Bonsai's models that hold a `flax.nnx.MultiHeadAttention` need no adapter: `layers.attention_fn` serves them.
 
-Shapes: B batch, T new tokens, S cells of the cache, D width, N query heads, K key/value heads, H head dim.
+Shapes: B batch, T new tokens, S slots of the cache, D width, N query heads, K key/value heads, H head dim.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Qwen3Attention(nnx.Module):
     """What bonsai's own attention computes, in memory proportional to S.
 
     A token with nothing to attend to, such as padding on the right, attends to nothing: bonsai's attends to every
-    cell of the cache alike.
+    slot of the cache alike.
 
     Args:
       attention: bonsai's, whose parameters this one shares.
@@ -92,8 +92,8 @@ class Qwen3Attention(nnx.Module):
         for cached, new in ((cache.k_cache, key), (cache.v_cache, self.v_proj(x, out_sharding=split))):
             cached.set_value(jax.lax.dynamic_update_slice(cached[...], new.astype(cached.dtype), (0, start, 0, 0)))
 
-        cells = jnp.arange(cache.size)
-        is_written = (cells >= cache.start_ind[...][:, None]) & (cells < start + num_tokens)
+        slots = jnp.arange(cache.size)
+        is_written = (slots >= cache.start_ind[...][:, None]) & (slots < start + num_tokens)
         keys, values = cache.k_cache[...], cache.v_cache[...]
         positions = jnp.broadcast_to(start + jnp.arange(num_tokens, dtype=jnp.int32), segment_ids.shape)
         if split is not None:

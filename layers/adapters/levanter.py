@@ -148,10 +148,10 @@ class _Axes(NamedTuple):
             raise ValueError(f"key and value have the axes {sorted(stray)}, which the query of {query.axes} lacks")
         # Both batch and key/value heads are in all three arrays. What a mask differs over is batch, what a sink differs
         # over are heads; without either, the query's first axis is its batch, as in levanter's own sorting.
-        of_mask = {axis.name for named in _named_parts(mask) for axis in named.axes}
-        of_sink = set() if attn_sink is None else {axis.name for axis in attn_sink.axes}
-        batch = [a for a in shared if a.name in of_mask or (a == query.axes[0] and a.name not in of_sink)]
-        if both := of_sink & {axis.name for axis in batch}:
+        mask_names = {axis.name for named in _named_parts(mask) for axis in named.axes}
+        sink_names = set() if attn_sink is None else {axis.name for axis in attn_sink.axes}
+        batch = [a for a in shared if a.name in mask_names or (a == query.axes[0] and a.name not in sink_names)]
+        if both := sink_names & {axis.name for axis in batch}:
             raise ValueError(f"attn_sink differs over {sorted(both)}, as the batch does; the kernels take one a head")
         heads = [axis for axis in shared if axis not in batch]
         groups = [axis for axis in free if axis not in shared]
@@ -226,10 +226,10 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, Any]]:
             moved = _array(offset, axes.batch, "causal_offset").reshape(-1, 1)
             arrays["query_positions"] = moved.astype(jnp.int32) + jnp.arange(axes.query.size, dtype=jnp.int32)
     if mask.segment_ids is not None:
-        of_query, of_key = mask.segment_ids
-        if any(axis.name == axes.query.name for axis in of_key.axes):
-            of_key = of_key.rename({axes.query.name: axes.key.name})
-        for name, named, axis in (("query", of_query, axes.query), ("key_value", of_key, axes.key)):
+        query_ids, key_ids = mask.segment_ids
+        if any(axis.name == axes.query.name for axis in key_ids.axes):
+            key_ids = key_ids.rename({axes.query.name: axes.key.name})
+        for name, named, axis in (("query", query_ids, axes.query), ("key_value", key_ids, axes.key)):
             ids = _array(named, (*axes.batch, axis), f"{name}_segment_ids")
             arrays[f"{name}_segment_ids"] = ids.reshape(-1, axis.size)
     return functools.reduce(operator.and_, parts) if parts else FullMask(), arrays

@@ -136,15 +136,15 @@ def _given(op: Any, name: str) -> int:
     return value
 
 
-def _segment_ids(of_query: jax.Array | None, of_key: jax.Array | None) -> dict[str, Any]:
-    if of_query is None:
-        _refuse({"decoder_segment_ids_kv": of_key is not None and "decoder_segment_ids must come with it"})
+def _segment_ids(query_ids: jax.Array | None, key_ids: jax.Array | None) -> dict[str, Any]:
+    if query_ids is None:
+        _refuse({"decoder_segment_ids_kv": key_ids is not None and "decoder_segment_ids must come with it"})
         return {}
-    of_key = of_query if of_key is None else of_key
+    key_ids = query_ids if key_ids is None else key_ids
     # Keys of a negative document are hidden from all, those of its own document too.
     return {
-        "query_segment_ids": of_query,
-        "key_value_segment_ids": jnp.where(of_key < 0, jnp.iinfo(of_key.dtype).min, of_key),
+        "query_segment_ids": query_ids,
+        "key_value_segment_ids": jnp.where(key_ids < 0, jnp.iinfo(key_ids.dtype).min, key_ids),
     }
 
 
@@ -156,9 +156,9 @@ def _split_axes(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         split = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
         return [tuple(axis for axis in axes if op.mesh.shape.get(axis, 1) > 1) for axes in split]
 
-    batch, heads, *of_query = of(op.flash_axis_names_q)
-    kv_batch, kv_heads, *of_key = of(op.flash_axis_names_kv)
-    if split := sorted({axis for axes in (*of_query, *of_key) for axis in axes}):
+    batch, heads, *query_axes = of(op.flash_axis_names_q)
+    kv_batch, kv_heads, *key_axes = of(op.flash_axis_names_kv)
+    if split := sorted({axis for axes in (*query_axes, *key_axes) for axis in axes}):
         raise ValueError(
             f"the mesh's {', '.join(split)} splits tokens or head features, and this adapter splits batch and heads "
             "alone; set its size to 1"

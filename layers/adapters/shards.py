@@ -70,9 +70,9 @@ def attend_in_shards(
         if size % math.prod(sizes[axis] for axis in axes):
             split = " × ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(f"{what} {size} is not a multiple of the mesh's {split}; change one of them")
-    of_tokens, of_heads = PartitionSpec(batch), PartitionSpec(batch, None, heads)
-    specs = {name: PartitionSpec(heads) if name == "sinks" else of_tokens for name in given}
+    token_spec, head_spec = PartitionSpec(batch), PartitionSpec(batch, None, heads)
+    specs = {name: PartitionSpec(heads) if name == "sinks" else token_spec for name in given}
     # Kernels don't say over which mesh axes their outputs vary.
     return jax.shard_map(
-        attend, mesh=mesh, in_specs=(of_heads, of_heads, of_heads, specs), out_specs=of_heads, check_vma=False
+        attend, mesh=mesh, in_specs=(head_spec, head_spec, head_spec, specs), out_specs=head_spec, check_vma=False
     )(query, key, value, given)

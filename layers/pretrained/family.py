@@ -108,7 +108,7 @@ class Family:
 
     @property
     def has_experts(self) -> bool:
-        """Whether its models are mixtures of experts."""
+        """True if its models are mixtures of experts."""
         return any(name.startswith("moe.") for key in self.keys for name in key.fields)
 
     def _check_values(self, keys: Keys, rules: Mapping[str, tuple[Any, ...]]) -> None:
@@ -166,7 +166,7 @@ class Family:
         return written | self.rule.write(kinds_of(config))
 
     def is_unused(self, name: str) -> bool:
-        """Whether transformers doesn't use a tensor of this name either."""
+        """True if transformers doesn't use a tensor of this name either."""
         return any(name.startswith(part) or name.endswith(part) for part in self.unused)
 
 
@@ -192,8 +192,8 @@ def _differences(config: GPTConfig, again: GPTConfig) -> list[str]:
         if theirs != ours:
             where = f" in layer {layer}" if config.pattern_length > 1 else ""
             fields = zip(_of_layer(theirs).items(), _of_layer(ours).values(), strict=True)
-            of_layer = {name: _told(f"model.{name}", value, own, where) for (name, value), own in fields}
-            first = {name: difference for name, difference in of_layer.items() if difference} | first
+            layer_fields = {name: _told(f"model.{name}", value, own, where) for (name, value), own in fields}
+            first = {name: difference for name, difference in layer_fields.items() if difference} | first
     found += first.values()
     return [difference for difference in found if difference]
 

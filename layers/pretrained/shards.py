@@ -232,8 +232,8 @@ class ShardReader:
         parts = []
         for shard in piece.shards:
             cut = _in_file(_index(piece.part_of(shard)), source.row.order)
-            of_blocks = [block[cut].astype(dtype, copy=False) for block in blocks]
-            part = np.stack(of_blocks) if len(blocks) > 1 else _owned(of_blocks[0])[None]
+            cut_blocks = [block[cut].astype(dtype, copy=False) for block in blocks]
+            part = np.stack(cut_blocks) if len(blocks) > 1 else _owned(cut_blocks[0])[None]
             if job.at_once:
                 part = part.transpose(job.parameter.order).reshape(_sizes(shard))
             parts.append(part)
@@ -270,9 +270,9 @@ def _owned(part: np.ndarray) -> np.ndarray:
     return part if part.base is None or part.base.nbytes <= part.nbytes else part.copy()
 
 
-def _in_file(of_dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:
+def _in_file(dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:
     """What belongs to a parameter's dims, in the order of the file's."""
-    return tuple(of_dims[order.index(place)] for place in range(len(order)))
+    return tuple(dims[order.index(place)] for place in range(len(order)))
 
 
 def _index(bounds: Bounds) -> tuple[slice, ...]:

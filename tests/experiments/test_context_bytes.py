@@ -118,7 +118,7 @@ def test_mistakes_are_told_before_anything_is_compiled(capsys):
     with pytest.raises(UserMistake, match="unknown workloads causl; expected some of causal, window, packed"):
         BytesArguments(workloads=("causl",))
     with pytest.raises(
-        UserMistake, match="unknown exchanges rng; expected some of chosen, gather, peer, halo, ring, heads"
+        UserMistake, match="unknown exchanges rng; expected some of chosen, all_gather, peer, halo, ring, all_to_all"
     ):
         BytesArguments(exchanges=("rng",))
     for text in ("v5p:2x2x2", "v5p:2x2x2/8", "v5p:2x2x2/eight/131072"):

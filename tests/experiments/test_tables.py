@@ -79,7 +79,7 @@ def test_a_mesh_is_compared_with_one_gpu_of_the_same_day_and_commit():
         trained(100.0),
         trained(110.0),
         trained(90.0, commit="b"),
-        trained(200.0, context=2, exchange=["heads"], device_peak_bytes=2_000_000_000),
+        trained(200.0, context=2, exchange=["all_to_all"], device_peak_bytes=2_000_000_000),
         trained(999.0, context=2, commit="c"),
         trained(300.0, data=2, date="2026-11-29"),
         trained(170.0, data=2, commit="b"),
@@ -108,14 +108,20 @@ def test_training_has_the_last_run_and_the_mfu_of_all_runs_of_its_day():
 
 
 def test_an_exchange_has_the_sharding_that_is_best_for_it():
-    row = {"case": "packed_131k", "num_devices": 4, "device": "NVIDIA H200", "date": "2026-11-26", "exchange": "gather"}
+    row = {
+        "case": "packed_131k",
+        "num_devices": 4,
+        "device": "NVIDIA H200",
+        "date": "2026-11-26",
+        "exchange": "all_gather",
+    }
     row |= {"traced": {"received_bytes": 5e6}, "exposed_s": 0.002, "predicted_exposed_s": 0.001}
     rows = [
-        row | {"deal": "by_cost", "efficiency": 0.71},
-        row | {"deal": "in_order", "efficiency": 0.9},
-        row | {"deal": "in_order", "efficiency": 0.38},
-        row | {"deal": "by_cost", "efficiency": 0.92, "exchange": "peer"},
-        row | {"deal": "by_cost", "efficiency": 0.99, "num_devices": 2},
+        row | {"sequence_sharding": "balanced", "efficiency": 0.71},
+        row | {"sequence_sharding": "contiguous", "efficiency": 0.9},
+        row | {"sequence_sharding": "contiguous", "efficiency": 0.38},
+        row | {"sequence_sharding": "balanced", "efficiency": 0.92, "exchange": "peer"},
+        row | {"sequence_sharding": "balanced", "efficiency": 0.99, "num_devices": 2},
         row | {"refused": "can't"},
     ]
     assert lines_of(tables.exchanges(rows, 4)) == [

@@ -92,7 +92,7 @@ def test_halos_that_are_read_from_the_neighbours_memory_are_what_numpy_has(rng, 
 @pytest.mark.parametrize(
     ("exchange", "sequence_sharding", "mask", "shape", "message"),
     [
-        *(("halo", "balanced", mask, (2, 1, 4), "decides for each row") for mask in WITH_REACH),
+        *(("halo", "balanced", mask, (2, 1, 4), "decides for each sequence") for mask in WITH_REACH),
         *(
             ("halo", "contiguous", mask, (2, 1, 4), "needs a mask that reaches only so far")
             for mask in ("causal", "prefix", "function")

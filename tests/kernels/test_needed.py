@@ -70,7 +70,7 @@ def test_what_a_query_may_attend_to_is_there_and_gets_its_gradient(sequence_shar
 
     run = functools.partial(jax.vmap, axis_name="context")
     sharded_ids, sharded_order = of_ranks(ids), of_ranks(np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ids.shape))
-    gathered = np.asarray(run(functools.partial(on_rank, "all_gather"))(of_ranks(keys), sharded_ids, sharded_order))
+    gathered = np.asarray(run(functools.partial(on_rank, "gather"))(of_ranks(keys), sharded_ids, sharded_order))
     gradients = rng.standard_normal((num_ranks, batch, LENGTH, HEADS, FEATURES))
     expected = np.zeros((batch, LENGTH, HEADS, FEATURES))
     for rank, b in np.ndindex(num_ranks, batch):

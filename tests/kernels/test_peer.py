@@ -35,7 +35,8 @@ from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 from trainer.config import ContextConfig, DataConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
-from trainer.step.attention_plan import attention_calls, describe_attention, plan_attention, plan_sequence_sharding
+from trainer.step.attention_plan import attention_calls, describe_attention, plan_context_parallelism
+from trainer.step.plan import make_plan
 
 LENGTH = 131_072
 TINY = TrainConfig(name="tiny", num_steps=1000, model=GPTConfig(num_layers=1, num_heads=4, num_kv_heads=4, width=256))
@@ -101,13 +102,13 @@ def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_docume
         )
         inputs = inputs._replace(query_segment_ids=ids if has_documents else None)
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
-        return rows.tables(past_the_last), rows.num_keys, rows.places_of_own
+        return rows.tables(past_the_last), rows.num_keys, rows.order_of_own
 
     def of_ranks(x):
         return jnp.asarray(np.moveaxis(x.reshape(batch, num_ranks, -1), 1, 0))
 
     sharded_ids = np.take_along_axis(ids, token_order, axis=1)
-    found, num_keys, places_of_own = jax.tree.map(
+    found, num_keys, order_of_own = jax.tree.map(
         np.asarray, jax.vmap(tables, axis_name="context")(of_ranks(sharded_ids), of_ranks(token_order))
     )
     num_chunks, ranks = length // chunk, range(num_ranks)
@@ -138,7 +139,7 @@ def test_what_is_read_is_what_is_needed(num_ranks, sequence_sharding, has_docume
                 there = [rows[theirs].index(c) + 1 if c in read[theirs] else 0 for c in own]
                 assert of_own[:, distance].tolist() == there
             first = np.array([row.index(c) for c in own]) * chunk
-            assert (places_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
+            assert (order_of_own[rank, b] == (first[:, None] + np.arange(chunk)).ravel()).all()
 
 
 def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
@@ -156,7 +157,7 @@ def test_chunks_that_are_left_out_cut_no_tile_of_a_document(rng):
         rows = KeyRows.of(inputs, call, split, is_compact=is_compact)
         inputs = inputs._replace(
             key_value_segment_ids=rows.gather(rank_ids),
-            query_positions=rows.places_of_own,
+            query_positions=rows.order_of_own,
             key_value_positions=jnp.broadcast_to(jnp.arange(length), (batch, length)),
         )
         start, full_start, full_stop, stop = jnp.moveaxis(
@@ -284,7 +285,7 @@ def test_more_ranks_than_four_are_refused_before_devices_are_known():
     with pytest.raises(
         UserMistake, match=r"it is for meshes of 2 to 4 devices, all of them along context, not for .*2"
     ):
-        plan_sequence_sharding(four, None)
+        plan_context_parallelism(four, None)
 
 
 @pytest.mark.jax_0_11
@@ -305,14 +306,14 @@ def test_the_trainer_plans_what_the_layers_choose():
             1, 1, 1, 2
         ),
     )
-    (plan,) = plan_attention(config, mesh)
+    (plan,) = make_plan(config, mesh).attention
     assert plan.exchange.name == "peer"
     layout = MeshLayout(mesh, ("data", "fsdp"), "context", "tensor", plan.exchange.sequence_sharding)
     (call,) = attention_calls(config, Target.of(mesh.devices.flat[0]))
     whole = call._replace(q_len=config.sequence_length, kv_len=config.sequence_length)
     assert local_call(layout, whole, None, None)[0] == "peer"
     mesh.devices = mesh.devices[..., ::-1]
-    (plan,) = plan_attention(config, mesh)
+    (plan,) = make_plan(config, mesh).attention
     assert plan.exchange.name != "peer"
     assert "  peer passed over: is for the process's first 2 GPUs in their order, not for [1, 0]" in describe_attention(
         [plan]

@@ -129,8 +129,8 @@ def test_documents_skip_the_tiles_between_them(transposed):
 
 def visited_tiles(info, transposed):
     """(mask, query tile, key/value tile) of each visited step."""
-    kinds, tiles = np.asarray(info.block_mask), np.asarray(info.data_next)
-    steps = [(int(m), int(i), int(j)) for m, i, j in np.argwhere(kinds > 0)]
+    tile_kinds, tiles = np.asarray(info.block_mask), np.asarray(info.data_next)
+    steps = [(int(m), int(i), int(j)) for m, i, j in np.argwhere(tile_kinds > 0)]
     return sorted((m, tiles[m, i, j], j) if transposed else (m, i, tiles[m, i, j]) for m, i, j in steps)
 
 
@@ -189,9 +189,9 @@ def test_heads_with_few_tiles_load_no_more_for_sharing_a_grid(transposed):
     made = passes.planned_mask(call, walk, NO_TOKENS)
     assert made.mask_of_head == (0, 1)
     tables = np.asarray(made.info.data_next), np.asarray(made.info.block_mask)
-    tiles, kinds = (table.swapaxes(1, 2) if transposed else table for table in tables)
+    tiles, tile_kinds = (table.swapaxes(1, 2) if transposed else table for table in tables)
     assert tiles.shape == (2, 16, 16)
-    visited = (kinds > 0).sum(axis=(1, 2))
+    visited = (tile_kinds > 0).sum(axis=(1, 2))
     assert list(visited) == [16 * 17 // 2, 16 * 3 - 3]
     loads = 1 + (np.diff(tiles.reshape(2, -1), axis=1) != 0).sum(axis=1)
     assert (loads <= visited).all()

@@ -122,6 +122,7 @@ class TrainerCommand:
     def finish(process: subprocess.Popen[str], begun: float = math.nan) -> Finished:
         """What a started command came to; `begun` is the `time.perf_counter()` that its seconds count from."""
         try:
+            # Two runs took 200 s beside thirteen busy processes on two cores. Only one that hangs may be cut off.
             output, errors = process.communicate(timeout=240)
         finally:
             process.kill()  # one that takes too long must not outlive its test

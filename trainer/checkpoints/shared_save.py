@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from trainer.errors import TrainingFailed
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 
 
 class SharedSave:

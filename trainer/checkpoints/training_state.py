@@ -54,7 +54,7 @@ from trainer.checkpoints.shared_save import SharedSave
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 
 _ROW_BYTES = 1 << 18
 _NUM_REMOVALS = 10

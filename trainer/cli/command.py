@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.hosts.launch import refuse_several
-from trainer.process.exit_status import FAILED, INTERRUPTED, MISTAKE
+from trainer.launch.launcher import refuse_several
+from trainer.launch.process_exit import FAILED, INTERRUPTED, MISTAKE
 
 
 def run_command(program: str, arguments: Sequence[str], run: Callable[[], int]) -> int:

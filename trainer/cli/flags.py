@@ -20,7 +20,7 @@ from trainer.config.suggestions import did_you_mean_field
 from trainer.config.words import WordReader, value_types
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_url
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
 
 # Every field takes a value, as in the config file: --model.tie-embeddings True.
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)

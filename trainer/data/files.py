@@ -12,6 +12,7 @@ from pathlib import Path
 
 from trainer.data.errors import DataError
 
+_READ_AT_ONCE = 2**20
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device",
@@ -72,9 +73,12 @@ def read_at_most(path: Path, num_bytes: int) -> bytes | None:
     Raises:
         OSError: it can't be read.
     """
+    content = bytearray()
     with path.open("rb") as file:
-        content = file.read(num_bytes + 1)
-    return content if len(content) <= num_bytes else None
+        # `file.read(num_bytes + 1)` would take that much memory for a small file.
+        while len(content) <= num_bytes and (piece := file.read(min(_READ_AT_ONCE, num_bytes + 1 - len(content)))):
+            content += piece
+    return bytes(content) if len(content) <= num_bytes else None
 
 
 def find_files(patterns: Sequence[str], *, field: str) -> tuple[Path, ...]:

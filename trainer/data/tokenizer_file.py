@@ -54,6 +54,9 @@ def tokens_around_text(post_processor: Any) -> tuple[list[_Named], list[_Named]]
 
     Args:
         post_processor: as `tokenizers` writes it.
+
+    Raises:
+        ValueError: it names a special token by more or fewer ids than names.
     """
     before: list[_Named] = []
     after: list[_Named] = []
@@ -65,7 +68,13 @@ def tokens_around_text(post_processor: Any) -> tuple[list[_Named], list[_Named]]
                     around = after
                 else:
                     added = post_processor["special_tokens"][piece["SpecialToken"]["id"]]
-                    around += zip(added["tokens"], added["ids"], strict=True)
+                    names, ids = added["tokens"], added["ids"]
+                    if len(names) != len(ids):
+                        raise ValueError(
+                            f"its post-processor has {len(ids)} ids for the {len(names)} tokens of {added['id']!r}; "
+                            "expected one id for each token"
+                        )
+                    around += zip(names, ids, strict=True)
         case "BertProcessing" | "RobertaProcessing":
             before, after = [tuple(post_processor["cls"])], [tuple(post_processor["sep"])]
         case "Sequence":

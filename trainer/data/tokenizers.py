@@ -46,14 +46,15 @@ class Tokenizer(Protocol):
         identity: names the mapping from text to ids; equal only if the mapping is.
         vocab_size: every id is below it, those of the delimiters among them.
         delimiters: the tokens put before and after each document.
-        skipped_ids: what `decode` leaves out: special tokens, and ids that are no token.
     """
 
     name: str
     identity: str
     vocab_size: int
     delimiters: Delimiters
-    skipped_ids: frozenset[int]
+
+    def is_skipped(self, token_id: int) -> bool:
+        """True if `decode` leaves an id out: special tokens, and ids that are no token."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; text that spells a delimiter or another special token is text."""
@@ -113,7 +114,9 @@ class ByteTokenizer:
 
     def __init__(self, delimiters: Delimiters = _BYTE_DELIMITERS):
         self.delimiters = delimiters
-        self.skipped_ids = frozenset({256})
+
+    def is_skipped(self, token_id: int) -> bool:
+        return token_id == 256
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -135,7 +138,7 @@ class ByteTokenizer:
         return [np.frombuffer(document, np.uint8).astype("<u2") for document in documents]
 
     def _bytes(self, token_ids: Sequence[int]) -> bytes:
-        return bytes(i for i in token_ids if i not in self.skipped_ids)
+        return bytes(i for i in token_ids if not self.is_skipped(i))
 
 
 class HuggingFaceTokenizer:
@@ -183,7 +186,8 @@ class HuggingFaceTokenizer:
                 f'run `pip install -e ".[data]"` in the clone, or use {setting}=byte'
             ) from error
         with _refusing(f"{path}: not a Hugging Face tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            # `from_buffer` ends the process at a byte that isn't UTF-8: its message can't become Python's text.
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a document is text, not its end.
@@ -200,11 +204,12 @@ class HuggingFaceTokenizer:
         stated = read_stated(path)
         special = {i: added.content for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         end = self._find_end(end_of_document_token, vocabulary, stated, special)
-        self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
+        with _refusing(str(path)):
+            self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
         begin = self._find_begin(begin_of_document_token, vocabulary, told_by, end)
         self.delimiters = Delimiters(begin, end)
-        spoken = set(vocabulary.values()) - special.keys() - {*self.delimiters.ids}
-        self.skipped_ids = frozenset(range(self.vocab_size)) - spoken
+        # A set of the skipped ids would take gigabytes where a small vocabulary has one large id.
+        self._decoded_ids = frozenset(vocabulary.values()) - special.keys() - {*self.delimiters.ids}
         decoder = parts["decoder"] or {}
         self._decoders = {part["type"] for part in decoder.get("decoders", [decoder]) if part}
         self._tokenizer.post_processor = None  # which changes offsets even where it adds nothing
@@ -212,6 +217,9 @@ class HuggingFaceTokenizer:
         reserved = {*special, *self.delimiters.ids} - ({_unknown_id(parts["model"])} - {*self.delimiters})
         self._is_reserved = np.zeros(self.vocab_size, bool)
         self._is_reserved[list(reserved)] = True
+
+    def is_skipped(self, token_id: int) -> bool:
+        return token_id not in self._decoded_ids
 
     def encode(self, text: str) -> list[int]:
         with _refusing(self._cannot_encode(text)):
@@ -286,7 +294,7 @@ class HuggingFaceTokenizer:
 
     def _spoken(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens, by name, that `decode` doesn't leave out."""
-        tokens = (self._tokenizer.id_to_token(int(i)) for i in token_ids if i not in self.skipped_ids)
+        tokens = (self._tokenizer.id_to_token(int(i)) for i in token_ids if not self.is_skipped(i))
         return [token for token in tokens if token is not None]
 
     def _num_decoded_bytes(self, token_ids: Sequence[int]) -> int:
@@ -372,7 +380,9 @@ class PretokenizedIds:
     def __init__(self, vocab_size: int, delimiters: Delimiters):
         self.vocab_size = vocab_size
         self.delimiters = delimiters
-        self.skipped_ids = frozenset(delimiters.ids)
+
+    def is_skipped(self, token_id: int) -> bool:
+        return token_id in self.delimiters.ids
 
     def encode(self, text: str) -> list[int]:
         raise DataError(self._no_text("encode"))

@@ -15,11 +15,11 @@ from trainer.config import TrainConfig
 from trainer.config.changes import evaluation_settings
 from trainer.data import Tokenizer, ValidationSet
 from trainer.errors import UserMistake
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers
 from trainer.observers.times import TimeAccount
-from trainer.process.signals import StopRequest
-from trainer.step.functions import Batch, TrainState
+from trainer.step.train_step import Batch, TrainState
 
 
 class Evaluator:

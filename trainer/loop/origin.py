@@ -12,7 +12,7 @@ from layers.pretrained.folder import read_config
 from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.init_from import is_workdir, read_initial_model
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.saved_run import read_init_from
 from trainer.terminal.console import Console
 

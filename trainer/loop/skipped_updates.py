@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config import OptimizerConfig
 from trainer.errors import TrainingFailed
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 
 
 def tell_skipped(metrics: Sequence[StepMetrics], first_step: int, config: OptimizerConfig) -> str | None:

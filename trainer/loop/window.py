@@ -9,13 +9,13 @@ import jax
 
 from trainer.compile.history import CompileHistory
 from trainer.data import BatchShare
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import find_failure, tell_skipped
 from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.process.signals import StopRequest
 from trainer.step.flops import StepFlops
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 
 # Steps that the host may be ahead of the device. With these the device never waits for the host, a stop signal is still
 # obeyed soon, and few batches wait in the device's memory.

@@ -25,11 +25,10 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
+from trainer.hardware import installed_versions, peak_resident_bytes
 from trainer.observers.goodput import UsefulSteps, goodput, plausible_seconds
 from trainer.observers.observer import Ending, LogEntry, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.process.resident_memory import peak_resident_bytes
-from trainer.process.versions import installed_versions
 from trainer.terminal.console import Console
 
 SCHEMA_VERSION = 1

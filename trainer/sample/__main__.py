@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from trainer.cli.command import run_command
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.exit_status import COMPLETED
+from trainer.launch.process_exit import COMPLETED
+from trainer.terminal.streams import reader_may_leave
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -88,12 +88,12 @@ class GrowingText:
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
         # Without what decoding leaves out: any number of special tokens may stand between a word and the next.
-        spoken = (token for token in reversed(before) if token not in tokenizer.skipped_ids)
+        spoken = (token for token in reversed(before) if not tokenizer.is_skipped(token))
         self._newest = list(itertools.islice(spoken, _NUM_CONTEXT_TOKENS))[::-1]
 
     def add(self, token: int) -> str:
         """The text that this token completes."""
-        if token in self._tokenizer.skipped_ids:
+        if self._tokenizer.is_skipped(token):
             return ""
         num_shown = len(self._complete())
         self._newest.append(token)

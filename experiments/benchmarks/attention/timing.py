@@ -63,16 +63,18 @@ def how_many_last(milliseconds: float, seconds: float) -> int:
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 
-def time_in_rounds(groups: Iterable[Sequence[AttentionContender]], num_rounds: int) -> None:
+def time_in_rounds(groups: Iterable[Sequence[AttentionContender]], num_rounds: int, rest_ms: float = 0.0) -> None:
     """Adds one time per round to each contender, the groups in an order of its own for each round.
 
     A device at its power limit slows down for some time after a program that took much of it: in a fixed order, always
     for the same contender. What is subtracted from each other belongs in one group, whose members follow one another.
+    Before each timing the device rests for `rest_ms`: a cool device runs short programs at its highest clock.
     """
     groups, order = list(groups), random.Random()
     for _ in range(num_rounds):
         for group in order.sample(groups, len(groups)):
             for contender in group:
+                time.sleep(rest_ms / 1e3)
                 contender.seconds.append(contender.time(contender.num_runs))
 
 

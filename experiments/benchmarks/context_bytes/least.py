@@ -83,9 +83,9 @@ def count_hops(segment_ids: Int[np.ndarray, " T"], num_ranks: int) -> int:
     >>> count_hops(np.array([5, 5, 4, 4, 4, 4, 3, 3]), num_ranks=4)
     2
     """
-    of_rank = len(segment_ids) // num_ranks
+    tokens_per_rank = len(segment_ids) // num_ranks
     begins, _ = _documents(segment_ids, len(segment_ids))
-    return 1 + int((np.arange(num_ranks) - begins[::of_rank] // of_rank).max())
+    return 1 + int((np.arange(num_ranks) - begins[::tokens_per_rank] // tokens_per_rank).max())
 
 
 def least_bytes(num_missing: float, num_kv_heads: int, head_dim: int, itemsize: int) -> PassBytes:

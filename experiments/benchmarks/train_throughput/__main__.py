@@ -27,7 +27,7 @@ from kernels.context import Exchange
 from trainer.config import LossImplementation, MeshConfig
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)

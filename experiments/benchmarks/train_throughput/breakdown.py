@@ -185,7 +185,7 @@ def part_of(instruction: Instruction, module: Module) -> Part:
 
 
 def _is_matmul_that_sends(instruction: Instruction) -> bool:
-    """Whether it is a kernel of `kernels.collectives`, which computes and sends at a time."""
+    """True if it is a kernel of `kernels.collectives`, which computes and sends at a time."""
     return instruction.opcode == "custom-call" and any(
         _in_scope(instruction.op_name, scope) for scope in _SENDING_MATMULS
     )
@@ -197,7 +197,7 @@ def part_of_name(kernel: str) -> Part:
 
 
 def _in_scope(op: str, scope: str) -> bool:
-    """Whether an op's name, `jit(f)/transpose(jvp(scope))/while/body/add`, has the scope among its parts."""
+    """True if an op's name, `jit(f)/transpose(jvp(scope))/while/body/add`, has the scope among its parts."""
     return re.search(rf"(?:^|[/(]){scope}(?:[/)]|$)", op) is not None
 
 

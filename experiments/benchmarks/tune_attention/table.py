@@ -23,7 +23,7 @@ from kernels.backends.mosaic_gpu.tuning import (
     TunedCall,
 )
 from kernels.masks import parse_mask
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 SECTIONS: dict[str, tuple[str, type | None]] = {
     "forward": ("FORWARD", MosaicForwardTuning),

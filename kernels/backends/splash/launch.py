@@ -54,13 +54,13 @@ class Pass:
 
 
 class PassMask(NamedTuple):
-    """What one pass knows of the masks."""
+    """The masks of one pass."""
 
     info: MaskInfo
     """The tiles to visit under each distinct mask, as the kernels take them."""
     function: Callable[[Any, Any, Any, Any], Any] | None
-    """(number of the mask, query positions, key positions, keys' places) → allowed, traced into the kernel. None: the
-    info says it all."""
+    """(number of the mask, query positions, key positions, keys' indices) → allowed, traced into the
+    kernel. None: `info` is enough."""
     mask_of_head: tuple[int, ...]
     """The number of each query head's mask."""
     key_value_positions: Int[Array, " S"] | None = None
@@ -117,18 +117,18 @@ class _Grid:
         """The same for the key/value tile."""
         return at[0] if self.walk.transposed else self.lookup(at[3], *at)
 
-    def of_queries(self, width: int) -> pl.BlockSpec:
+    def query_blocks(self, width: int) -> pl.BlockSpec:
         """Blocks of `[N, T, width]`."""
         return pl.BlockSpec((None, self.walk.block_q, width), lambda *at: (self.head(*at), self.q_tile(*at), 0))
 
-    def of_keys(self, width: int) -> pl.BlockSpec:
+    def key_blocks(self, width: int) -> pl.BlockSpec:
         """Blocks of `[K, S, width]`."""
         size = self.call.group_size
         return pl.BlockSpec(
             (None, self.walk.block_kv, width), lambda *at: (jax.lax.div(self.head(*at), size), self.kv_tile(*at), 0)
         )
 
-    def of_tokens(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
+    def token_blocks(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
         """Ids or positions, repeated over the vector registers' other dimension, and their blocks."""
         block, tile = (self.walk.block_q, self.q_tile) if queries else (self.walk.block_kv, self.kv_tile)
         if queries != self.walk.transposed:
@@ -137,27 +137,27 @@ class _Grid:
         repeated = jax.lax.broadcast_in_dim(tokens, (_SUBLANES, *tokens.shape), (1,))
         return repeated, pl.BlockSpec((_SUBLANES, block), lambda *at: (0, tile(*at)))
 
-    def of_operand(self, name: str, x: Array) -> tuple[Array, pl.BlockSpec]:
+    def operand_blocks(self, name: str, x: Array) -> tuple[Array, pl.BlockSpec]:
         """An operand as its kernel takes it, and its blocks."""
         if name in ("k", "v"):
-            return x, self.of_keys(x.shape[-1])
+            return x, self.key_blocks(x.shape[-1])
         if name in ("q", "do"):
-            return x, self.of_queries(x.shape[-1])
-        return x[:, None], self.of_statistics()
+            return x, self.query_blocks(x.shape[-1])
+        return x[:, None], self.statistics_blocks()
 
-    def of_statistics(self) -> pl.BlockSpec:
+    def statistics_blocks(self) -> pl.BlockSpec:
         """Blocks of `[N, 1, T]`."""
         return pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
 
-    def of_output(self, name: str, width: int) -> pl.BlockSpec:
+    def output_blocks(self, name: str, width: int) -> pl.BlockSpec:
         """An output's blocks."""
         if name in ("dk", "dv"):
-            return self.of_keys(width)
+            return self.key_blocks(width)
         if name == "lse":
-            return self.of_statistics()
+            return self.statistics_blocks()
         if name == "dq" and self.walk.transposed:
             return pl.BlockSpec((None, None, self.walk.block_q, width), lambda j, head, i, *_: (j, head, i, 0))
-        return self.of_queries(width)
+        return self.query_blocks(width)
 
 
 @types_of_32_bits()
@@ -178,7 +178,7 @@ def launch(
 
     Args:
       kernel: upstream's.
-      call, walk, mask, segment_ids: what is computed.
+      call, walk, mask, segment_ids: the call, its pass over the tiles, its masks and documents.
       operands: by the kernel's names for them: q, do `[N, T, X]`, k, v `[K, S, X]`, logsumexp, di `[N, T]`.
       outputs: by the kernel's names, too.
       scratch: shapes of its float32 scratch memory.
@@ -193,14 +193,14 @@ def launch(
     }
     num_masks, *steps = tables["data_next"].shape
     grid = _Grid(call, walk, num_masks)
-    given = {name: grid.of_operand(name, x) for name, x in operands.items()}
+    given = {name: grid.operand_blocks(name, x) for name, x in operands.items()}
     if segment_ids is not None:
-        given["q_segment_ids"] = grid.of_tokens(segment_ids.q, queries=True)
-        given["kv_segment_ids"] = grid.of_tokens(segment_ids.kv, queries=False)
+        given["q_segment_ids"] = grid.token_blocks(segment_ids.q, queries=True)
+        given["kv_segment_ids"] = grid.token_blocks(segment_ids.kv, queries=False)
     if mask.function is not None:
-        given["q_sequence"] = grid.of_tokens(jnp.asarray(info.q_sequence), queries=True)
+        given["q_sequence"] = grid.token_blocks(jnp.asarray(info.q_sequence), queries=True)
         if mask.key_value_positions is not None:
-            given["kv_positions"] = grid.of_tokens(mask.key_value_positions, queries=False)
+            given["kv_positions"] = grid.token_blocks(mask.key_value_positions, queries=False)
     if info.partial_mask_blocks is not None:
         blocks = jnp.asarray(info.partial_mask_blocks)
         given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[5], *at), 0, 0))
@@ -219,13 +219,13 @@ def launch(
         if "logsumexp" in operands:
             named["logsumexp"] = _WithoutInfinities(named["logsumexp"])
 
-        def allowed(q_pos, kv_place):
-            kv_pos = kv_place
+        def allowed(q_pos, kv_index):
+            kv_pos = kv_index
             if kv_positions is not None:
                 one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
-                kv_pos = jnp.broadcast_to(one, kv_place.shape)
+                kv_pos = jnp.broadcast_to(one, kv_index.shape)
             assert mask.function is not None
-            return mask.function(number, q_pos, kv_pos, kv_place)
+            return mask.function(number, q_pos, kv_pos, kv_index)
 
         parameters = inspect.signature(kernel).parameters
         absent = {name: None for name in parameters if name.endswith("_ref")}
@@ -250,7 +250,7 @@ def launch(
             num_scalar_prefetch=len(tables),
             grid=(num_kv, call.num_heads, steps[0]) if walk.transposed else (call.num_heads, num_q, steps[1]),
             in_specs=[spec for _, spec in given.values()],
-            out_specs=[grid.of_output(name, shape.shape[-1]) for name, shape in outputs.items()],
+            out_specs=[grid.output_blocks(name, shape.shape[-1]) for name, shape in outputs.items()],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=(first, "arbitrary", "arbitrary")),

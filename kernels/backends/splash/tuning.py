@@ -1,4 +1,4 @@
-"""Tiles of the splash kernel, the default ones of each TPU generation, and what of the chip limits them."""
+"""Tiles of the splash kernel, the default ones of each TPU generation, and the chip's limits."""
 
 from __future__ import annotations
 

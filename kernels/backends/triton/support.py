@@ -1,4 +1,4 @@
-"""What the Triton kernels can't do."""
+"""The calls that the Triton kernels refuse."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from kernels.decode.call import DecodeCall
 
 # The smallest side of a matrix product, and the most rows of a tile that fit the registers.
 SMALLEST_DOT, _MOST_ROWS = 16, 64
-# Chosen on an H200 (docs/benchmarks.md, "Decoding"). Where sequences share few cells, a program has a block or two, and
+# Chosen on an H200 (docs/benchmarks.md, "Decoding"). Where sequences share few slots, a program has a block or two, and
 # half the warps are faster.
-_TILE_CELLS, _FEW_SHARED_CELLS = 32, 5120
+_TILE_SLOTS, _FEW_SHARED_SLOTS = 32, 5120
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class TritonDecodeTuning:
     """How the `triton` backend decodes.
 
     Attributes:
-      tiles: query rows and cells of a tile (`block_kv` divides the cache's block_size), warps and stages; None for the
+      tiles: query rows and slots of a tile (`block_kv` divides the cache's block_size), warps and stages; None for the
         best known for the call.
       num_programs: most programs that a call's blocks are split over; at least one runs for each sequence and head.
       interpret: run in Triton's interpreter, on any device, float16 only: for tests, thousands of times slower.
@@ -47,7 +47,7 @@ def resolve(tuning: TritonDecodeTuning | None, call: DecodeCall) -> TritonDecode
     if tuning.tiles is not None:
         return tuning
     block_q = min(max(next_power_of_2(call.num_new * call.group_size), SMALLEST_DOT), _MOST_ROWS)
-    rows_per_warp = 16 if call.one_slab and call.num_cells <= _FEW_SHARED_CELLS else 8
+    rows_per_warp = 16 if call.one_slab and call.num_slots <= _FEW_SHARED_SLOTS else 8
     power_of_2_in_block = call.block_size & -call.block_size
-    tiles = TritonTiles(block_q, min(_TILE_CELLS, power_of_2_in_block), block_q // rows_per_warp, num_stages=3)
+    tiles = TritonTiles(block_q, min(_TILE_SLOTS, power_of_2_in_block), block_q // rows_per_warp, num_stages=3)
     return dataclasses.replace(tuning, tiles=tiles)

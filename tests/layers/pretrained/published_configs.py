@@ -1,8 +1,15 @@
-"""config.json files as the models' pages have them, in the words of several years."""
+"""config.json files as the models' pages have them, in the words of several years.
+
+Keys that no reader of configs uses (tokens' ids, dropout, versions) are left out. A comment above each file names the
+public copy that its keys and values were compared with on 2026-11-29. LitGPT's `litgpt/config.py` (at 26857050) has
+the sizes, the length, the window and the base of rotary embedding, each with the address of the published file.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from tests.layers.pretrained import longrope_tables as tables
 
 Values = dict[str, Any]
 
@@ -21,11 +28,16 @@ def sizes(width: int, mlp_width: int, layers: int, heads: int, kv_heads: int, vo
 
 
 def _llama(*of_sizes: int, **more: Any) -> Values:
-    common = {"attention_bias": False, "hidden_act": "silu", "initializer_range": 0.02, "pretraining_tp": 1}
+    common = {"hidden_act": "silu", "initializer_range": 0.02, "pretraining_tp": 1}
     common |= {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"}
     return (
         {"model_type": "llama", "rope_scaling": None, "tie_word_embeddings": False} | common | sizes(*of_sizes) | more
     )
+
+
+def _mistral(*of_sizes: int, **more: Any) -> Values:
+    common = {"hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+    return {"model_type": "mistral", "max_position_embeddings": 32_768} | common | sizes(*of_sizes) | more
 
 
 def _qwen(model_type: str, *of_sizes: int, **more: Any) -> Values:
@@ -45,13 +57,13 @@ def _gemma2(*of_sizes: int, **more: Any) -> Values:
     common = {"attention_bias": False, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     common |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
     common |= {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "rope_theta": 10_000.0}
-    common |= {"max_position_embeddings": 8192, "sliding_window": 4096, "sliding_window_size": 4096, "head_dim": 256}
+    common |= {"max_position_embeddings": 8192, "sliding_window": 4096, "head_dim": 256}
     return {"model_type": "gemma2"} | common | sizes(*of_sizes) | more
 
 
 def _gemma3_text(*of_sizes: int, **more: Any) -> Values:
     common = {"attention_bias": False, "attn_logit_softcapping": None, "final_logit_softcapping": None}
-    common |= {"cache_implementation": "hybrid", "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    common |= {"head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "initializer_range": 0.02}
     common |= {"max_position_embeddings": 32_768, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6}
     common |= {"rope_local_base_freq": 10_000, "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": 512}
     return {"model_type": "gemma3_text"} | common | sizes(*of_sizes) | more
@@ -65,9 +77,8 @@ def _phi3(*of_sizes: int, **more: Any) -> Values:
     return {"model_type": "phi3"} | common | sizes(*of_sizes) | more
 
 
-def _tables(name: str) -> Values:
-    # Of the published ones only the length and the ends.
-    return {"long_factor": [1.08] * 24 + [64.8] * 24, "short_factor": [1.0] * 24 + [2.8] * 24, "type": name}
+def _longrope(long_factor: list[float], short_factor: list[float], name: str = "longrope") -> Values:
+    return {"long_factor": long_factor, "short_factor": short_factor, "type": name}
 
 
 def _gpt_oss(layers: int, num_experts: int) -> Values:
@@ -84,7 +95,15 @@ def _gpt_oss(layers: int, num_experts: int) -> Values:
         "model_type": "gpt_oss",
         "num_experts_per_tok": 4,
         "num_local_experts": num_experts,
-        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
         "rms_norm_eps": 1e-5,
         "rope_scaling": yarn | {"rope_type": "yarn", "truncate": False},
         "rope_theta": 150_000,
@@ -108,81 +127,126 @@ _QWEN3_MOE = {
     "sliding_window": None,
 }
 _OLMO2 = {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 500_000}
+_OLMO2 |= {"tie_word_embeddings": False}
 
 PUBLISHED: dict[str, tuple[Values, int]] = {
-    "Llama-2-7b": (_llama(4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096), 6_738_415_616),
+    # scaleapi/llm-engine, tests of `_infer_hardware`.
+    "Llama-2-7b": (
+        _llama(4096, 11008, 32, 32, 32, 32000, max_position_embeddings=4096, torch_dtype="float16"), 6_738_415_616
+    ),
+    # A public copy of Llama-3.1-8B-Instruct's; LitGPT.
     "Llama-3.1-8B": (
         _llama(
             4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0, rope_scaling=LLAMA3_SCALING, mlp_bias=False,
-            max_position_embeddings=131_072,
+            max_position_embeddings=131_072, attention_bias=False,
         ),
         8_030_261_248,
     ),
+    # LitGPT.
     "Llama-3.2-1B": (
         _llama(
             2048, 8192, 16, 32, 8, 128256, head_dim=64, rope_theta=500000.0, tie_word_embeddings=True,
-            rope_scaling=LLAMA3_SCALING | {"factor": 32.0}, max_position_embeddings=131_072,
+            rope_scaling=LLAMA3_SCALING | {"factor": 32.0}, max_position_embeddings=131_072, attention_bias=False,
+            mlp_bias=False,
         ),
         1_235_814_400,
     ),
-    "TinyLlama-1.1B": (_llama(2048, 5632, 22, 32, 4, 32000, max_position_embeddings=2048), 1_100_048_384),
+    # LitGPT; a public check of TinyLlama-1.1B-Chat-v1.0 at fe8a4ea1.
+    "TinyLlama-1.1B": (
+        _llama(
+            2048, 5632, 22, 32, 4, 32000, max_position_embeddings=2048, rope_theta=10000.0, attention_bias=False
+        ),
+        1_100_048_384,
+    ),
+    # LitGPT; a public copy of the whole file.
     "SmolLM2-135M": (
-        _llama(576, 1536, 30, 9, 3, 49152, rope_theta=100000, tie_word_embeddings=True, rope_interleaved=False),
+        _llama(
+            576, 1536, 30, 9, 3, 49152, rope_theta=100000, tie_word_embeddings=True, rope_interleaved=False,
+            max_position_embeddings=8192, initializer_range=0.041666666666666664, is_llama_config=True,
+            attention_bias=False,
+        ),
         134_515_008,
     ),
-    "Yi-6B": (_llama(4096, 11008, 32, 32, 4, 64000, rope_theta=5000000.0), 6_061_035_520),
-    "Mistral-7B-v0.1": (
-        {"model_type": "mistral", "sliding_window": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
-        | sizes(4096, 14336, 32, 32, 8, 32000),
-        7_241_732_096,
+    # From memory: no copy was found.
+    "Yi-6B": (
+        _llama(4096, 11008, 32, 32, 4, 64000, rope_theta=5000000.0, max_position_embeddings=4096), 6_061_035_520
     ),
+    # LitGPT; a public print of the whole config.
+    "Mistral-7B-v0.1": (
+        _mistral(4096, 14336, 32, 32, 8, 32000, sliding_window=4096, rope_theta=10000.0), 7_241_732_096
+    ),
+    # From memory: no copy was found, but for the length of 1,024,000.
     "Mistral-Nemo-Base-2407": (
-        {"model_type": "mistral", "sliding_window": None, "head_dim": 128, "rope_theta": 1000000.0}
-        | sizes(5120, 14336, 40, 32, 8, 131072),
+        _mistral(
+            5120, 14336, 40, 32, 8, 131072, sliding_window=None, head_dim=128, rope_theta=1000000.0,
+            max_position_embeddings=1_024_000,
+        ),
         12_247_782_400,
     ),
+    # A public copy of the whole file, `ministral8b_config`.
     "Ministral-8B-Instruct-2410": (
-        {"model_type": "mistral", "sliding_window": 32768, "head_dim": 128, "rope_theta": 100000000.0}
-        | sizes(4096, 12288, 36, 32, 8, 131072),
+        _mistral(4096, 12288, 36, 32, 8, 131072, sliding_window=32768, head_dim=128, rope_theta=100000000.0),
         8_019_808_256,
     ),
+    # NVIDIA/TensorRT-LLM, tests of Mixtral; LitGPT.
     "Mixtral-8x7B": (
-        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
-        | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "rope_theta": 1000000.0}
-        | sizes(4096, 14336, 32, 32, 8, 32000),
+        _mistral(4096, 14336, 32, 32, 8, 32000, sliding_window=None, rope_theta=1000000.0)
+        | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.02},
         46_702_792_704,
     ),
+    # rosellm/models/pretrained_config.py, of revision 060db649; LitGPT.
     "Qwen2.5-0.5B": (
         _qwen("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True, sliding_window=32768)
         | {"max_window_layers": 24, "use_mrope": False},
         494_032_768,
     ),
+    # LitGPT; a public copy of the Instruct model's, which has the length 32,768.
     "Qwen2.5-7B": (
-        _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, sliding_window=131072, max_window_layers=28),
+        _qwen("qwen2", 3584, 18944, 28, 28, 4, 152064, sliding_window=131072, max_window_layers=28)
+        | {"max_position_embeddings": 131_072},
         7_615_616_512,
     ),
+    # From memory but for width, MLP, layers, heads of keys and length, which a public table of models has.
     "DeepSeek-R1-Distill-Qwen-1.5B": (
-        _qwen("qwen2", 1536, 8960, 28, 12, 2, 151936, sliding_window=4096, max_window_layers=21, rope_theta=10000),
+        _qwen("qwen2", 1536, 8960, 28, 12, 2, 151936, sliding_window=4096, max_window_layers=21, rope_theta=10000)
+        | {"max_position_embeddings": 131_072, "use_mrope": False},
         1_777_088_000,
     ),
+    # Two public copies of the whole file; LitGPT.
     "Qwen3-0.6B": (_qwen3(1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True), 596_049_920),
+    # sanjithudupa/compute-aware-arch-search, Qwen3-8B/config.json; LitGPT.
     "Qwen3-8B": (_qwen3(4096, 12288, 36, 32, 8, 151936), 8_190_735_360),
+    # LitGPT; a public copy of the file with fewer experts and layers.
     "Qwen3-30B-A3B": (
         _qwen("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, attention_bias=False, max_window_layers=48) | _QWEN3_MOE,
         30_532_122_624,
     ),
+    # NVIDIA-NeMo/Megatron-Bridge, tests of Gemma 2; LitGPT. So is the next.
     "gemma-2-2b": (_gemma2(2304, 9216, 26, 8, 4, 256000), 2_614_341_888),
-    "gemma-2-27b": (_gemma2(4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144), 27_227_128_320),
+    "gemma-2-27b": (
+        _gemma2(4608, 36864, 46, 32, 16, 256000, head_dim=128, query_pre_attn_scalar=144)
+        | {"sliding_window_size": 4096, "_attn_implementation": "eager"},
+        27_227_128_320,
+    ),
+    # circuit-tracer, tests of Gemma 3 under nnsight.
     "gemma-3-270m": (
         _gemma3_text(640, 2048, 18, 4, 1, 262144, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3)
-        | {"use_bidirectional_attention": False, "_sliding_window_pattern": 6},
+        | {"use_bidirectional_attention": False, "_sliding_window_pattern": 6}
+        | {"rope_local_base_freq": 10_000.0, "rope_theta": 1_000_000.0},
         268_098_176,
     ),
-    "gemma-3-1b": (_gemma3_text(1152, 6912, 26, 4, 1, 262144, sliding_window_pattern=6), 999_885_952),
+    # A public copy of gemma-3-1b-it's whole file; LitGPT.
+    "gemma-3-1b": (
+        _gemma3_text(1152, 6912, 26, 4, 1, 262144, sliding_window_pattern=6, cache_implementation="hybrid"),
+        999_885_952,
+    ),
+    # LitGPT.
     "OLMo-2-1124-7B": (
         {"model_type": "olmo2", "max_position_embeddings": 4096} | _OLMO2 | sizes(4096, 11008, 32, 32, 32, 100352),
         7_298_617_344,
     ),
+    # mini-sglang, tests of OLMo 3; prime-rl, a probe of OLMo 3.
     "Olmo-3-1025-7B": (
         {
             "model_type": "olmo3",
@@ -191,8 +255,8 @@ PUBLISHED: dict[str, tuple[Values, int]] = {
             "sliding_window": 4096,
             "rope_scaling": {
                 "attention_factor": 1.2079441541679836,
-                "beta_fast": 32,
-                "beta_slow": 1,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
                 "factor": 8.0,
                 "original_max_position_embeddings": 8192,
                 "rope_type": "yarn",
@@ -202,51 +266,71 @@ PUBLISHED: dict[str, tuple[Values, int]] = {
         | sizes(4096, 11008, 32, 32, 32, 100278),
         7_298_011_136,
     ),
+    # Three public tests that copy the file; none has max_window_layers or layer_types.
     "SmolLM3-3B": (
         {
             "model_type": "smollm3",
+            "hidden_act": "silu",
             "layer_types": ["full_attention"] * 36,
+            "max_position_embeddings": 65536,
             "max_window_layers": 28,
             "no_rope_layer_interval": 4,
             "no_rope_layers": [1, 1, 1, 0] * 9,
             "pretraining_tp": 2,
+            "rms_norm_eps": 1e-6,
             "rope_scaling": None,
             "rope_theta": 5000000.0,
             "sliding_window": None,
+            "tie_word_embeddings": True,
             "use_sliding_window": False,
         }
         | sizes(2048, 11008, 36, 16, 4, 128256),
         3_075_098_624,
     ),
+    # sdpython/onnx-diagnostic, hub_data_cached_configs.py; NVIDIA/TensorRT-LLM, tests of Phi-3.
     "Phi-3-mini-4k-instruct": (
         _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=None, max_position_embeddings=4096, sliding_window=2047),
         3_821_079_552,
     ),
+    # sdpython/onnx-diagnostic, the same file. So are Phi-3.5-mini's.
     "Phi-3-mini-128k-instruct": (
-        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("longrope"), sliding_window=262144),
+        _phi3(
+            3072, 8192, 32, 32, 32, 32064, sliding_window=262144,
+            rope_scaling=_longrope(tables.PHI_3_MINI_LONG, tables.PHI_3_MINI_SHORT),
+        ),
         3_821_079_552,
     ),
+    # From memory, but for the name "su", with the tables of the present revision.
     "Phi-3-mini-128k-instruct, first revision": (
-        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("su"), sliding_window=262144),
+        _phi3(
+            3072, 8192, 32, 32, 32, 32064, sliding_window=262144,
+            rope_scaling=_longrope(tables.PHI_3_MINI_LONG, tables.PHI_3_MINI_SHORT, "su"),
+        ),
         3_821_079_552,
     ),
     "Phi-3.5-mini-instruct": (
-        _phi3(3072, 8192, 32, 32, 32, 32064, rope_scaling=_tables("longrope"), sliding_window=262144),
+        _phi3(
+            3072, 8192, 32, 32, 32, 32064, sliding_window=262144,
+            rope_scaling=_longrope(tables.PHI_3_5_MINI_LONG, tables.PHI_3_5_MINI_SHORT),
+        ),
         3_821_079_552,
     ),
+    # A public copy of the whole file.
     "Phi-4-mini-instruct": (
         _phi3(
-            3072, 8192, 32, 24, 8, 200064, partial_rotary_factor=0.75, rope_scaling=_tables("longrope"),
-            sliding_window=262144, tie_word_embeddings=True, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False,
-            mlp_bias=False,
+            3072, 8192, 32, 24, 8, 200064, partial_rotary_factor=0.75, sliding_window=262144,
+            tie_word_embeddings=True, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False,
+            rope_scaling=_longrope(tables.PHI_4_MINI_LONG, tables.PHI_4_MINI_SHORT),
         ),
         3_836_021_760,
     ),
+    # A public copy of the whole file; LitGPT.
     "phi-4": (
         _phi3(5120, 17920, 40, 40, 10, 100352, rope_scaling=None, max_position_embeddings=16384, rope_theta=250000)
-        | {"sliding_window": None, "original_max_position_embeddings": 16384},
+        | {"sliding_window": None, "original_max_position_embeddings": 16384, "auto_map": {}},
         14_659_507_200,
     ),
+    # jihengzhang/jihz-gpt-oss-20b, gpt-oss-20b/config.json; quantization_config as in the next, a public copy.
     "gpt-oss-20b": (_gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": (_gpt_oss(36, 128), 116_829_156_672),
 }  # fmt: skip

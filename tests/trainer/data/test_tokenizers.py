@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -88,6 +89,29 @@ def test_files_that_are_no_tokenizer_are_refused(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(DataError, match=r"other.json: not a Hugging Face tokenizer.json"):
         load_tokenizer(str(tmp_path / "other.json"))
+
+
+def test_a_tokenizer_that_is_not_utf_8_is_refused(tmp_path):
+    # The library would end the process, not raise.
+    (tmp_path / "t.json").write_bytes(_tokenizer_json(_BPE).encode().replace(b"</s>", b"<\xa5>"))
+    with pytest.raises(DataError, match=r"t.json: not a Hugging Face tokenizer.json: 'utf-8' codec can't decode byte"):
+        load_tokenizer(str(tmp_path / "t.json"))
+
+
+def test_memory_follows_the_tokens_and_not_the_largest_id(tmp_path):
+    largest = tokenizers_module._MAX_VOCAB_SIZE - 1
+    (tmp_path / "t.json").write_text(
+        _tokenizer_json(_WORD_LEVEL | {"vocab": {"a": 3, "</s>": largest}, "unk_token": "a"}, added_tokens=[])
+    )
+    tracemalloc.start()
+    try:
+        tokenizer = load_tokenizer(str(tmp_path / "t.json"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert tokenizer.vocab_size == largest + 1
+    assert [tokenizer.is_skipped(token) for token in (3, 4, largest)] == [False, True, True]
+    assert peak < 2 * tokenizer.vocab_size, "bytes: at most a table of flags"
 
 
 def test_the_missing_library_is_named_with_its_extra(tokenizer_file, monkeypatch):
@@ -400,6 +424,17 @@ def test_a_beginning_that_is_no_token_is_refused(tmp_path, post_processor, state
     assert load_tokenizer(str(tmp_path / "tokenizer.json"), None, "none").delimiters == (None, 0)
     with pytest.raises(DataError, match=r"data.begin_of_document_token='<x>' is not a token of"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), None, "<x>")
+
+
+@pytest.mark.parametrize(("ids", "tokens"), [([1, 2], ["<s>"]), ([1], ["<s>", "a"])])
+def test_a_special_token_of_more_or_fewer_ids_than_names_is_refused(tmp_path, ids, tokens):
+    added = {"special_tokens": {"<s>": {"id": "<s>", "ids": ids, "tokens": tokens}}}
+    (tmp_path / "t.json").write_text(
+        _tokenizer_json(_BPE | {"vocab": _WORDS}, post_processor=_template("<s>", "$A") | added)
+    )
+    message = rf"t.json: its post-processor has {len(ids)} ids for the {len(tokens)} tokens of '<s>'; expected one id"
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(str(tmp_path / "t.json"))
 
 
 def test_bytes_may_do_without_delimiters():

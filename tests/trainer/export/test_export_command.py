@@ -283,6 +283,7 @@ def test_a_real_command_starts_no_accelerator(trained, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.usefixtures("heeds_sighup")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_process_that_is_told_to_leave_leaves_nothing(number, status, trained, export, tmp_path, monkeypatch):
     def write_tensors(folder, *_):
@@ -301,7 +302,7 @@ def test_a_process_that_is_told_to_leave_leaves_nothing(number, status, trained,
 EXPORT_BOTH = """
 import sys
 from trainer.export.__main__ import main
-from trainer.process.resident_memory import peak_resident_bytes
+from trainer.hardware import peak_resident_bytes
 
 for workdir in sys.argv[1:]:
     assert main(["--workdir", workdir, "--output", workdir + "-exported"]) == 0

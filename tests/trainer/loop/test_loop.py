@@ -20,8 +20,9 @@ from kernels import CausalMask, LocalMask, Target
 from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
-from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention, plan_attention
+from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import make_mesh
 
 NUM_STEPS = 60  # of the tiny config
@@ -70,7 +71,8 @@ def test_the_second_run_hits_the_compilation_cache_and_both_records_say_so(first
     for workdir, hit in ((first_workdir, False), (second_workdir, True)):
         told = read_run(workdir)[0]["compile"]
         assert told["cache_dir"] == str(cache)
-        assert told["train_step"]["cache_hit"] is hit
+        entries = sorted(path.name for path in cache.glob("jit_train_step*"))  # two: the programs differed
+        assert told["train_step"]["cache_hit"] is hit, entries
         assert all(told["train_step"][name] > 0 for name in ("trace_s", "lower_s", "compile_s"))
         memory = told["train_step"]["memory"]
         assert set(memory) == {"arguments", "outputs", "aliased", "temporaries", "code", "peak", "host"}
@@ -203,6 +205,7 @@ def test_a_finished_run_is_left_as_it_is(trainer_command, second, read_run):
     assert after["evaluation"] == record["evaluation"]
 
 
+@pytest.mark.usefixtures("heeds_sighup")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_a_stop_signal_saves_and_exits_75_and_the_same_command_goes_on(
@@ -267,7 +270,7 @@ def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
 def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     # The main thread waits inside C, as it does while XLA compiles or steps, where no handler of Python's can run.
     script = (
-        "import ctypes, os, time; from trainer.process.signals import StopRequest\n"
+        "import ctypes, os, time; from trainer.launch.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
         "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
         f"    {before}\n"
@@ -383,7 +386,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == set(attention_calls(config, Target.of(device)))
-    plans = plan_attention(config, mesh)
+    plans = make_plan(config, mesh).attention
     assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
     assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
 

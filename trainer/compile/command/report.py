@@ -15,8 +15,7 @@ from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
-from trainer.process.versions import installed_versions
-from trainer.step.attention_plan import describe_attention
+from trainer.hardware import installed_versions
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
@@ -36,10 +35,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         "mesh": " × ".join(f"{axis} {size}" for axis, size in profile.mesh.items()),
         "model": f"{format_count(profile.num_parameters)} parameters, {config.model.num_layers} layers of width "
         f"{config.model.width}, {config.model.compute_dtype} compute, remat {config.model.remat}",
-        "attention": describe_attention(profile.attention),
-        **({} if profile.experts is None else {"experts": profile.experts.describe()}),
-        **({} if profile.tensor is None else {"tensor": profile.tensor.describe()}),
-        **({"loss": profile.loss.describe()} if profile.platform == "gpu" else {}),
+        **profile.plan.describe(),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
@@ -224,10 +220,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "mesh": profile.mesh,
         "num_parameters": profile.num_parameters,
         "tokens_per_step": profile.tokens_per_step,
-        "attention": [plan.to_json() for plan in profile.attention],
-        "experts": None if profile.experts is None else profile.experts.to_json(),
-        "tensor": None if profile.tensor is None else profile.tensor.to_json(),
-        "loss": profile.loss.to_json(),
+        **profile.plan.to_json(),
         "compile": {
             "trace_s": profile.compiled.trace_s,
             "lower_s": profile.compiled.lower_s,
