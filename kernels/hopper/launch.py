@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.hopper.machine import Hopper
 from kernels.hopper.tile_scheduler import TileScheduler
-from kernels.number_types import types_of_32_bits
+from kernels.tracing.number_types import types_of_32_bits
 
 
 class Warpgroups:

@@ -24,7 +24,7 @@ from kernels.hopper.registers import (
     partial_sums,
 )
 from kernels.hopper.tile_scheduler import BlockClaims
-from kernels.target import Target
+from kernels.tracing.target import Target
 
 # Few, so that programs have several blocks each.
 _INTERPRETED_MULTIPROCESSORS = 2

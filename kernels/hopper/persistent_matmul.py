@@ -23,9 +23,9 @@ from jaxtyping import Array
 from kernels.hopper.begin_kernel import begin_kernel
 from kernels.hopper.memory import Pipeline, matrix
 from kernels.hopper.registers import WGMMA_ROWS, accumulator
-from kernels.number_types import types_of_32_bits
-from kernels.slice_fusion import without_slice_fusion
-from kernels.target import Target
+from kernels.tracing.number_types import types_of_32_bits
+from kernels.tracing.slice_fusion import without_slice_fusion
+from kernels.tracing.target import Target
 
 BLOCK_ROWS = 128
 """Rows of a tile."""

@@ -20,7 +20,7 @@ from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, lse_is_offse
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
 from kernels.hopper.registers import WGMMA_ROWS, load_vector, store_matrix
-from kernels.number_types import types_of_32_bits
+from kernels.tracing.number_types import types_of_32_bits
 
 # Of a program (docs/hopper_kernels.md).
 _NUM_ZEROS = 1024

@@ -37,7 +37,7 @@ from kernels.hopper.persistent_matmul import (
 )
 from kernels.hopper.registers import WGMMA_ROWS, load_vector, spread
 from kernels.hopper.softmax import LOG2_E
-from kernels.target import Target
+from kernels.tracing.target import Target
 
 _PAIR_SIZE = 2  # programs that share columns of the head, each of which loads a part of them for both
 
