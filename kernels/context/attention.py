@@ -30,7 +30,7 @@ from kernels.context.rank import Rank
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 
 def attend_over_mesh(

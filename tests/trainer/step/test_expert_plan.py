@@ -9,7 +9,7 @@ from layers import GPTConfig, MoEConfig
 from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import MeshConfig, TrainConfig
-from trainer.step.expert_plan import plan_experts
+from trainer.step.plan import plan_experts
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 
@@ -46,9 +46,9 @@ def test_a_hopper_gpu_multiplies_by_the_kernel_and_others_say_why_not():
 
 def test_the_compile_report_has_the_experts():
     plan = plan_experts(config_of(MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)), H200)
-    profile = dataclasses.replace(make_profile(needed=10), experts=plan)
+    profile = make_profile(needed=10, experts=plan)
     assert describe_target(config_of(None), None, profile)["experts"] == plan.describe()
     assert profile_to_json(profile)["experts"] == plan.to_json()
-    without = dataclasses.replace(profile, experts=None)
+    without = make_profile(needed=10)
     assert "experts" not in describe_target(config_of(None), None, without)
     assert profile_to_json(without)["experts"] is None

@@ -14,8 +14,8 @@ from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import MeshConfig, TensorConfig, TrainConfig
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import TensorPlan, plan_tensor
 from trainer.step.sharding import AXES, make_mesh
-from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
 MOE = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
 
@@ -172,9 +172,9 @@ def test_the_layers_get_what_the_config_names(collectives):
 def test_the_compile_report_has_the_plan():
     config = config_of(mesh_of(FakeCpu))
     told = TensorPlan("xla", (), {"mosaic_gpu": "is for others"})
-    profile = dataclasses.replace(make_profile(needed=10), tensor=told)
+    profile = make_profile(needed=10, tensor=told)
     assert describe_target(config, None, profile)["tensor"] == ["xla", "  mosaic_gpu passed over: it is for others"]
     assert profile_to_json(profile)["tensor"] == told.to_json()
-    without = dataclasses.replace(profile, tensor=None)
+    without = make_profile(needed=10)
     assert "tensor" not in describe_target(config, None, without)
     assert profile_to_json(without)["tensor"] is None
