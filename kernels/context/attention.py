@@ -60,7 +60,7 @@ def attend_over_mesh(
       token_order: the index in the sequence of each token, in the order of the ranks, for
         `sequence_sharding="balanced"`, as `shard_sequence` returns it with its default chunk size: whole chunks, in any
         order. The order of the other shardings is known.
-      exchange: how ranks get at the keys that their queries attend to; None for the fastest by the cost model.
+      exchange: how ranks get at the keys that their queries attend to; None for the choice of `choose_exchange`.
 
     Returns:
       The output, laid out as the query.

@@ -96,7 +96,7 @@ def test_gradients_come_home_from_any_rank(num_ranks):
         assert back.tolist() == ranks.tolist()
 
 
-def test_the_cost_model_knows_that_documents_end():
+def test_documents_that_end_are_counted_in_the_bytes():
     split = Split.of("context", 64, "contiguous", 2**20)
     rows, packed = (
         exchange_cost("ring", call_of(length=2**20, num_ranks=64, has_segment_ids=has), split).received_bytes

@@ -47,7 +47,7 @@ class ThroughputArguments:
     mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
-    """How ranks of mesh.context get at their keys; None: the fastest by the cost model."""
+    """How ranks of mesh.context get at their keys; None: the choice of `kernels.context`."""
     collectives: Collectives | None = None
     """How tokens go over mesh.tensor; None: by the kernels, where they serve."""
     loss_implementation: LossImplementation | None = None

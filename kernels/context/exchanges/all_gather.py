@@ -92,7 +92,7 @@ class _Keys(NamedTuple):
         )
 
     def sum_to_owners(self, arrays: tuple[Shaped[Array, "B T ..."], ...]) -> tuple[Shaped[Array, "B t ..."], ...]:
-        """The transpose of the gather, in the softmax's dtype: a key's gradient is the sum over the ranks that read it."""
+        """The transpose of the gather, in the softmax's dtype: the sum over the ranks that read a key."""
         if self.needed is not None:
             return self.needed.sum_to_owners(arrays)
         dtype = self.rank.call.softmax_dtype
