@@ -42,8 +42,8 @@ def plan_context(
 ) -> ContextPlan:
     """Chooses the sharding of the sequence and the exchange of each call.
 
-    Contiguous tokens serve an all-to-all, which gives all ranks the same work, and a ring that ends where documents do.
-    For all other calls together, the simplest sharding with even work is chosen.
+    Tokens are contiguous where that suits the exchange of each call. Otherwise the simplest sharding with even work is
+    chosen.
 
     Args:
       calls: of one device, before keys are exchanged, each of its own, and the number of layers that make them.
@@ -68,14 +68,24 @@ def plan_context(
     if sequence_sharding is not None:
         return plan(sequence_sharding)
     contiguous, split = plan("contiguous"), Split.of(axis, num_ranks, "contiguous", length)
-    masks: defaultdict[Mask, float] = defaultdict(float)
-    for (call, weight), chosen in zip(calls.items(), contiguous.exchanges, strict=True):
-        if chosen.name != "all_to_all" and not (chosen.name == "ring" and documents_bound_hops(call, split)):
-            masks[call.mask] += weight * call.head_dim / first.head_dim
-    if not masks:
+    chosen = {call: each.name for call, each in zip(calls, contiguous.exchanges, strict=True)}
+    if all(_suits_contiguous(name, call, split) for call, name in chosen.items()):
         return contiguous
+    masks: defaultdict[Mask, float] = defaultdict(float)
+    for call, weight in calls.items():
+        if chosen[call] != "all_to_all":
+            masks[call.mask] += weight * call.head_dim / first.head_dim
     sharding = choose_sequence_sharding(masks, length, num_ranks, has_documents=first.has_segment_ids)
     try:
         return plan(sharding)
-    except ValueError:  # a halo that was asked for isn't for `balanced`
+    except ValueError:  # a named exchange may serve contiguous tokens alone
         return contiguous
+
+
+def _suits_contiguous(name: Exchange, call: AttentionCall, split: Split) -> bool:
+    """True: an exchange is at its best with contiguous tokens.
+
+    An all-to-all gives all ranks the same work. A window gives nearly the same work, and its halo is the smallest. A
+    ring ends where documents do.
+    """
+    return name in ("all_to_all", "halo") or (name == "ring" and documents_bound_hops(call, split))
