@@ -27,7 +27,18 @@ from kernels import (
     TritonTuning,
 )
 from layers import GPT, GPTConfig, LayerOverride, MoEConfig, RopeScaling
-from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TensorConfig, TrainConfig, WatchdogConfig
+from trainer.config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LossConfig,
+    MeshConfig,
+    OptimizerConfig,
+    SamplesConfig,
+    TensorConfig,
+    TrainConfig,
+    WatchdogConfig,
+)
 from trainer.config.file import config_from_json, config_to_json
 from trainer.errors import UserMistake
 from trainer.step.sharding import PARTITION_RULES, axes_of, partition_spec, path_name
@@ -79,6 +90,7 @@ def test_a_moment_must_forget(name, value):
         (OptimizerConfig, {"weight_decay": math.nan}, r"optimizer\.weight_decay=nan must be finite and not negative"),
         (OptimizerConfig, {"weight_decay": math.inf}, r"optimizer\.weight_decay=inf must be finite and not negative"),
         (OptimizerConfig, {"num_warmup_steps": -1}, r"optimizer\.num_warmup_steps=-1 must be finite and not negative"),
+        (OptimizerConfig, {"final_learning_rate_fraction": 1.1}, r"final_learning_rate_fraction=1.1 must lie between"),
         (OptimizerConfig, {"decay_fraction": math.nan}, r"optimizer\.decay_fraction=nan must lie between 0 and 1"),
         (LossConfig, {"z_loss": math.nan}, r"loss\.z_loss=nan must be finite and not negative; 0 turns it off"),
         (LossConfig, {"z_loss": math.inf}, r"loss\.z_loss=inf must be finite"),
@@ -93,6 +105,11 @@ def test_a_moment_must_forget(name, value):
             r"watchdog\.min_seconds=0.0 must be positive and finite; watchdog\.enabled",
         ),
         (WatchdogConfig, {"first_seconds": math.inf}, r"watchdog\.first_seconds=inf must be positive and finite"),
+        (DataConfig, {"validation_fraction": 0.0}, r"data\.validation_fraction=0.0 must lie strictly between 0 and 1"),
+        (DataConfig, {"validation_fraction": 1.0}, r"data\.validation_fraction=1.0 must lie strictly between 0 and 1"),
+        (DataConfig, {"token_cache_gib": math.inf}, r"data\.token_cache_gib=inf must be at least 0 and finite"),
+        (OptimizerConfig, {"momentum": 1.0}, r"optimizer\.momentum=1.0 must be at least 0 and less than 1"),
+        (SamplesConfig, {"seed": -1}, r"samples\.seed=-1 must not be negative"),
         (LossConfig, {"implementation": "triton"}, r"loss\.implementation='triton' is not one of "),
         (TensorConfig, {"collectives": "nccl"}, r"tensor\.collectives='nccl' is not one of "),
     ],
@@ -100,6 +117,31 @@ def test_a_moment_must_forget(name, value):
 def test_a_section_refuses(cls, change, message):
     with pytest.raises(ValueError, match=message):
         cls(**change)
+
+
+@pytest.mark.parametrize(
+    ("cls", "section", "names"),
+    [
+        (DataConfig, "data", ["num_prefetch_batches"]),
+        (MeshConfig, "mesh", ["data", "fsdp", "tensor", "context"]),
+        (EvaluationConfig, "evaluation", ["every_num_steps", "num_sequences"]),
+        (SamplesConfig, "samples", ["num_tokens"]),
+        (CheckpointConfig, "checkpoint", ["every_num_steps", "num_kept"]),
+    ],
+)
+def test_counts_are_at_least_1(cls, section, names):
+    for name in names:
+        with pytest.raises(ValueError, match=rf"^{section}\.{name}=0 must be at least 1$"):
+            cls(**{name: 0})
+        assert getattr(cls(**{name: 1}), name) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"]
+)
+def test_a_run_has_at_least_1_of_each(name):
+    with pytest.raises(ValueError, match=rf"^{name}=0 must be at least 1$"):
+        dataclasses.replace(CONFIG, **{name: 0})
 
 
 def test_the_edges_of_what_is_allowed():
