@@ -4,7 +4,7 @@ XLA compiles the kernels of a program one after another. It keeps them by their 
 program they are of and whichever thread compiles it (seen in jaxlib 0.11.2). So the program finds its kernels there if
 programs of one kernel each were compiled before, in threads of their own.
 
-No thread lowers a kernel here: see `kernels.backends.mosaic_gpu.one_thread`.
+No thread lowers a kernel here: see `kernels.hopper.begin_kernel`.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from layers import GPTConfig
+from layers.pretrained import config_from_huggingface
 from layers.pretrained.folder import inside
 from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
@@ -179,7 +180,7 @@ def read_initial_model(init_from: str) -> InitialModel:
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
         return InitialModel(folder, held.model, tokenizer, end, begin)
     try:
-        model = GPTConfig.from_huggingface(folder)
+        model = config_from_huggingface(folder)
     except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"

@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 from trainer.step.sharding import AXES, STATE_AXES, TOKEN_AXES, axes_of, path_name
 
 

@@ -15,7 +15,7 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason, where
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import dot_product_attention
-from kernels.tuning import Tuning
+from kernels.backends.tuning import Tuning
 
 _MOST_QUERIES = 1024
 
@@ -57,7 +57,7 @@ def measure_errors(
 
 
 def quantities(case: Case) -> tuple[str, ...]:
-    """What is compared: the output and the gradients."""
+    """Names of the compared arrays: the output and the gradients."""
     return ("output", *(f"d_{name}" for name in case.inputs))
 
 
