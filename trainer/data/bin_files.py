@@ -20,11 +20,11 @@ from jaxtyping import Int64, UInt64
 from trainer.data.bin_layout import NUM_SAMPLED_TOKENS, BinLayout, describe_assumptions, read_layout
 from trainer.data.delimiters import Delimiters
 from trainer.data.documents import DOCUMENT_DTYPE, Documents, TokenizedFiles
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile, printable
 from trainer.data.megatron_index import read_boundaries
 from trainer.data.token_cache import OnProgress, TokenCache, cache_key
 from trainer.data.token_files import TokenFile, open_tokens, reopening_files
+from trainer.errors import DataError
 
 _ENTRY_FORMAT = 3
 _TOKENS_READ_AT_ONCE = 2**24

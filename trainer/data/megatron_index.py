@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from trainer.data.errors import DataError
 from trainer.data.files import OpenFile
+from trainer.errors import DataError
 
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from trainer.data import load_tokenizer
-from trainer.data.errors import DataError
 from trainer.data.tokenizer_path import require_tokenizer_file
+from trainer.errors import DataError
 
 
 def refusal(name: str) -> str:
