@@ -47,7 +47,7 @@ def get_config() -> TrainConfig:
 
 
 def gpt_1b_128k() -> TrainConfig:
-    """The same, whatever this machine is."""
+    """The config, whatever this machine is."""
     base = gpt_1b_32k.gpt_1b()
     return dataclasses.replace(
         base,

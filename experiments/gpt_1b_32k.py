@@ -41,7 +41,7 @@ def get_config() -> TrainConfig:
 
 
 def gpt_1b() -> TrainConfig:
-    """The same, whatever this machine is."""
+    """The config, whatever this machine is."""
     base = gpt_32k.gpt2_small()
     return dataclasses.replace(
         base,

@@ -61,7 +61,7 @@ def split_stacks(blocks: Iterable[Block], num_layers: int, *, cast_to: str | Non
 
 
 def restack(stacks: Mapping[int, Stack], num_layers: int, num_stacks: int) -> dict[int, Stack]:
-    """The same layers in another number of stacks.
+    """Rearranges layers into another number of stacks.
 
     Args:
       stacks: parameters of each stack, with a leading layer dim.

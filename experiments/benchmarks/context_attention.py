@@ -168,7 +168,7 @@ def draw_arrays(case: AttentionShape) -> list[jax.Array]:
 
 
 def draw_segment_ids(case: AttentionShape, rng: np.random.Generator) -> Int[np.ndarray, " T"] | None:
-    """Of documents of log-normal lengths; None: one document."""
+    """Segment ids of documents of log-normal lengths; None: one document."""
     if case.documents is None:
         return None
     lengths: list[int] = []

@@ -191,7 +191,7 @@ class Mask:
 
     @property
     def lookback(self) -> int | None:
-        """How many positions before its own a query may look at most; None if there is no bound, or none is known."""
+        """The greatest distance that a query may look back; None if there is no bound, or none is known."""
         return None if self.band is None else self.band.lookback
 
     @property

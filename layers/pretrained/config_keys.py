@@ -39,7 +39,7 @@ class Keys:
         return value
 
     def number_of_parts(self, name: str, default: int | None = None) -> int:
-        """How many layers there are, or experts, or heads: an integer from 1 to 4,096."""
+        """A number of layers, experts or heads: an integer from 1 to 4,096."""
         return self.integer(name, default, at_most=_MAX_PARTS)
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -144,7 +144,7 @@ def write_scaling(scaling: RopeScaling) -> dict[str, Any] | None:
 
 
 def effective(scaling: RopeScaling) -> RopeScaling:
-    """The same scaling, one of transformers' kinds, with default values where that kind doesn't look."""
+    """A scaling of transformers' kinds, with default values in the fields that its kind ignores."""
     names = next(names for kind, names in _KINDS.values() if kind == scaling.kind)
     found = RopeScaling(kind=scaling.kind, **{name: getattr(scaling, name) for name in names.values()})
     by_default = dataclasses.replace(found, attention_factor=None)

@@ -41,7 +41,7 @@ class Pattern:
 
     @functools.cached_property
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """For each dim of the file's tensor the dims that it is merged of."""
+        """For each dim of the file's tensor, the dims that are merged into it."""
         dims: list[tuple[str, ...]] = []
         for position, part in enumerate(self.text.split("->")[0].replace("(", ")").split(")")):
             dims += [tuple(part.split())] if position % 2 else [(name,) for name in part.split()]

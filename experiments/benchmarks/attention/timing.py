@@ -59,7 +59,7 @@ class AttentionContender:
 
 
 def how_many_last(milliseconds: float, seconds: float) -> int:
-    """How many runs of some seconds it takes to last so long."""
+    """The number of runs of `seconds` each that last `milliseconds`."""
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 

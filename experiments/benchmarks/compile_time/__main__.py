@@ -37,7 +37,7 @@ class Arguments:
     subjects: tuple[Subject, ...] = ("attention",)
     """attention: forward and backward of one call; train_step: the whole step of `config`."""
     sources: tuple[Source, ...] | None = None
-    """Where the kernel has its mask from; None: all three for attention on a TPU, else ours, the only one."""
+    """Source of the kernel's mask; None: all three for attention on a TPU, else ours, the only one."""
     masks: tuple[str, ...] = ("causal",)
     """Names from MASKS in masks.py, or masks as Python writes them."""
     lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -45,7 +45,7 @@ class Arguments:
     limit_s: float = 300.0
     """Seconds for a case; one that takes longer is stopped, and the longer ones of its series aren't tried."""
     limit_gigabytes: float = round(0.75e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1)
-    """The same for its resident memory; by default three quarters of this machine's."""
+    """Limit on a case's resident memory; by default three quarters of this machine's."""
     config: str = "experiments/gpt_32k.py"
     """Config of the training step; its layers all get the mask."""
     num_heads: int = 16

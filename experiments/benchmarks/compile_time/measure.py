@@ -42,7 +42,7 @@ class CompileCase:
 
     subject: Subject
     source: Source
-    """Where the kernel has its mask from."""
+    """Source of the kernel's mask."""
     mask: str
     """A name from MASKS, or as `kernels.parse_mask` reads it."""
     length: int
@@ -76,7 +76,7 @@ class Measurement:
     peak_bytes: int
     """Most that was resident from then on to the end of compiling."""
     visited_tiles: dict[str, int] | None
-    """Of each pass of TPU attention, over all heads; None: not counted (another subject or platform, or too long)."""
+    """Tiles of each pass of TPU attention, over all heads; None: not counted (another subject, platform, or too long)."""
 
 
 def measure(case: CompileCase) -> Measurement:

@@ -35,7 +35,7 @@ class Limits:
 
     seconds: float
     resident_bytes: int
-    """Of its process, where the system reports it (Linux): dense masks of long sequences don't fit into memory."""
+    """Limit on the process's memory, on Linux: dense masks of long sequences don't fit into memory."""
 
 
 def run_case(case: CompileCase, limits: Limits) -> Row:

@@ -1,4 +1,4 @@
-"""How many tiles the compiled attention visits: what shows that a quick compile isn't one of a lesser program."""
+"""Counts the tiles that compiled attention visits: it shows that a quickly compiled program does the same work."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _traced_breakdown(
 
 
 def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """As many of the workload's sequences as a batch has."""
+    """A batch of the workload's sequences."""
     rows = [workload.batch(config.model.vocab_size, rng) for _ in range(config.batch_size)]
     return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
