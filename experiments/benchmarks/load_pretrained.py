@@ -45,7 +45,7 @@ class LoadArguments:
     num_layers: int = 32
     """Layers of the model."""
     width: int = 4096
-    """Width of the model. Heads have 128 features, four query heads to a key/value head, and the MLP's is 3.5 times as wide."""
+    """Width of the model: heads of 128 features, four query heads to a key/value head, an MLP 3.5 times as wide."""
     vocab_size: int = 128_256
     """Tokens of the model's vocabulary."""
     folder: Path | None = None

@@ -98,7 +98,7 @@ def _attention_kernels(module: Module) -> Iterator[str]:
 
 
 def _received_bytes(kernels: Sequence[Kernel], module: Module, num_gpus: int) -> float:
-    """Bytes received in all runs. Collectives run as often as the rest of their computation: few have names in a trace."""
+    """Bytes received in all runs; collectives run as often as the rest of their computation: few have names."""
     counts = Counter(kernel.instruction for kernel in kernels)
     return sum(
         max(counts[name] for name in computation.instructions) * received_bytes(computation, num_gpus)
