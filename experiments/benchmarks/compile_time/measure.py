@@ -76,7 +76,7 @@ class Measurement:
     peak_bytes: int
     """Most that was resident from then on to the end of compiling."""
     visited_tiles: dict[str, int] | None
-    """Tiles of each pass of TPU attention, over all heads; None: not counted (another subject or platform, too long)."""
+    """Tiles of each pass of attention, over all heads; None: not counted (another subject or platform, too long)."""
 
 
 def measure(case: CompileCase) -> Measurement:
