@@ -17,11 +17,11 @@ from kernels import SlabCache
 from layers.activation_sharding import ActivationSharding
 from layers.attention import Attention
 from layers.config import GPTConfig, NormPlacement
-from layers.initializers import small_init
 from layers.layer_config import LayerConfig
 from layers.mlp import MLP
 from layers.moe import MoE, RouterSums
 from layers.norm import RMSNorm
+from layers.projections import small_init
 from layers.rotary import Rotation
 
 

@@ -18,10 +18,10 @@ from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
 from layers.config import GPTConfig
 from layers.generator import generator_of, make_requests
-from layers.initializers import small_init
 from layers.layer_config import LayerConfig
 from layers.layer_stacks import LayerStacks, apply_layers, split_stacks
 from layers.moe import RouterSums
+from layers.projections import small_init
 from layers.remat import Remat, parse_remat
 from layers.rotary import Rotary, Rotation
 from layers.token_choice import TokenChoice

@@ -16,8 +16,7 @@ from layers.activation_sharding import ActivationSharding
 from layers.activations import activate
 from layers.checks import check_choice
 from layers.config import MLPKind
-from layers.initializers import small_init
-from layers.projections import project, project_back
+from layers.projections import project, project_back, small_init
 
 
 class MLP(nnx.Module):

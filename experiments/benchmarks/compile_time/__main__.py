@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.benchmarks.command_line import read_arguments
-from experiments.benchmarks.compile_time.masks import Source, read_mask
-from experiments.benchmarks.compile_time.measure import CompileCase, Subject
+from experiments.benchmarks.compile_time.measure import CompileCase, Source, Subject, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
 from trainer.errors import UserMistake
@@ -39,7 +38,7 @@ class Arguments:
     sources: tuple[Source, ...] | None = None
     """Source of the kernel's mask; None: all three for attention on a TPU, else ours, the only one."""
     masks: tuple[str, ...] = ("causal",)
-    """Names from MASKS in masks.py, or masks as Python writes them."""
+    """Names from MASKS in measure.py, or masks as Python writes them."""
     lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
     """Tokens in a sequence."""
     limit_s: float = 300.0

@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.masks import Source
-from experiments.benchmarks.compile_time.measure import CompileCase, Subject
+from experiments.benchmarks.compile_time.measure import CompileCase, Source, Subject
 from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform, installed_versions, resident_bytes
