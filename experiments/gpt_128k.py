@@ -57,7 +57,7 @@ def gpt_1b_128k() -> TrainConfig:
         # As many tokens to a step as gpt_1b_32k.
         batch_size=2,
         gradient_accumulation=2,
-        # A GPU has room for what the attention kernel returns, which takes longest to make again; not for the rest.
+        # A GPU has room for the attention kernel's outputs, which take longest to recompute, and not for the rest.
         model=dataclasses.replace(base.model, remat="save_attention"),
         mesh=MeshConfig(context=2),
     )

@@ -32,7 +32,7 @@ class Block(nnx.Module):
 
     Args:
       config: the network's sizes.
-      layer: what this block has of its own, from `config.layer`.
+      layer: the block's own settings, from `config.layer`.
       activation_sharding: how activations lie on a mesh; None: left to XLA.
       rngs: source of the initial values.
 

@@ -253,7 +253,7 @@ def make_requests(
 
 
 def _numbers(choice: TokenChoice) -> dict[str, float | None]:
-    # Arguments of the programs: whether there is a number is compiled in, which one isn't.
+    # Arguments of the programs: the presence of a number is compiled in, its value isn't.
     return {"temperature": choice.temperature or None, "top_k": choice.top_k, "top_p": choice.top_p}
 
 

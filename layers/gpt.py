@@ -208,7 +208,7 @@ class GPT(nnx.Module):
         Args:
           tokens: 1 to 16 new tokens of each of the caches' sequences, no more than the `tokens_per_step` of
             `init_caches`.
-          caches: what `prefill` or `decode` returned last.
+          caches: those that `prefill` or `decode` returned last.
           num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
           context_length: the length that was given to `init_caches`. Only longrope asks for it.
 

@@ -90,7 +90,7 @@ def apply_layers(
       stacks: the layers.
       hidden: the residual stream that enters the first.
       scan: one loop over the repeats of the pattern; False: layer by layer.
-      remat: what the backward pass recomputes; None: nothing.
+      remat: policy of the activations that the backward pass recomputes; None: none.
 
     Returns:
       The residual stream behind the last layer, and the routers' sums of all layers, stacked; None without routers.

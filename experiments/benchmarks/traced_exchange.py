@@ -61,7 +61,7 @@ def summarize(by_gpu: Sequence[Sequence[Kernel]], module: Module, num_runs: int)
     """Sums up what the first GPU ran.
 
     Args:
-      by_gpu: what each GPU ran in these runs and nothing else, by start; nothing where the program isn't for it.
+      by_gpu: kernels that each GPU ran in these runs, by start; empty for a GPU without the program.
       module: the program.
       num_runs: how many there were.
     """

@@ -58,7 +58,7 @@ _PAIRS_WORTH_A_WARNING = 1 << 30
 class Mask:
     """Base of all masks. See the module's docstring."""
 
-    # What the mask combines its parts with; None: it has none, or one for each head.
+    # The operator that combines the mask's parts; None: it has none, or one for each head.
     operator: Literal["&", "|", "~"] | None = None
 
     def __call__(self, q_pos: Integers, kv_pos: Integers) -> Any:

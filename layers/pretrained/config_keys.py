@@ -102,8 +102,8 @@ class Key:
       name: the key in config.json.
       fields: the settings that it sets, of `GPTConfig` or, after "moe.", of its `MoEConfig`.
       read: the type that is expected.
-      default: what transformers takes where the key is absent.
-      null: what it takes where the key is null.
+      default: transformers' value where the key is absent.
+      null: transformers' value where the key is null.
       into: makes our setting of the key's value; None: it is the same.
       back: the inverse of `into`.
     """

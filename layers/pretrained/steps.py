@@ -82,7 +82,7 @@ class Pattern:
         wanted = dict(zip(self.names, index, strict=True))
         source, block_shape, cut = [], [], []
         for outer, *inner in self.groups:
-            # Of merged dims the outermost is cut in the file, and the others in memory.
+            # The outermost of merged dims is cut in the file, the others in memory.
             step = math.prod(sizes[name] for name in inner)
             source.append(slice(wanted[outer].start * step, wanted[outer].stop * step))
             block_shape += [wanted[outer].stop - wanted[outer].start, *(sizes[name] for name in inner)]

@@ -26,7 +26,7 @@ class Case:
       document_spread: standard deviation of the lengths' logarithm; 0 for documents of one length.
       kv_length: number of keys; None for as many as queries.
       value_dim: head dim of values and outputs; None for `head_dim`.
-      has_sinks: whether each query head has an attention sink.
+      has_sinks: each query head has an attention sink.
     """
 
     batch: int

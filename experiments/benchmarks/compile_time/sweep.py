@@ -41,7 +41,7 @@ def run_case(case: CompileCase, limits: Limits) -> Row:
     """Measures one case in a process of its own.
 
     Args:
-      case: what to compile.
+      case: the program to compile.
       limits: a case that passes one of them is stopped.
 
     Returns:
@@ -49,7 +49,7 @@ def run_case(case: CompileCase, limits: Limits) -> Row:
       and `process_s`, seconds of the whole process.
 
     Raises:
-      UserMistake: what the case says can't be done at all.
+      UserMistake: the case can't be compiled at all.
     """
     row: Row = asdict(case) | {"limit_s": limits.seconds, "limit_bytes": limits.resident_bytes}
     environment = dict(os.environ)

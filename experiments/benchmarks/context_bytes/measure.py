@@ -177,7 +177,7 @@ def _functions(
 
     tokens = jax.ShapeDtypeStruct((config.batch_size, config.sequence_length), jnp.int32, sharding=batch_sharding(mesh))
 
-    # As in a model that keeps a layer's output: what is gathered for the forward pass isn't kept for the backward.
+    # As in a model that keeps a layer's output: keys gathered for the forward pass aren't kept for the backward.
     @functools.partial(
         jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("attention_output", "attention_lse")
     )

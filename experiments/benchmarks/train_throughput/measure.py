@@ -52,7 +52,7 @@ def measure(
       name: for the result.
       workload: its batches and numbers of steps.
       config: `workload.config()`, or that with something replaced.
-      trace: whether to trace some more steps, for the breakdown.
+      trace: traces some more steps, for the breakdown.
       seed: of the tokens and documents; None: fresh ones.
 
     Raises:
