@@ -1,7 +1,19 @@
 """Attention kernels that never build a T×T mask: the mask algebra, block plans and their backends."""
 
 from flax_longcontext import warn_of_neighbours
+from kernels.arguments.token_integers import segment_ids_of_lengths
 from kernels.attention import CantServe, Selection, dot_product_attention, select_backend
+from kernels.backends.tuning import (
+    BlockwiseTuning,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    SplashTuning,
+    TritonDecodeTuning,
+    TritonTiles,
+    TritonTuning,
+    Tuning,
+)
 from kernels.decode import CacheFull, SlabCache, SlotTable, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     CausalMask,
@@ -17,19 +29,7 @@ from kernels.masks import (
     parse_mask,
 )
 from kernels.plan import BlockPlan, count_allowed_pairs, make_block_plan
-from kernels.target import Target
-from kernels.token_integers import segment_ids_of_lengths
-from kernels.tuning import (
-    BlockwiseTuning,
-    MosaicBackwardTuning,
-    MosaicForwardTuning,
-    MosaicGpuTuning,
-    SplashTuning,
-    TritonDecodeTuning,
-    TritonTiles,
-    TritonTuning,
-    Tuning,
-)
+from kernels.tracing.target import Target
 
 warn_of_neighbours(__name__)
 

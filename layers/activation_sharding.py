@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
 from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh
-from kernels.mesh import manual_axes, spec_without
+from kernels.tracing.mesh_axes import manual_axes, spec_without
 from layers.checks import check_choice
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 from layers.config import MLPKind
 
 # gpt-oss's (arXiv:2508.10925): its gate's sigmoid is steeper, and both sides are clamped.

@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
-from kernels.instead import OF_MASKS, instead_of
+from kernels.arguments.instead import OF_MASKS, instead_of
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.masks import require_mask
-from kernels.static_numbers import checked_scale, checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
 from layers.config import QKNorm

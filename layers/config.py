@@ -5,9 +5,7 @@ A field's docstring is its help text on the command line. The classes validate t
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -15,7 +13,7 @@ from typing import Literal
 import jax
 
 from kernels import CausalMask, Mask, Tuning
-from kernels.static_numbers import checked_soft_cap
+from kernels.arguments.static_numbers import checked_soft_cap
 from layers.checks import check_choice, check_implementation, check_numbers, check_remat
 from layers.layer_config import LayerConfig, LayerOverride
 from layers.rope_scaling import RopeScaling
@@ -299,19 +297,6 @@ class GPTConfig:
         if self.moe is None:
             return expert
         return self.moe.num_experts * (expert + self.width + self.moe.router_bias)
-
-    @classmethod
-    def from_huggingface(cls, directory: str | os.PathLike[str]) -> GPTConfig:
-        """The config of a Hugging Face folder's model, read from its `config.json` alone.
-
-        Args:
-          directory: the folder.
-
-        Raises:
-          ValueError: it describes no model of a family that `layers.pretrained` knows.
-        """
-        # By its name, as `layers` loads its own modules: the families import this module.
-        return importlib.import_module("layers.pretrained").config_from_huggingface(directory)
 
 
 _OVERRIDABLE = tuple(field.name for field in fields(LayerOverride))

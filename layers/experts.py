@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Target
-from kernels.grouped_matmul import (
+from kernels.experts import (
     GatedMatrices,
     GroupedMatmul,
     RowGroups,

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
-from kernels.instead import NO_BIAS, OF_MASKS, instead_of
-from kernels.masks.algebra import is_bias
-from kernels.static_numbers import checked_scale, checked_soft_cap
+from kernels.arguments.instead import OF_MASKS, instead_of
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
+from kernels.masks.algebra import NO_BIAS, is_bias
 
 _PADDING = "a boolean mask over keys, of shape [batch, 1, 1, kv_length], given to the Flax module's own call as mask="
 _OF_LENGTHS = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), f"use {_PADDING}")

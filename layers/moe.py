@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
-from kernels.grouped_matmul import GroupedMatmul
-from kernels.mesh import manual_axes
-from kernels.number_types import at_least_float32
+from kernels.experts import GroupedMatmul
+from kernels.tracing.mesh_axes import manual_axes
+from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
       kernel_init: initialiser of the router, and of the experts' `up` and `gate`; None: `small_init(width)`.
       output_kernel_init: initialiser of the experts' `down`; None: `kernel_init`.
       activation_sharding: where tokens and hidden features lie on a mesh; None: on one device.
-      implementation: of the experts' matmuls, as `kernels.grouped_matmul` names it; None: the fastest that has been
+      implementation: of the experts' matmuls, as `kernels.experts` names it; None: the fastest that has been
         checked on the device.
       rngs: source of the initial values.
 

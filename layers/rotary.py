@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.number_types import at_least_float32
-from kernels.token_integers import int32_positions
+from kernels.arguments.token_integers import int32_positions
+from kernels.tracing.number_types import at_least_float32
 from layers.checks import rotary_dim
 from layers.rope_scaling import RopeScaling
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from kernels import Target
-from kernels.grouped_matmul import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
+from kernels.experts import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
 from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.attention.dispatch import LogitsOptions, choose_backend
+from kernels.backends.tuning import Tuning
 from kernels.decode.call import Cache, make_decode_call
-from kernels.instead import OF_MASKS, instead_of
 from kernels.masks import Mask
-
-if TYPE_CHECKING:
-    from kernels.tuning import Tuning
 
 
 class NewTokens(LogitsOptions, total=False):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from kernels.backends.softmax import RunningSoftmax, matmul
 from kernels.decode.blocks import block_tile_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
 from kernels.plan import list_rows
-from kernels.softmax import RunningSoftmax, matmul
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 # Slots of a sequence that one step of the loop reads: on a CPU few, so that short sequences pay for little; elsewhere
 # enough that starting a step's kernels doesn't count.

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.call import checked_mask, checked_positions, checked_sinks
 from kernels.decode.slab import SlabCache
 from kernels.decode.tokens import sequences_of_batch, take_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
-from kernels.number_types import at_least_float32
-from kernels.static_numbers import checked_scale, checked_soft_cap
-from kernels.target import Target
-from kernels.varying import vary, varying_axes
+from kernels.tracing.mesh_axes import vary, varying_axes
+from kernels.tracing.number_types import at_least_float32
+from kernels.tracing.target import Target
 
 Cache = SlabCache | UnifiedCache
 OutputAndLse = tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from kernels.backends.softmax import INITIAL_MAX, RunningSoftmax
 from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.query_tiles import allowed_pairs, capped_logits, finish, query_tiles
-from kernels.softmax import INITIAL_MAX, RunningSoftmax
 
 # Up to these, GPUs read everything faster than only the visited blocks: slots of a slab that all sequences share, slots
 # of each sequence's own, and multiplications. Chosen on an H200 (docs/benchmarks.md, "Decoding").

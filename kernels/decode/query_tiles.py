@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.backends.softmax import MASKED, RunningSoftmax, soft_capped
 from kernels.decode.call import DecodeCall, OutputAndLse
-from kernels.softmax import MASKED, RunningSoftmax, soft_capped
 
 
 def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array, "B K R H"]:

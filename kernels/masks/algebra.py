@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.instead import NO_BIAS
 from kernels.masks.drawing import block_map
 from kernels.masks.intervals import (
     LAST_POSITION,
@@ -49,6 +48,10 @@ from kernels.masks.intervals import (
     tightest,
 )
 
+NO_BIAS = (
+    "the kernels take no bias, a T×T array of numbers. Put what it forbids into a mask such as CausalMask() & "
+    "LocalMask(1023, 0), and padding and documents into segment ids; what it only weighs can't be served"
+)
 _logger = logging.getLogger(__name__)
 
 _PAIRS_PER_EVALUATION = 1 << 22

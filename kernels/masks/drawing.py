@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from kernels.masks.intervals import LAST_POSITION, TileKind, tile_kind
-
-if TYPE_CHECKING:
-    from kernels.masks.algebra import Mask
 
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
 # Without a closed form a drawing evaluates the mask on every pair.
@@ -21,7 +19,26 @@ _MOST_COLUMNS = 2
 _LEGEND = "█ full  ▒ partial  · empty"
 
 
-def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, num_tiles: int = 16) -> str:
+class DrawnMask(Protocol):
+    """A mask, as far as a drawing reads it: `kernels.masks.Mask` is one."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def num_heads(self) -> int | None: ...
+
+    @property
+    def largest_parameter(self) -> int: ...
+
+    def distinct_heads(self, num_heads: int) -> Mapping[Any, list[int]]: ...
+
+    def classify(self, q_lo: Any, q_hi: Any, kv_lo: Any, kv_hi: Any) -> Any: ...
+
+    def count_allowed(self, q_lo: Any, q_hi: Any, kv_lo: Any, kv_hi: Any) -> tuple[Any, Any]: ...
+
+
+def block_map(mask: DrawnMask, q_len: int | None = None, kv_len: int | None = None, *, num_tiles: int = 16) -> str:
     """The mask as text: one character a tile, queries downwards, keys to the right.
 
     Args:
@@ -53,7 +70,7 @@ def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *
 
 
 def save_png(
-    mask: Mask,
+    mask: DrawnMask,
     path: str | os.PathLike[str],
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -102,7 +119,7 @@ def save_png(
     figure.savefig(path, format="png", dpi=120)
 
 
-def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) -> tuple[int, int]:
+def _lengths(mask: DrawnMask, q_len: int | None, kv_len: int | None, num_tiles: int) -> tuple[int, int]:
     natural = 4 * mask.largest_parameter
     if not mask.exact:
         natural = min(natural, _LONGEST_EVALUATED)
@@ -111,7 +128,7 @@ def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) 
     return q_len, kv_len or q_len
 
 
-def _tile_kinds(mask: Mask, q_len: int, kv_len: int, block: int) -> np.ndarray:
+def _tile_kinds(mask: DrawnMask, q_len: int, kv_len: int, block: int) -> np.ndarray:
     """`TileKind` of every tile, `[query tiles, key tiles]`: in closed form, and by evaluation where that is open."""
     q_lo, kv_lo = np.arange(0, q_len, block)[:, None], np.arange(0, kv_len, block)[None]
     q_hi, kv_hi = np.minimum(q_lo + block, q_len) - 1, np.minimum(kv_lo + block, kv_len) - 1

@@ -21,7 +21,7 @@ from kernels.plan.documents import Intervals, document_intervals
 from kernels.plan.host import BlockPlan, make_block_plan
 from kernels.plan.rows import Rows, list_rows
 from kernels.plan.search import search
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 
 def make_rows(

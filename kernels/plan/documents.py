@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 _NOWHERE = np.int32(-(2**31) + 1)
 _FEWEST_SLOTS = 1 << 16
@@ -51,7 +51,7 @@ def document_intervals(
     Args:
       own: segment ids of the sequence that is cut into tiles of `block` tokens.
       others: segment ids of the sequence that the intervals lie in.
-      varying_axes: mesh axes over which the ids differ (`kernels.varying`).
+      varying_axes: mesh axes over which the ids differ (`kernels.tracing.mesh_axes`).
     """
     table, num_slots = _table_of_documents(others, varying_axes)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import CausalMask, LocalMask, dot_product_attention
-from kernels.token_integers import int32_segment_ids
+from kernels.arguments.token_integers import int32_segment_ids
 
 LENGTH = 12
 # Equal to one another, and to small ids, in their lower 32 bits.

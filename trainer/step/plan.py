@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from kernels import Target
 from kernels.collectives import Collectives
 from kernels.context import SequenceSharding
-from kernels.exp_logits import ExpLogits, unsupported_reason
-from kernels.grouped_matmul import choose_grouped_matmul
+from kernels.experts import choose_grouped_matmul
+from kernels.loss.exp_logits import ExpLogits, unsupported_reason
 from layers import ActivationSharding
 from trainer.config import LossImplementation, TrainConfig
 from trainer.errors import UserMistake
@@ -87,7 +87,7 @@ class ExpertPlan:
     num_experts: int
     num_experts_per_token: int
     grouped_matmul: str
-    """The implementation that multiplies them, as `kernels.grouped_matmul` names it."""
+    """The implementation that multiplies them, as `kernels.experts` names it."""
     passed_over: dict[str, str]
     """On a GPU that our kernel can't serve: the kernel's name and the reason."""
 
@@ -163,8 +163,8 @@ def plan_tensor(config: TrainConfig, mesh: Mesh) -> TensorPlan | None:
 def _refusals(config: TrainConfig, mesh: Mesh) -> dict[str, str | None]:
     """Why the kernels can't serve each matmul, in some layer at least; None: they can, or "xla" is named."""
     sharding = ActivationSharding(mesh, collectives=config.tensor.collectives)
-    rows = config.batch_size // config.gradient_accumulation
-    shape, dtype = (rows, config.sequence_length, config.model.width), jnp.dtype(config.model.compute_dtype)
+    micro_batch_size = config.batch_size // config.gradient_accumulation
+    shape, dtype = (micro_batch_size, config.sequence_length, config.model.width), jnp.dtype(config.model.compute_dtype)
     reasons: dict[str, str | None] = {}
     for matmul, features in _matmuls(config):
         try:

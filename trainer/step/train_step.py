@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels.exp_logits import ExpLogits
+from kernels.loss.exp_logits import ExpLogits
 from layers import GPT
 from layers.gpt import GatherLayer
 from layers.moe import RouterSums

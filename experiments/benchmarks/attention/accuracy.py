@@ -15,7 +15,7 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason, where
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import dot_product_attention
-from kernels.tuning import Tuning
+from kernels.backends.tuning import Tuning
 
 _MOST_QUERIES = 1024
 

@@ -17,7 +17,7 @@ from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.timing import AttentionContender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
-from kernels.tuning import MosaicGpuTuning, TritonTuning, Tuning
+from kernels.backends.tuning import MosaicGpuTuning, TritonTuning, Tuning
 from trainer.compile.stages import Lowering, compile_lowering, lower_in_stages
 
 FORMS: dict[str, Tuning] = {

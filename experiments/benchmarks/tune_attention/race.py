@@ -14,7 +14,7 @@ from experiments.benchmarks.attention.cases import Direction, Problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason
 from experiments.benchmarks.attention.timing import AttentionContender, time_in_rounds
-from kernels.tuning import Tuning
+from kernels.backends.tuning import Tuning
 
 
 @dataclass(frozen=True)

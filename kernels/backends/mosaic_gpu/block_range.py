@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.hopper.registers import WGMMA_ROWS
 from kernels.plan import Rows, make_rows
 
 

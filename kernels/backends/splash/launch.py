@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall
-from kernels.number_types import types_of_32_bits
+from kernels.tracing.number_types import types_of_32_bits
 
 MASKED = upstream.DEFAULT_MASK_VALUE
 _LANES, _SUBLANES = upstream.NUM_LANES, upstream.NUM_SUBLANES

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,39 +25,11 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.splash.launch import MASKED, Pass, PassMask, launch
-from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid
+from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid, whole
+from kernels.backends.splash.tuning import SplashTuning, backward_dkv_pass, backward_dq_pass, forward_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
 from kernels.plan import tile_kinds_at
-
-if TYPE_CHECKING:
-    from kernels.backends.splash.tuning import SplashTuning
-
-
-def _fitted(
-    call: AttentionCall, block_q: int, block_kv: int, compute: int, *, transposed: bool = False, shrunk: bool = True
-) -> Pass:
-    """A pass with blocks no larger than the sequences need."""
-    block_q, block_kv = min(block_q, _whole(call.q_len, 128)), min(block_kv, _whole(call.kv_len, 128))
-    # The mask function gets the positions of whole tiles.
-    compute = block_kv if call.has_key_value_positions else math.gcd(block_kv, compute)
-    return Pass(block_q, block_kv, compute, transposed, shrunk)
-
-
-def forward_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes the output and the lse."""
-    return _fitted(call, tuning.block_q, tuning.block_kv, tuning.block_kv_compute)
-
-
-def d_key_value_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes dK and dV, and dQ too if fused."""
-    blocks = (tuning.block_q_dkv, tuning.block_kv_dkv, tuning.block_kv_dkv_compute)
-    return _fitted(call, *blocks, transposed=True, shrunk=tuning.backward == "split")
-
-
-def d_query_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes dQ alone."""
-    return _fitted(call, tuning.block_q_dq, tuning.block_kv_dq, tuning.block_kv_dq)
 
 
 class Tokens(NamedTuple):
@@ -95,7 +66,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
         partial, mask_next = partial_blocks(list(distinct), grid, call, walk)
     elif (function := _predicate(call, walk)) is not None:
         if tokens.query_positions is None:
-            q_positions = np.arange(_whole(call.q_len, walk.block_q), dtype=np.int32)
+            q_positions = np.arange(whole(call.q_len, walk.block_q), dtype=np.int32)
         else:
             q_positions = _to_whole(tokens.query_positions, walk.block_q)
 
@@ -253,7 +224,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
         with _full_precision(call):
             return _over_batch(one, call, Tokens.of(inputs), *operands, *rows)
 
-    walk = d_key_value_pass(call, tuning)
+    walk = backward_dkv_pass(call, tuning)
     fused = tuning.backward == "fused"
     # The fused kernel writes a partial dQ for each key/value tile.
     outputs = {"dq": (-(-call.kv_len // walk.block_kv),)} if fused else {}
@@ -271,7 +242,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
     if fused:
         (d_query,) = (x.sum(axis=1) for x in d_query)
     else:
-        walk = d_query_pass(call, tuning)
+        walk = backward_dq_pass(call, tuning)
         scratch = {"dq": (walk.block_q, call.head_dim)}
         (d_query,) = run(upstream._flash_attention_dq_kernel, walk, {"dq": ()}, scratch)
     d_query = (d_query[:, :, : call.q_len].swapaxes(1, 2).astype(lse.dtype) * call.scale).astype(call.dtype)
@@ -315,8 +286,3 @@ def _padded(x: Array, block: int, axis: int, fill: float = 0) -> Array:
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % block)
     return jnp.pad(x, padding, constant_values=fill) if padding[axis][1] else x
-
-
-def _whole(length: int, block: int) -> int:
-    """The length, rounded up to whole blocks."""
-    return -(-length // block) * block

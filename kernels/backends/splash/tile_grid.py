@@ -150,3 +150,8 @@ def partial_blocks(
         shape = (walk.block_kv, walk.block_q) if walk.transposed else (walk.block_q, walk.block_kv)
         return np.ones((1, *shape), bool), index
     return np.stack(distinct), next_visited(index, is_partial)
+
+
+def whole(length: int, block: int) -> int:
+    """The length, rounded up to whole blocks."""
+    return -(-length // block) * block

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends.triton.support import reason_in_call
-from kernels.backends.triton.tuning import TritonTiles, next_power_of_2, padded_head_dim
+from kernels.backends.triton.tuning import TritonDecodeTuning, TritonTiles, next_power_of_2, padded_head_dim
 from kernels.decode.blocks import block_tile_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.tokens import numbered
-from kernels.decode.triton.tuning import SMALLEST_DOT, TritonDecodeTuning, resolve
+from kernels.decode.triton.tuning import SMALLEST_DOT, resolve
 from kernels.decode.unified import UnifiedCache
 
 _LOG2_E = math.log2(math.e)

@@ -3,7 +3,7 @@
 import pytest
 
 from kernels import Target
-from kernels.exp_logits import ExpLogits
+from kernels.loss.exp_logits import ExpLogits
 from layers import GPTConfig
 from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json

@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, memref
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.memory import Pipeline
+from kernels.hopper.memory import Pipeline
 
 _T = TypeVar("_T")
 # A producer claims one block ahead of its consumers.
@@ -24,10 +24,10 @@ _CLAIM_SLOTS = 2
 
 
 class WorkBlock(NamedTuple):
-    """A block of queries or of keys, within a kernel."""
+    """A block of rows, within a kernel."""
 
     batch: jax.Array
-    head: jax.Array  # of the queries or of the keys
+    head: jax.Array
     number: jax.Array  # the block's number within its head
 
 

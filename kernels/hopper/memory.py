@@ -10,31 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
-
-from kernels.call import AttentionInputs
+from jaxtyping import Array
 
 _ALIGNMENT, _BARRIER_BYTES = 1024, 8
-
-
-def padded_head_dim(head_dim: int) -> int:
-    """The head dim that the kernels work at: 32 or a multiple of 64."""
-    return 32 if head_dim <= 32 else -(-head_dim // 64) * 64
-
-
-def pad_matrices(
-    inputs: AttentionInputs, q_multiple: int, kv_multiple: int, head_dim: int, value_dim: int
-) -> tuple[Array, Array, Array]:
-    """Query, key and value, padded to multiples of these lengths and to these head dims."""
-    query, key = pad_matrix(inputs.query, q_multiple, head_dim), pad_matrix(inputs.key, kv_multiple, head_dim)
-    return query, key, pad_matrix(inputs.value, kv_multiple, value_dim)
-
-
-def pad_matrix(x: Float[Array, "B L N H"], multiple: int, width: int) -> Float[Array, "B L2 N H2"]:
-    """Appends zeros to the length, up to a multiple, and to the head dim, up to `width`."""
-    length, head_dim = x.shape[1], x.shape[3]
-    padding = [(0, 0), (0, -length % multiple), (0, 0), (0, width - head_dim)]
-    return x if not any(after for _, after in padding) else jnp.pad(x, padding)
 
 
 def zeroed_ref(shape: tuple[int, ...], dtype, call_array: Array) -> Any:

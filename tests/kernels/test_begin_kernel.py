@@ -8,7 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels import CausalMask, dot_product_attention
-from kernels.backends.mosaic_gpu.one_thread import refuse_other_threads
+from kernels.hopper.begin_kernel import refuse_other_threads
 from tests.gpu_compiler import needs_gpu_compiler
 from trainer.compile.topology import parse_topology
 

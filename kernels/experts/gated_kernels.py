@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_matrix, load_vector, spread
-from kernels.grouped_matmul.mosaic_gpu import RowTiles, launch
-from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.persistent_matmul import (
+from kernels.experts.choice import GroupedMatmulChoice
+from kernels.experts.matmul_kernels import RowTiles, launch
+from kernels.experts.row_groups import RowGroups
+from kernels.hopper.persistent_matmul import (
     NUM_CONSUMERS,
     STORED_COLUMNS,
     Phase,
@@ -27,13 +27,29 @@ from kernels.persistent_matmul import (
     store_parts,
     tile_columns,
 )
-
-if TYPE_CHECKING:
-    from kernels.grouped_matmul.gated_mlp import Activation, GatedMatrices
-    from kernels.grouped_matmul.multiply import GroupedMatmulChoice
+from kernels.hopper.registers import WGMMA_ROWS, load_matrix, load_vector, spread
 
 _GATED_COLUMNS = 128  # of a tile, of features and of their gates
 _NUM_LOADED = 2  # features and gates, each in one of the buffers that rows leave through
+
+
+Activation = Callable[[Any, Any], tuple[Any, Any, Any]]
+"""(gate, features) → hidden features, and their slopes in the gate and in the features, element by element."""
+
+
+class GatedMatrices(NamedTuple):
+    """The parameters of the groups' MLPs, in the rows' dtype; the biases may be None, both at a time."""
+
+    up: Float[Array, "G W F"]
+    gate: Float[Array, "G W F"]
+    down: Float[Array, "G F W"]
+    up_bias: Float[Array, "G F"] | None = None
+    gate_bias: Float[Array, "G F"] | None = None
+
+    @property
+    def reads_all_rows(self) -> bool:
+        """Whether a gradient sums over all rows, also over those after the last group's, which must then be finite."""
+        return self.up_bias is not None
 
 
 class GatedFeatures(NamedTuple):

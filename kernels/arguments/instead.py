@@ -7,13 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from kernels.masks.algebra import NO_BIAS
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-NO_BIAS = (
-    "the kernels take no bias, a T×T array of numbers. Put what it forbids into a mask such as CausalMask() & "
-    "LocalMask(1023, 0), and padding and documents into segment ids; what it only weighs can't be served"
-)
 OF_MASKS = {
     "bias": NO_BIAS,
     "is_causal": "use mask=CausalMask()",

@@ -20,10 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels import persistent_matmul
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, spread
-from kernels.backends.mosaic_gpu.softmax import LOG2_E
-from kernels.persistent_matmul import (
+from kernels.hopper import persistent_matmul
+from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     STORED_COLUMNS,
@@ -37,7 +35,9 @@ from kernels.persistent_matmul import (
     store_parts,
     tile_columns,
 )
-from kernels.target import Target
+from kernels.hopper.registers import WGMMA_ROWS, load_vector, spread
+from kernels.hopper.softmax import LOG2_E
+from kernels.tracing.target import Target
 
 _PAIR_SIZE = 2  # programs that share columns of the head, each of which loads a part of them for both
 

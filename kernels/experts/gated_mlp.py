@@ -6,34 +6,16 @@ Dimensions: R rows, G groups, W features of a row, F hidden features of a group'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from kernels.grouped_matmul.multiply import GroupedMatmulChoice
-from kernels.grouped_matmul.row_groups import RowGroups, own_groups
-
-Activation = Callable[[Any, Any], tuple[Any, Any, Any]]
-"""(gate, features) → hidden features, and their slopes in the gate and in the features, element by element."""
-
-
-class GatedMatrices(NamedTuple):
-    """The parameters of the groups' MLPs, in the rows' dtype; the biases may be None, both at a time."""
-
-    up: Float[Array, "G W F"]
-    gate: Float[Array, "G W F"]
-    down: Float[Array, "G F W"]
-    up_bias: Float[Array, "G F"] | None = None
-    gate_bias: Float[Array, "G F"] | None = None
-
-    @property
-    def reads_all_rows(self) -> bool:
-        """Whether a gradient sums over all rows, also over those after the last group's, which must then be finite."""
-        return self.up_bias is not None
+from kernels.experts import matmul_kernels
+from kernels.experts.choice import GroupedMatmulChoice
+from kernels.experts.gated_kernels import Activation, GatedMatrices, differentiate_gated, multiply_gated
+from kernels.experts.row_groups import RowGroups, own_groups
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
@@ -72,29 +54,25 @@ def _forward(
     choice: GroupedMatmulChoice,
     residual_name: str,
 ) -> tuple[Array, tuple]:
-    from kernels.grouped_matmul import gated, mosaic_gpu
-
-    features, gates, hidden = gated.multiply_gated(rows, matrices, weights, groups, activation, choice)
+    features, gates, hidden = multiply_gated(rows, matrices, weights, groups, activation, choice)
     features, gates = checkpoint_name(features, residual_name), checkpoint_name(gates, residual_name)
-    outputs = mosaic_gpu.multiply_rows([hidden], [matrices.down], groups, choice, transpose=False, stores_all=False)
+    outputs = matmul_kernels.multiply_rows([hidden], [matrices.down], groups, choice, transpose=False, stores_all=False)
     return outputs, (rows, weights, matrices, groups, features, gates)
 
 
 def _backward(
     activation: Activation, choice: GroupedMatmulChoice, residual_name: str, residuals: tuple, gradients: Array
 ) -> tuple[Array, Array, GatedMatrices, None]:
-    from kernels.grouped_matmul import gated, mosaic_gpu
-
     rows, weights, matrices, groups, features, gates = residuals
-    (of_features, of_gates, hidden), of_weights = gated.differentiate_gated(
+    (of_features, of_gates, hidden), of_weights = differentiate_gated(
         gradients, matrices, features, gates, weights, groups, activation, choice
     )
     between = [of_features, of_gates]
-    of_rows = mosaic_gpu.multiply_rows(
+    of_rows = matmul_kernels.multiply_rows(
         between, [matrices.up, matrices.gate], groups, choice, transpose=True, stores_all=False
     )
-    of_up, of_gate = (mosaic_gpu.multiply_groups(rows, each, groups, choice) for each in between)
-    of_down = mosaic_gpu.multiply_groups(hidden, gradients, groups, choice)
+    of_up, of_gate = (matmul_kernels.multiply_groups(rows, each, groups, choice) for each in between)
+    of_down = matmul_kernels.multiply_groups(hidden, gradients, groups, choice)
     of_biases: list[Array] = []
     if matrices.up_bias is not None:
         of_biases = [jnp.dot(own_groups(groups, each.dtype).T, each) for each in between]

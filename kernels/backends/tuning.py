@@ -1,4 +1,4 @@
-"""Tuning objects: how a backend runs, apart from what it computes. Each stands beside the kernels that it tunes.
+"""Tuning objects: how a backend runs, apart from what it computes. Each stands beside its kernels.
 
 Give one as `implementation=` in place of the backend's name to replace the defaults.
 """
@@ -6,8 +6,7 @@ Give one as `implementation=` in place of the backend's name to replace the defa
 from kernels.backends.blockwise import BlockwiseTuning
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
 from kernels.backends.splash.tuning import SplashTuning
-from kernels.backends.triton.tuning import TritonTiles, TritonTuning
-from kernels.decode.triton.tuning import TritonDecodeTuning
+from kernels.backends.triton.tuning import TritonDecodeTuning, TritonTiles, TritonTuning
 
 __all__ = [
     "BlockwiseTuning",

@@ -14,16 +14,15 @@ takes each tile's maximum, but rescales only where it rose far.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float
 
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, spread
-from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper
+from kernels.hopper.registers import ROW_LAYOUT, WGMMA_ROWS, spread
 
 # Of a thread's probabilities in a tile. No probability is higher than their sum, and float16 ends at 2¹⁶.
 _HIGHEST_SUM = 2.0**10
@@ -33,11 +32,6 @@ _INITIAL_ROW_MAX = -1e30
 LOG2_E = math.log2(math.e)
 # exp(a logit − it) = 0.
 _HUGE_LSE = 1e30
-
-
-def log2_scale(call: AttentionCall) -> float:
-    """What brings logits (with a soft cap: tanh of the capped logits) to units of log₂."""
-    return LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
 
 
 def finite_lse(lse: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -64,7 +58,8 @@ class TileSoftmax(NamedTuple):
 class OnlineSoftmax(NamedTuple):
     """Softmax of logits that are −inf where a pair may not attend."""
 
-    call: AttentionCall
+    dtype: Any  # of the probabilities, as the matmul takes them
+    log2_scale: float  # brings logits to units of log₂
     machine: Hopper
 
     def first_tile(self, logits: Float[Array, "rows kv"]) -> tuple[Float[Array, "rows kv"], SoftmaxState]:
@@ -74,22 +69,22 @@ class OnlineSoftmax(NamedTuple):
     def next_tile(self, logits: Float[Array, "rows kv"], state: SoftmaxState) -> TileSoftmax:
         """Probabilities of another tile."""
         p, sums, is_high = self._exp2(logits, state.row_max)
-        same = p.astype(self.call.dtype), SoftmaxState(state.row_max, state.row_sum + sums), _column(1.0)
+        same = p.astype(self.dtype), SoftmaxState(state.row_max, state.row_sum + sums), _column(1.0)
         # A warp branches by itself, so nothing in the branch may wait for another warp.
         p, state, alpha = jax.lax.cond(is_high, lambda: self._raise_row_max(logits, state), lambda: same)
         return TileSoftmax(p, state, alpha, is_high)
 
     def _raise_row_max(self, logits, state: SoftmaxState):
         """Probabilities relative to the higher of the tile's maximum and row_max, the new state, and alpha."""
-        row_max = jnp.maximum(state.row_max, logits.max(axis=1) * log2_scale(self.call))
+        row_max = jnp.maximum(state.row_max, logits.max(axis=1) * self.log2_scale)
         alpha = jnp.exp2(state.row_max - row_max)
         p, sums, _ = self._exp2(logits, row_max)
-        return p.astype(self.call.dtype), SoftmaxState(row_max, state.row_sum * alpha + sums), alpha
+        return p.astype(self.dtype), SoftmaxState(row_max, state.row_sum * alpha + sums), alpha
 
     def _exp2(self, logits, row_max):
         """Probabilities in float32, each thread's part of their rows' sums, and whether one of a warp's is high."""
         # In units of log₂ its argument is one multiply-add.
-        p = jnp.exp2(logits * log2_scale(self.call) - spread(row_max, logits.shape, rows=True))
+        p = jnp.exp2(logits * self.log2_scale - spread(row_max, logits.shape, rows=True))
         return p, *self.machine.partial_sums(p, _HIGHEST_SUM)
 
 

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kernels.grouped_matmul.multiply import GroupedMatmulChoice
-from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.number_types import at_least_float32
+from kernels.experts import copy_kernel
+from kernels.experts.choice import GroupedMatmulChoice
+from kernels.experts.row_groups import RowGroups
+from kernels.tracing.number_types import at_least_float32
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -37,11 +38,8 @@ def copy_rows(
     Returns:
       A copy in each place that has one. Zeros pad a group as far as products read; what lies after may hold anything.
     """
-    if choice.has_kernels:
-        from kernels.grouped_matmul import row_copies
-
-        if row_copies.serves(rows):
-            return row_copies.copy_rows(rows, groups, num_copies, choice)
+    if choice.has_kernels and copy_kernel.serves(rows):
+        return copy_kernel.copy_rows(rows, groups, num_copies, choice)
     return _take_rows(rows, groups.sources // num_copies)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels import persistent_matmul
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
-from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.persistent_matmul import (
+from kernels.experts.choice import GroupedMatmulChoice
+from kernels.experts.row_groups import RowGroups
+from kernels.hopper import persistent_matmul
+from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     BLOCK_ROWS,
     STORED_COLUMNS,
@@ -34,10 +34,8 @@ from kernels.persistent_matmul import (
     store_columns,
     tile_columns,
 )
-from kernels.target import Target
-
-if TYPE_CHECKING:
-    from kernels.grouped_matmul.multiply import GroupedMatmulChoice
+from kernels.hopper.registers import WGMMA_ROWS
+from kernels.tracing.target import Target
 
 ALIGNMENT = BLOCK_ROWS
 """Of the groups' first rows."""

@@ -8,44 +8,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.target import Target
-
-GroupedMatmul = Literal["mosaic_gpu", "xla"]
-"""mosaic_gpu: our kernels for Hopper GPUs, which also compute gated activations. xla: `jax.lax.ragged_dot`, everywhere;
-on a GPU XLA multiplies every row by every group's matrix, and masks."""
+from kernels.experts import matmul_kernels
+from kernels.experts.choice import GroupedMatmul, GroupedMatmulChoice
+from kernels.experts.row_groups import RowGroups
+from kernels.tracing.target import Target
 
 _log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
-
-
-class GroupedMatmulChoice(NamedTuple):
-    """What multiplies groups of rows, and where.
-
-    Attributes:
-      name: of the implementation.
-      alignment: each group begins at a multiple of so many rows.
-      passed_over: why the kernel can't serve; None: it does.
-      target: the device.
-      interpret: whether Pallas's interpreter runs the kernel.
-    """
-
-    name: GroupedMatmul
-    alignment: int
-    passed_over: str | None
-    target: Target
-    interpret: bool = False
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether kernels multiply, and so `grouped_gated_mlp` serves, and a kernel copies rows."""
-        return self.name == "mosaic_gpu"
 
 
 def choose_grouped_matmul(
@@ -70,19 +45,17 @@ def choose_grouped_matmul(
     Raises:
       ValueError: there is no such implementation, or it can't serve these matmuls.
     """
-    from kernels.grouped_matmul import mosaic_gpu
-
     if implementation not in (None, *get_args(GroupedMatmul)):
         names = ", ".join(get_args(GroupedMatmul))
         raise ValueError(f"implementation={implementation!r} is not one of {names}, or None for the fastest")
-    reason = mosaic_gpu.unsupported_reason(jnp.dtype(dtype), features, target, interpret=interpret)
+    reason = matmul_kernels.unsupported_reason(jnp.dtype(dtype), features, target, interpret=interpret)
     if implementation not in (None, "xla") and reason is not None:
         raise ValueError(f"implementation={implementation!r} can't serve this grouped matmul: it {reason}")
     if implementation == "xla" or reason is not None:
         if target.platform == "gpu" and reason is not None:
             _log_once("grouped matmul uses xla; mosaic_gpu passed over: it %s", reason)
         return GroupedMatmulChoice("xla", 1, reason, target)
-    return GroupedMatmulChoice("mosaic_gpu", mosaic_gpu.ALIGNMENT, None, target, interpret)
+    return GroupedMatmulChoice("mosaic_gpu", matmul_kernels.ALIGNMENT, None, target, interpret)
 
 
 def grouped_matmul(
@@ -115,9 +88,7 @@ def grouped_matmul(
 def _multiply(
     rows: Array, matrices: tuple[Array, ...], groups: RowGroups, choice: GroupedMatmulChoice
 ) -> tuple[Array, ...]:
-    from kernels.grouped_matmul import mosaic_gpu
-
-    return tuple(mosaic_gpu.multiply_rows([rows], [each], groups, choice, transpose=False) for each in matrices)
+    return tuple(matmul_kernels.multiply_rows([rows], [each], groups, choice, transpose=False) for each in matrices)
 
 
 def _forward(
@@ -129,11 +100,9 @@ def _forward(
 def _backward(
     choice: GroupedMatmulChoice, residuals: tuple, gradients: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...], None]:
-    from kernels.grouped_matmul import mosaic_gpu
-
     rows, matrices, groups = residuals
-    of_rows = mosaic_gpu.multiply_rows(gradients, matrices, groups, choice, transpose=True)
-    of_matrices = tuple(mosaic_gpu.multiply_groups(rows, gradient, groups, choice) for gradient in gradients)
+    of_rows = matmul_kernels.multiply_rows(gradients, matrices, groups, choice, transpose=True)
+    of_matrices = tuple(matmul_kernels.multiply_groups(rows, gradient, groups, choice) for gradient in gradients)
     return of_rows, of_matrices, None
 
 

@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from kernels.backends.mosaic_gpu.machine import begin_kernel
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
-from kernels.number_types import types_of_32_bits
-from kernels.slice_fusion import without_slice_fusion
-from kernels.target import Target
+from kernels.hopper.begin_kernel import begin_kernel
+from kernels.hopper.memory import Pipeline, matrix
+from kernels.hopper.registers import WGMMA_ROWS, accumulator
+from kernels.tracing.number_types import types_of_32_bits
+from kernels.tracing.slice_fusion import without_slice_fusion
+from kernels.tracing.target import Target
 
 BLOCK_ROWS = 128
 """Rows of a tile."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.machine import begin_kernel
-from kernels.grouped_matmul.row_groups import RowGroups
-from kernels.number_types import types_of_32_bits
-from kernels.persistent_matmul import BLOCK_DEPTH
-from kernels.slice_fusion import without_slice_fusion
-
-if TYPE_CHECKING:
-    from kernels.grouped_matmul.multiply import GroupedMatmulChoice
+from kernels.experts.choice import GroupedMatmulChoice
+from kernels.experts.row_groups import RowGroups
+from kernels.hopper.begin_kernel import begin_kernel
+from kernels.hopper.persistent_matmul import BLOCK_DEPTH
+from kernels.tracing.number_types import types_of_32_bits
+from kernels.tracing.slice_fusion import without_slice_fusion
 
 _LINES = (256, 192, 128, 64)  # numbers: the most that one copy can be wide, and that divide a row
 _MOST_LINES = 256  # of one copy

@@ -1,4 +1,4 @@
-"""What runs a kernel: a Hopper GPU or Pallas's interpreter, which do some things differently. And how it is launched.
+"""The machine that runs a kernel: a Hopper GPU, or Pallas's interpreter, which does some things differently.
 
 The interpreter knows no threads within a warpgroup, no atomic operations and no MLIR. Its matmuls take no operand from
 registers, and its accumulators can't be stored to.
@@ -6,7 +6,6 @@ registers, and its accumulators can't be stored to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,21 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
-from kernels.backends.mosaic_gpu.memory import matrix
-from kernels.backends.mosaic_gpu.one_thread import refuse_other_threads
-from kernels.backends.mosaic_gpu.registers import (
+from kernels.hopper.begin_kernel import begin_kernel
+from kernels.hopper.memory import matrix
+from kernels.hopper.registers import (
     accumulator,
     column_indices,
     join_partial_sums,
     load_matrix,
     partial_sums,
 )
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, TileScheduler
-from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, MosaicGpuTuning
-from kernels.number_types import types_of_32_bits
-from kernels.target import Target
+from kernels.hopper.tile_scheduler import BlockClaims
+from kernels.tracing.target import Target
 
 # Few, so that programs have several blocks each.
 _INTERPRETED_MULTIPROCESSORS = 2
@@ -42,27 +38,6 @@ def add_product(accumulator, a, b, memory, warpgroup) -> None:
         memory.at[warpgroup][...] = a
         a = memory.at[warpgroup]
     plgpu.wgmma(accumulator, a, b)
-
-
-def begin_kernel(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """A kernel's first act, as it is lowered: refuses other threads that lower one, and names the files of its dumps.
-
-    The name is a part of what is compiled. JAX counts the kernels that the process has lowered in it (seen in 0.11.2),
-    so that no cache would know a kernel again: neither XLA's, when another program of the process has the same kernel,
-    nor the persistent one, when another process has lowered other kernels before.
-
-    Args:
-      name: of the kernel.
-      array: one of its operands or results, whose shape and dtype tell its calls apart.
-    """
-    basename = "_".join((name, *map(str, array.shape), array.dtype.name))
-
-    @plgpu.inline_mgpu()
-    def begin(context) -> None:
-        refuse_other_threads()
-        context.module.operation.attributes["mosaic_gpu.dump_basename"] = ir.StringAttr.get(basename)
-
-    begin()
 
 
 class Output(NamedTuple):
@@ -177,64 +152,8 @@ class Interpreter(Hopper):
         return first + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
 
-def machine_of(tuning: MosaicGpuTuning) -> Hopper:
-    """What runs the kernels under a tuning."""
-    if tuning.interpret:
+def machine_of(*, interpret: bool) -> Hopper:
+    """The machine that runs kernels: Pallas's interpreter where `interpret` asks for it, else a Hopper GPU."""
+    if interpret:
         return Interpreter(plgpu.InterpretGPUParams())  # type: ignore[attr-defined]  # new in JAX 0.11
     return Hopper()
-
-
-@types_of_32_bits()
-def launch(
-    make_context: Callable[..., Any],
-    producer: Callable[[Any], None],
-    consumers: Sequence[Callable[[Any], None]],
-    operands: tuple[Any, ...],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: tuple[Any, Any],
-    scheduler: TileScheduler,
-    *,
-    name: str,
-    tuning: MosaicForwardTuning | MosaicBackwardTuning,
-    machine: Hopper,
-) -> Any:
-    """Runs one role in each warpgroup of each program, and returns the outputs.
-
-    Args:
-      name: of the kernel's dumps, before the first operand's shape.
-      scratch: arrays and barriers in shared memory, a named tuple of each; the roles get references to them.
-      make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
-      producer: the last warpgroup's role. It gives most of its registers to the others.
-      consumers: one role for all other warpgroups, or one for each.
-    """
-    num_consumers = tuning.num_warpgroups
-
-    def kernel(*refs):
-        *gmem, smem, barriers = refs
-        machine.begin_kernel(name, operands[0])
-        context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
-
-        @pl.when(context.warpgroup == num_consumers)
-        def produce():
-            plgpu.set_max_registers(tuning.load_registers, action="decrease")
-            producer(context)
-
-        for i, consumer in enumerate(consumers):
-
-            def consume(consumer=consumer):
-                plgpu.set_max_registers(tuning.compute_registers, action="increase")
-                consumer(context)
-
-            pl.when(context.warpgroup < num_consumers if len(consumers) == 1 else context.warpgroup == i)(consume)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=list(outputs),
-        scratch_types=scratch,
-        grid=(scheduler.num_programs,),
-        grid_names=("program",),
-        num_threads=num_consumers + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=machine.interpret,
-    )(*operands)
