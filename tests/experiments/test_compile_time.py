@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
-from experiments.benchmarks.compile_time.masks import read_mask
-from experiments.benchmarks.compile_time.measure import CompileCase
+from experiments.benchmarks.compile_time.measure import CompileCase, read_mask
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, run_case, sources_for, sweep
 from experiments.benchmarks.compile_time.upstream import attention, describe, lazy_mask, make_kernel
