@@ -65,7 +65,7 @@ class _Texts(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """What a program has added, for the host to read while the next one runs."""
+    """Tokens that a program has added, for the host to read while the next one runs."""
 
     requests: Int[Array, " B"]
     tokens: Int[Array, " B"]
@@ -140,7 +140,7 @@ class Generator:
             added = following
 
     def cache_bytes(self, requests: Sequence[SampleRequest]) -> int:
-        """What the caches of these texts take on the device, in bytes."""
+        """Bytes that the caches of these texts take on the device."""
         caches = jax.eval_shape(lambda: self._no_caches(requests))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
@@ -223,14 +223,14 @@ class Generator:
         positions: Int[Array, " B"],
         choice: dict[str, Array],
     ) -> Int[Array, " B"]:
-        # From the text's own seed and the token's place in it, so that no text depends on another.
+        # From the text's own seed and the token's position, so that no text depends on another.
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
 
 
 @functools.lru_cache(maxsize=8)
 def generator_of(model_class: Callable[..., Any], config: GPTConfig, vocab_size: int) -> Generator:
-    """The generator of all models of a config, whose programs are compiled once."""
+    """The generator for all models of a config: its programs are compiled once."""
     return Generator(model_class, config, vocab_size=vocab_size)
 
 

@@ -151,5 +151,5 @@ def _unstack(state: Stack) -> list[Stack]:
     """One state a layer. A split's gradient is one concatenation; that of L slices is a sum of L padded arrays."""
     leaves, treedef = jax.tree.flatten(state)
     num_layers = leaves[0].shape[0]
-    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*pieces, strict=True)]
+    slices = [[part[0] for part in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*slices, strict=True)]

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a block's MLP: each token goes to the few experts that its router chooses.
+"""A mixture of experts that replaces a block's MLP: each token goes to the few experts that its router chooses.
 
 On a mesh each device routes its own tokens, and experts lie as a dense MLP does: whole on every device that computes
 with them, but for their hidden features, which `tensor` splits. So the ranks of `tensor` have equal work, however
@@ -49,7 +49,7 @@ class RouterSums(NamedTuple):
 
         A layer's loss is E times the sum over experts of the part of all tokens that chose the expert and its mean
         probability: K where all are chosen alike. The number that is chosen has no gradient. The loss of a batch is the
-        sum of its parts', where each is told of the choices in all of them.
+        sum of its parts', if each part gets the choices in all of them.
 
         Args:
           choices: of all tokens that share their load; None: of these.
@@ -183,8 +183,8 @@ class MoE(nnx.Module):
     def _logits(self, tokens: Float[Array, "N W"]) -> Float[Array, "N E"]:
         """The router's, by products as exact as those of float32.
 
-        A GPU would round operands to TF32, and close logits would change places. Its tensor cores multiply parts of 16
-        bits instead, in six products.
+        A GPU would round operands to TF32, and close logits would change their order. Its tensor cores multiply parts
+        of 16 bits instead, in six products.
         """
         kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
         precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST

@@ -1,6 +1,6 @@
 """`python -m trainer --config FILE [--workdir DIR] [--distributed …] [--section.field value ...]`.
 
-Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 69 another
+Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, in one message; 69 another
 process of the run is gone; 70 the watchdog ended a run that hung; 75 stopped by SIGTERM, Ctrl-C or a closed terminal
 after saving; 130 stopped by a second Ctrl-C, without saving. After 69, 70 and 75 the same command goes on from the
 newest checkpoint. Everything that can be checked without a device is checked before JAX starts one.
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     ending = threading.Event()
 
     def leave(signal: str) -> None:
-        """What a stop signal does before the run has its own answer, when nothing needs saving, and after it."""
+        """Answers a stop signal before the run does, when nothing needs saving, and after the run's end."""
         if ending.is_set():
             print(f"{signal}: the run is ending already", flush=True)
             return

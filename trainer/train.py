@@ -39,7 +39,7 @@ from trainer.sample.during_training import Samples
 from trainer.step.attention_plan import plan_context_parallelism
 from trainer.step.flops import FlopCounter, peak_flops_per_s
 from trainer.step.functions import make_step_functions
-from trainer.step.global_batch import make_global_batch, rows_of_process
+from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
 from trainer.workdir import Workdir
@@ -131,8 +131,10 @@ def prepare(config: TrainConfig, on_progress: Callable[[str], None], peers: Peer
         samples.check()
     functions = make_step_functions(config, mesh, plan)
     sharding = batch_sharding(mesh)
-    rows_of = functools.partial(rows_of_process, sharding, sequence_length=config.sequence_length)
-    batches, validation_shares, validation = make_batches(config, corpus, plan.sequence_sharding, on_progress, rows_of)
+    indices_of = functools.partial(indices_of_process, sharding, sequence_length=config.sequence_length)
+    batches, validation_shares, validation = make_batches(
+        config, corpus, plan.sequence_sharding, on_progress, indices_of
+    )
     validation_batches = [make_global_batch(share, sharding) for share in validation_shares]
     # Process 0 measures it for all: the others read no sequences but their own.
     described = peers.of_first(

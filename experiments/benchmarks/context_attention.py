@@ -255,7 +255,7 @@ def times_beside(timed: ForwardAndBackward, one: ForwardAndBackward, num_devices
 
 
 def _beside_the_model(row: dict[str, Any]) -> tuple[str, str]:
-    """What was traced, and in parentheses what the cost model says."""
+    """The traced figures, and in parentheses those of the cost model."""
     if "traced" not in row:
         return "", ""
     received, exposed = row["traced"]["received_bytes"], row["exposed_s"]

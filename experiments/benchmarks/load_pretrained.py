@@ -100,13 +100,13 @@ def write_folder(folder: Path, arguments: LoadArguments) -> int:
         min(files, key=lambda file: sum(map(math.prod, file.values())))[name] = shape
     # Finite ones: exponents near 1.
     random = np.random.default_rng().integers(0, 1 << 16, _WRITTEN_BYTES // 2, np.uint16) & 0x80FF | 0x3F00
-    places: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     num_bytes = 0
     for number, tensors in enumerate(files, 1):
         file = f"model-{number:05}-of-{_NUM_FILES:05}.safetensors"
-        places |= dict.fromkeys(tensors, file)
+        file_of_tensor |= dict.fromkeys(tensors, file)
         num_bytes += _write_file(folder / file, tensors, random.tobytes())
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return num_bytes
 
@@ -151,13 +151,13 @@ def main(command_line: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         num_bytes = write_folder(folder, arguments)
-        for place in ("disk, first load", "disk", "page cache"):
-            if place != "page cache":
+        for source in ("disk, first load", "disk", "page cache"):
+            if source != "page cache":
                 for path in folder.iterdir():
                     with path.open("rb") as file:
                         _leave_page_cache(file.fileno())
             seconds, before, most = load(folder)
-            row: dict[str, Any] = {"from": place, "folder_bytes": num_bytes, "seconds": seconds}
+            row: dict[str, Any] = {"from": source, "folder_bytes": num_bytes, "seconds": seconds}
             row |= {"resident_before_bytes": before, "resident_peak_bytes": most}
             row |= {"device": device.device_kind, "num_devices": len(jax.devices())}
             row |= {"versions": installed_versions(("jax", "jaxlib")), "date": datetime.date.today().isoformat()}
@@ -165,7 +165,7 @@ def main(command_line: Sequence[str]) -> int:
                 with arguments.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             print(
-                f"{place}: {num_bytes / 1e9:.2f} GB in {seconds:.1f} s, {num_bytes / seconds / 1e9:.2f} GB/s; "
+                f"{source}: {num_bytes / 1e9:.2f} GB in {seconds:.1f} s, {num_bytes / seconds / 1e9:.2f} GB/s; "
                 f"resident {before / 1e9:.2f} GB before, {most / 1e9:.2f} GB at most"
             )
     return 0

@@ -87,7 +87,7 @@ def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> Forwa
 
 
 def choice_of(case: MixtureShape, arguments: MixtureArguments) -> GroupedMatmulChoice:
-    """What multiplies a case's experts; UserMistake for one that can't."""
+    """Chooses the grouped matmul of a case's experts; UserMistake for one that can't serve them."""
     features = case.width, case.expert_width
     try:
         return choose_grouped_matmul("bfloat16", features, Target.of(), arguments.implementation)

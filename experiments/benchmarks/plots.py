@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 Series = dict[str, dict[str, dict[str, list[Any]]]]
-"""What a plot shows: panel → curve → "x" and "y", lists of one length."""
+"""The curves of a plot: panel → curve → "x" and "y", lists of one length."""
 
 OURS = "this project"
 _CONTENDERS = {
@@ -121,7 +121,7 @@ def trace_seconds(results: Iterable[Result]) -> Series:
 
 
 def digest(series: Series) -> str:
-    """What a plot of these figures has in its metadata."""
+    """The digest of these figures that a plot has in its metadata."""
     return hashlib.sha256(json.dumps(series, sort_keys=True).encode()).hexdigest()
 
 
@@ -132,8 +132,8 @@ def draw_attention_speeds(series: Series, path: Path) -> None:
         for label, (marker, color) in _CONTENDERS.items():
             if label in series[direction]:
                 curve = series[direction][label]
-                places = [titles.index(title) for title in curve["y"]]
-                axes.plot(curve["x"], places, marker, color=color, label=label, zorder=3 if label == OURS else 2)
+                indices = [titles.index(title) for title in curve["y"]]
+                axes.plot(curve["x"], indices, marker, color=color, label=label, zorder=3 if label == OURS else 2)
         axes.set(title=direction, xlabel="TFLOP/s", xlim=(0, None), yticks=range(len(titles)))
         if direction == "forward":
             axes.set_yticklabels([re.sub("packed |log-normal ", "", title) for title in titles])

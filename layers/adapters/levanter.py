@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import CausalMask, FullMask, LocalMask, Mask, Tuning
-from layers.adapters.shards import attend_in_shards
+from layers.adapters.shards import attend_in_shards, refuse
 
 _MASK_FIELDS = {
     "is_causal",
@@ -52,7 +52,7 @@ def dot_product_attention(
     attn_sink: Any = None,
     implementation: str | Tuning | None = None,
 ) -> Any:
-    """What `levanter.layers.attention.dot_product_attention` computes, in memory proportional to T, or a refusal.
+    """`levanter.layers.attention.dot_product_attention` in memory proportional to T, or a refusal.
 
     Args:
       QPos, KPos: axes of queries and of keys, or their names.
@@ -80,19 +80,22 @@ def dot_product_attention(
 
     Source: https://github.com/marin-community/marin, lib/levanter/src/levanter/layers/attention.py
     """
-    _refuse(
-        bias=bias is not None and "the kernels take no dense bias; use a mask, logits_soft_cap or attn_sink",
-        precision=precision is not None
-        and "the kernels have their own; leave it None and set jax.default_matmul_precision for the matmuls around",
-        use_flash=use_flash is False and "it asks for dense attention; set use_flash_attention=None in the config",
-        attn_backend=attn_backend not in (None, "default")
-        and "it names one of levanter's own; set attn_backend=None in the config, and implementation= here",
-        flash_block_size=flash_block_size is not None
-        and "it tunes levanter's own kernels; set flash_attention_block_size=None in the config, and a tuning object "
-        "as implementation= here",
-        dropout=dropout > 0.0
-        and not inference
-        and "attention weights are never stored; set attn_pdrop=0.0 in the config",
+    refuse(
+        {
+            "bias": bias is not None and "the kernels take no dense bias; use a mask, logits_soft_cap or attn_sink",
+            "precision": precision is not None
+            and "the kernels have their own; leave it None and set jax.default_matmul_precision for the matmuls around",
+            "use_flash": use_flash is False
+            and "it asks for dense attention; set use_flash_attention=None in the config",
+            "attn_backend": attn_backend not in (None, "default")
+            and "it names one of levanter's own; set attn_backend=None in the config, and implementation= here",
+            "flash_block_size": flash_block_size is not None
+            and "it tunes levanter's own kernels; set flash_attention_block_size=None in the config, and a tuning "
+            "object as implementation= here",
+            "dropout": dropout > 0.0
+            and not inference
+            and "attention weights are never stored; set attn_pdrop=0.0 in the config",
+        }
     )
     axes = _Axes.of(query, key, value, QPos, KPos, Key, mask, attn_sink)
     static_mask, arrays = _read_mask(mask, axes)
@@ -199,10 +202,8 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, Any]]:
     for field in dataclasses.fields(mask):
         if field.name not in _MASK_FIELDS and getattr(mask, field.name) not in (None, False):
             raise ValueError(f"expected an AttentionMask of {sorted(_MASK_FIELDS)}, got one with {field.name}, too")
-    _refuse(
-        mask=mask.explicit_mask is not None
-        and "its explicit part is a T×T array; describe it by causal, sliding_window, segment_ids"
-    )
+    if mask.explicit_mask is not None:
+        refuse({"mask": "its explicit part is a T×T array; describe it by causal, sliding_window, segment_ids"})
 
     parts: list[Mask] = []
     arrays: dict[str, Any] = {}
@@ -255,9 +256,3 @@ def _array(named: Any, axes: tuple[Any, ...], what: str) -> jax.Array:
 
 def _size(axes: tuple[Any, ...]) -> int:
     return math.prod(axis.size for axis in axes)
-
-
-def _refuse(**reasons: str | bool) -> None:
-    for name, reason in reasons.items():
-        if reason:
-            raise ValueError(f"the kernels can't honour {name}: {reason}")

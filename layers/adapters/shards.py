@@ -1,4 +1,4 @@
-"""An attention call on a mesh that splits its batch and its heads, and leaves rows of tokens whole.
+"""Shared by the adapters: refusals, and an attention call on a mesh that splits batch and heads, but no sequence.
 
 Shapes: B batch, T query length, S key/value length, N query heads, K key/value heads, H head dim, V value dim.
 """
@@ -6,7 +6,7 @@ Shapes: B batch, T query length, S key/value length, N query heads, K key/value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, dot_product_attention
+
+
+def refuse(reasons: Mapping[str, str | bool]) -> None:
+    """Raises ValueError for the first argument that has a reason why the kernels can't honour it."""
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(f"the kernels can't honour {name}: {reason}")
 
 
 def attend_in_shards(

@@ -117,17 +117,17 @@ def test_visits_are_the_blocks_that_hold_an_allowed_slot(form, rng):
     for _ in range(20):
         session.append({0: 1, 2: 1}, 1)
     cache, window = session.cache, LocalMask(15, 0)
-    places = np.asarray(cache.lengths)[:, None] - 1
+    newest = np.asarray(cache.lengths)[:, None] - 1
 
     @jax.jit
     def look(cache):
         slots = jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity))
-        return list_rows(block_tile_kinds(window, jnp.asarray(places), cache.blocks(None))[:, None]), cache.slots(
+        return list_rows(block_tile_kinds(window, jnp.asarray(newest), cache.blocks(None))[:, None]), cache.slots(
             None, slots
         )
 
     plan, (position, seen) = look(cache)
-    allowed = np.asarray(seen & window(places, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
+    allowed = np.asarray(seen & window(newest, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
     counts = plan.bounds[:, 0, 1::2].tolist()
     assert counts == [[0, 2], [1, 1], [2, 3]], "of 40, 7 and 44 tokens"
     for sequence, (num_partial, num_visited) in enumerate(counts):

@@ -60,7 +60,7 @@ def held(cache, sequence: int) -> dict[int, tuple[float, float]]:
 
 
 def check_summary(cache: UnifiedCache):
-    """What the table keeps of its blocks, against its slots."""
+    """Compares the table's summary of its blocks with its slots."""
     summary = BlockSummary(*map(np.asarray, cache.blocks(None)))
     for sequence in range(cache.num_sequences):
         position, seen, *_ = (np.asarray(x).reshape(-1, BLOCK) for x in look(cache, jnp.asarray(sequence)))

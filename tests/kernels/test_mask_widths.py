@@ -173,7 +173,7 @@ def test_plans_refuse_positions_that_int32_does_not_hold():
 @settings(max_examples=25)
 @given(spec=specs, q_pos=few_positions, kv_pos=few_positions)
 def test_intervals_of_rows(spec, q_pos, kv_pos):
-    """What the Triton kernels evaluate in a mask's place."""
+    """The intervals that the Triton kernels evaluate instead of a mask."""
     for q in (np.asarray(q_pos, np.int32), jnp.asarray(q_pos, jnp.int32)):
         interval = spec.mask().row_interval(q)
         assume(interval is not None)

@@ -194,6 +194,6 @@ def test_the_plans_of_three_passes_in_one_program_are_each_their_own(rng):
         for b, rows in enumerate(np.asarray(bounds)):
             for r, (start, _, _, stop) in enumerate(rows):
                 first, last = r * own, (r + 1) * own - 1
-                (places,) = np.nonzero((ids[b] >= ids[b, first]) & (ids[b] <= ids[b, last]))
-                lowest, highest = (first, places[-1]) if transposed else (places[0], last)
+                (indices,) = np.nonzero((ids[b] >= ids[b, first]) & (ids[b] <= ids[b, last]))
+                lowest, highest = (first, indices[-1]) if transposed else (indices[0], last)
                 assert (start, stop) == (lowest // other, highest // other + 1), (name, b, r)

@@ -1,4 +1,4 @@
-"""What the splash backend promises beyond values: the tiles that it visits, what tracing it costs, and refusals."""
+"""Properties of the splash backend beyond values: the tiles that it visits, the cost of tracing, and refusals."""
 
 import functools
 import inspect

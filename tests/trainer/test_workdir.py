@@ -126,7 +126,7 @@ def resumed_once(start, tmp_path_factory) -> Path:
     entries = [make_entry(step, {"loss": 1.0}) for step in range(1, 6)]
     evaluation = make_entry(5, {VALIDATION_LOSS: 1.0}) | {VALIDATION_DIGEST: "d"}
     log = MetricsFile(path / "metrics.jsonl", Watched())
-    log.started(Start(5, CONFIG.num_steps, [*entries, evaluation], []))
+    log.observe(Start(5, CONFIG.num_steps, [*entries, evaluation], []))
     log.close()
     again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
     start(again)
@@ -354,7 +354,7 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
     def start(console: Watched) -> list[dict]:
         entries, log = LoggedEntries(metrics, 2, console), MetricsFile(metrics, console)
         logged = list(entries)
-        log.started(Start(2, CONFIG.num_steps, entries, []))
+        log.observe(Start(2, CONFIG.num_steps, entries, []))
         log.close()
         return logged
 

@@ -10,7 +10,7 @@ from trainer.launch.peers import Peers
 
 
 class SharedSave:
-    """What the processes say to each other about one save. Nothing of it runs on a device, so any thread may say it.
+    """The messages of the processes about one save. None of them runs on a device, so any thread may send them.
 
     Args:
       peers: the processes.

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 PROGRAM_NAME = "mosaic_gpu_kernel"
 """Of the programs of one kernel each."""
 CALL_TARGET = "mosaic_gpu_v2"
-"""What HLO calls a Mosaic GPU kernel by."""
+"""The name of a Mosaic GPU kernel's custom call in HLO."""
 
 
 def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:

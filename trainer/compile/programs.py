@@ -24,7 +24,7 @@ class CompiledSteps:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether one of them is being compiled again. Any thread may ask."""
+        """True while one of them is being compiled again. Any thread may ask."""
         return self.train_step.is_compiling or self.eval_step.is_compiling
 
 

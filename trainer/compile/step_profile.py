@@ -45,7 +45,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What is known about a training step that was compiled, or refused for lack of memory."""
+    """A training step that was compiled, or refused for lack of memory: its plan, costs and sizes."""
 
     platform: str
     device_kind: str
@@ -57,7 +57,7 @@ class StepProfile:
     tokens_per_step: int
     plan: Plan
     compiled: CompileReport
-    """What compiling cost. If the program was refused: the time until then, and no memory."""
+    """The cost of compiling. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
     """None: refused."""
     collectives: tuple[CollectiveTotal, ...]

@@ -4,7 +4,7 @@
     together.py      runs several processes as one run, from their meeting to their end
     connect.py       starts JAX's coordination service
     peers.py         exchanges values between the processes, by way of that service
-    peer_watch.py    hears that another process is told to stop, has ended, or is silent
+    peer_watch.py    hears that another process has to stop, has ended, or is silent
     membership.py    tells the others how this process ends, and ends it when another one does
     agreement.py     refuses processes that don't run the same experiment
     signals.py       takes SIGTERM, SIGHUP and Ctrl-C as a request to stop

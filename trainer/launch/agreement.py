@@ -29,10 +29,10 @@ def require_same(peers: Peers, what: str, facts: Mapping[str, Any]) -> None:
     for index, theirs in enumerate(others, 1):
         names = [name for name in first | theirs if first.get(name) != theirs.get(name)]
         if names:
-            told = [f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names[:_NUM_NAMED]]
+            lines = [f"{name}: {first.get(name)!r} and {theirs.get(name)!r}" for name in names[:_NUM_NAMED]]
             more = [f"and {len(names) - _NUM_NAMED} more"] if len(names) > _NUM_NAMED else []
             raise UserMistake(
-                "\n  ".join([f"{peers.name(0)} and {peers.name(index)} differ in their {what}:", *told, *more])
+                "\n  ".join([f"{peers.name(0)} and {peers.name(index)} differ in their {what}:", *lines, *more])
                 + "\nstart all processes with the same command, files and versions; "
                 "runs of their own are started with --distributed off"
             )

@@ -63,7 +63,7 @@ def _within(timeout_s: float, initialize: Callable[[], None], launch: Launch) ->
         try:
             initialize()
             outcome.append(None)
-        except Exception as error:  # told by the thread that can
+        except Exception as error:  # raised by the thread that waits
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="connect", daemon=True)

@@ -1,4 +1,4 @@
-"""Whether several processes train together, by `--distributed` and the launcher's environment. Nothing is started."""
+"""Finds by `--distributed` and the launcher's environment if several processes train together. Nothing is started."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Membership:
         self.on_end: Callable[[Farewell], None] = lambda farewell: None
         """Called, from a thread, before this process ends because another one has."""
         self.is_told = False
-        """Whether process 0 tells the error that ends this process, so that this one needn't."""
+        """True: process 0 prints the error that ends this process, so that this one needn't."""
 
     def announce_end(self, farewell: Farewell) -> None:
         """Tells the others that this process is about to end."""
@@ -73,14 +73,14 @@ class Membership:
 
     def _follow(self, index: int, farewell: Farewell) -> None:
         """Ends this process, since another one has ended."""
-        told = farewell.message
-        if not told.startswith(self.peers.name(index)):
-            told = f"{self.peers.name(index)}: {told}"
-        ended = Farewell(farewell.status, told)
+        message = farewell.message
+        if not message.startswith(self.peers.name(index)):
+            message = f"{self.peers.name(index)}: {message}"
+        ended = Farewell(farewell.status, message)
         is_gone = farewell.status == PEER_LOST
         words = [lambda: self.on_end(ended), lambda: self.watch.announce_end(ended, num_gone=int(is_gone))]
         if self.peers.is_first:
-            words.append(lambda: print(f"error: {told}", file=sys.stderr, flush=True))
+            words.append(lambda: print(f"error: {message}", file=sys.stderr, flush=True))
         leave(farewell.status, *words)
 
 

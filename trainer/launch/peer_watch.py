@@ -1,4 +1,4 @@
-"""Hears from the other processes: that one was told to stop, that one has ended, or nothing at all for too long.
+"""Hears from the other processes: that one has to stop, that one has ended, or nothing at all for too long.
 
 JAX notices a process that is gone as well, but ends this one from C++ then, without a word in the record. It comes
 second: its limit is longer (`trainer/launch/connect.py`).
@@ -19,7 +19,7 @@ from trainer.launch.process_exit import PEER_LOST
 SILENT_AFTER_S = 12.0
 """Seconds without a sign of life, after which a process counts as gone."""
 _LOOK_EVERY_S = 0.5
-# Looks of process 0 after which it has told the others of any that is gone, and they have heard it.
+# Looks of process 0 after which the others have heard of any that is gone.
 _LOOKS_TO_FIND_SILENT = round((SILENT_AFTER_S + 3) / _LOOK_EVERY_S)
 _FAREWELL_S = 5.0
 # From the time at which all have heard it to the end of process 0, with which JAX aborts whoever is still printing.
@@ -50,7 +50,7 @@ class PeerWatch:
         self.on_end: Callable[[int, Farewell], None] = lambda index, farewell: None
         """Called once, from a thread, with a process that has ended before the run was over. It ends this one."""
         self.on_stop: Callable[[int, str], None] = lambda index, signal: None
-        """Called once, from a thread, with the first process that was told to stop, and the signal's name."""
+        """Called once, from a thread, with the first process that has to stop, and the signal's name."""
         self._signs: dict[int, tuple[str, float]] = {}  # each process's last sign of life, and how long it is the last
         self._awake_s = 0.0
         self._closing = threading.Event()
@@ -68,7 +68,7 @@ class PeerWatch:
             self._thread.join()
 
     def announce_stop(self, signal: str) -> None:
-        """Tells all processes, this one too, that this one was told to stop."""
+        """Tells all processes, this one too, that this one has to stop."""
         self._peers.post(f"news/stop/{self._peers.index}", signal, overwrites=True)
 
     def announce_end(self, farewell: Farewell | None, num_gone: int = 0) -> None:

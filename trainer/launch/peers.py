@@ -51,7 +51,7 @@ class Peers:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the workdir, and talks to the user."""
+        """True: this process writes the workdir, and talks to the user."""
         return self.index == 0
 
     def name(self, index: int) -> str:
@@ -86,7 +86,7 @@ class Peers:
         return values
 
     def of_first(self, topic: str, make: Callable[[], str]) -> str:
-        """What process 0 makes, in every process.
+        """A value that process 0 makes, in every process.
 
         Args:
           topic: as in `exchange`.
@@ -103,7 +103,7 @@ class Peers:
             self._table.key_value_set(f"{_ROOT}/{key}", value, allow_overwrite=overwrites)
 
     def posted(self, key: str) -> dict[int, str]:
-        """What processes have said below a key, by index."""
+        """The values that processes have posted below a key, by index."""
         assert self._table is not None
         return {int(name.rpartition("/")[2]): value for name, value in self._table.key_value_dir_get(f"{_ROOT}/{key}/")}
 

@@ -47,7 +47,7 @@ class SharedStopRequest(StopRequest):
 
     @property
     def requested(self) -> bool:
-        """Whether to stop now. All processes have to ask at the same places; the answers are the same there."""
+        """True: stop now. All processes have to ask at the same places; the answers are the same there."""
         if self._peers.count == 1:
             return super().requested
         with self._changed:

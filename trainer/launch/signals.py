@@ -13,7 +13,7 @@ from typing import Any, Self
 from trainer.launch.process_exit import INTERRUPTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_LAST_WORD_S = 2.0  # a disk or terminal that hangs must not keep a process that was told to leave
+_LAST_WORD_S = 2.0  # a disk or terminal that hangs must not keep a process that has to leave
 
 
 class StopRequest:

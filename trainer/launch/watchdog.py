@@ -130,7 +130,7 @@ class Watched:
     sign: Callable[[], Hashable]
     """Returns another value whenever it has moved on; None: nothing is expected of it now."""
     is_late: Callable[[float], bool]
-    """Whether it may not stand still for so many seconds."""
+    """Returns True if it may not stand still for this many seconds."""
     on_late: Callable[[float], None]
     """Called once for each sign that is late, with the seconds."""
 
@@ -150,7 +150,8 @@ class StillnessWatch:
         self.is_paused: Callable[[], bool] = lambda: False
         """While it returns True, seconds don't count."""
         self._lock = threading.Lock()
-        self._since: dict[int, tuple[Hashable, float, bool]] = {}  # the sign, when it was first seen, whether it's told
+        # By thing: its sign, the time at which the sign was first seen, and whether `on_late` was called for it.
+        self._since: dict[int, tuple[Hashable, float, bool]] = {}
         self._awake_s = 0.0
         self._last_look: float | None = None
         self._closing = threading.Event()
@@ -189,7 +190,7 @@ class StillnessWatch:
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread looks."""
+        """True while the thread looks."""
         return self._thread.is_alive()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What surrounds an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
+"""The frame of an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
 
 from __future__ import annotations
 
@@ -190,5 +190,5 @@ def attempt(
 
 
 def _is_no_exception_of_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and told in one message."""
+    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and end in one message."""
     return not (record.exc_info and "orbax" in record.pathname)

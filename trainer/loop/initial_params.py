@@ -34,12 +34,12 @@ from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 
 class InitialParams(NamedTuple):
-    """What a fresh run begins with."""
+    """The parameters that a fresh run begins with."""
 
     params: Any
     """On the mesh, as in `TrainState`."""
     origin: dict[str, Any]
-    """What the record says about them."""
+    """The record's entry about them."""
 
 
 def load_initial_params(

@@ -15,7 +15,7 @@ from trainer.config import CheckpointConfig, TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import is_full_disk
 from trainer.launch.signals import StopRequest
-from trainer.observers.observer import VALIDATION_LOSS, Observers
+from trainer.observers.observer import VALIDATION_LOSS, Observers, Saved
 from trainer.observers.times import TimeAccount
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
@@ -48,7 +48,7 @@ class Saver:
       config: of the steps to come.
       console: warned of failures.
       account: of the run's time.
-      observers: told of checkpoints once they lie on the disk.
+      observers: hear of checkpoints once they lie on the disk.
       stop: the stop signals. After one there is little time for further tries.
     """
 
@@ -155,7 +155,7 @@ class Saver:
         return snapshot.step == self._checkpoints.newest_step
 
     def _start(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(OSError):  # told by the save, which then fails
+        with contextlib.suppress(OSError):  # the save then fails, and says so
             if self._workdir.make_again(self._config):
                 self._console.warning(f"workdir {self._workdir.path} was removed; it is made again, for what follows")
         with self._account.measure("checkpoint"):
@@ -170,7 +170,7 @@ class Saver:
             if newest is not None and self._checkpoints.newest_step != self._told_step:
                 self._told_step = self._checkpoints.newest_step
                 self._failures.clear()
-                self._observers.saved(self._told_step, newest)
+                self._observers.observe(Saved(self._told_step, newest))
 
     def _tell(self, failure: TrainingFailed, *, tries_again: bool = True) -> None:
         is_missing = not isinstance(failure, NotRemovedError)

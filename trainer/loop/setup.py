@@ -1,4 +1,4 @@
-"""What a run is made of before its first step, and how the record and the opening panel describe it."""
+"""The parts of a run before its first step, and their description in the record and the opening panel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.terminal.units import format_bytes, format_count
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of before its first step."""
+    """The parts of a run before its first step."""
 
     config: TrainConfig
     corpus: Corpus

@@ -1,4 +1,4 @@
-"""What is told of updates that were skipped, and when they end a run."""
+"""Messages about updates that were skipped, and the number of them that ends a run."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from trainer.loop.step_trace import StepTrace
 from trainer.loop.window import RunningWindow
 from trainer.observers.make_observers import make_observers
 from trainer.observers.metrics import LoggedEntries
-from trainer.observers.observer import Ending, Observers, Start
+from trainer.observers.observer import Ending, Observers, Start, Stopped
 from trainer.observers.record import measured_memory
 from trainer.observers.times import StepTimes
 from trainer.step.train_step import TrainState
@@ -110,7 +110,7 @@ class TrainingLoop:
         evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
         if warning := self.evaluator.take_up(evaluations):
             self.console.note(warning)
-        self.observers.started(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
+        self.observers.observe(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -153,7 +153,7 @@ class TrainingLoop:
         progress.go_on_from(progress.step)
         if window.num_steps > 0:
             done = window.result(self.times, self.history)
-            self.observers.window(done)
+            self.observers.observe(done)
             self.is_amid_skipped = done.is_amid_skipped
             if done.failure is not None:
                 self.saver.finish(tries_again=False)
@@ -195,8 +195,8 @@ class TrainingLoop:
             raise self.data_failure
         step, evaluator = self.progress.step, self.evaluator
         is_completed = step >= self.config.num_steps and step in evaluator.evaluations
-        self.observers.stopped()
-        self.observers.finished(
+        self.observers.observe(Stopped())
+        self.observers.observe(
             Ending(
                 status="completed" if is_completed else "preempted",
                 step=step,
@@ -211,7 +211,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Lets go of threads and files; a save in progress is finished."""
         self.trace.close()
-        self.observers.stopped()
+        self.observers.observe(Stopped())
         self.setup.batches.close()
         self.saver.close()
         self.observers.close()

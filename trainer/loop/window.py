@@ -45,7 +45,7 @@ class RunningWindow:
         return len(self._metrics)
 
     def is_over(self, times: StepTimes, stop: StopRequest) -> bool:
-        """Whether the device has to be waited for now: to log, to evaluate, to save or to stop.
+        """True if the device has to be waited for now: to log, to evaluate, to save or to stop.
 
         Args:
           times: of the attempt's steps. Its first step is a window of its own, so that a first loss shows soon.
@@ -60,7 +60,7 @@ class RunningWindow:
         """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
-          batch: on the host. The FLOPs of all its rows count, not only of those that this process has read.
+          batch: on the host. The FLOPs of the whole batch count, not only of the sequences that this process has read.
           metrics: on the device, which may not have computed them yet.
 
         Returns:

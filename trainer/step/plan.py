@@ -163,8 +163,8 @@ def plan_tensor(config: TrainConfig, mesh: Mesh) -> TensorPlan | None:
 def _refusals(config: TrainConfig, mesh: Mesh) -> dict[str, str | None]:
     """Why the kernels can't serve each matmul, in some layer at least; None: they can, or "xla" is named."""
     sharding = ActivationSharding(mesh, collectives=config.tensor.collectives)
-    rows = config.batch_size // config.gradient_accumulation
-    shape, dtype = (rows, config.sequence_length, config.model.width), jnp.dtype(config.model.compute_dtype)
+    micro_batch_size = config.batch_size // config.gradient_accumulation
+    shape, dtype = (micro_batch_size, config.sequence_length, config.model.width), jnp.dtype(config.model.compute_dtype)
     reasons: dict[str, str | None] = {}
     for matmul, features in _matmuls(config):
         try:

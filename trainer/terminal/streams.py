@@ -222,7 +222,7 @@ def _can_be_flushed(stream: TextIO) -> bool:
 
 
 def _reader_has_left(descriptor: int) -> bool:
-    """Whether a descriptor is the writing end of a pipe that nobody reads any more."""
+    """True if a descriptor is the writing end of a pipe that nobody reads any more."""
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

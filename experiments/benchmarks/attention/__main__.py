@@ -115,7 +115,7 @@ class AttentionArguments:
 
     @property
     def chosen(self) -> Suite:
-        """What to measure."""
+        """The cases and backends to measure."""
         usual = SUITES[self.suite] if self.suite else Suite(("window_1024",), ("blockwise", "xla"), "xla")
         backends = usual.backends if self.backends is None else self.backends
         usual_baseline = usual.baseline if usual.baseline in backends else backends[-1]

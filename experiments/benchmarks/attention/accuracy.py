@@ -57,7 +57,7 @@ def measure_errors(
 
 
 def quantities(case: Case) -> tuple[str, ...]:
-    """What is compared: the output and the gradients."""
+    """Names of the compared arrays: the output and the gradients."""
     return ("output", *(f"d_{name}" for name in case.inputs))
 
 

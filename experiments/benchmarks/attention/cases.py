@@ -60,7 +60,7 @@ class Case:
         return ("query", "key", "value", *(["sinks"] if self.has_sinks else []))
 
     def num_keys(self, num_queries: int) -> int:
-        """The number of keys beside so many queries: the case's own, in proportion."""
+        """The number of keys for a number of queries, in the case's own proportion."""
         return num_queries if self.kv_length is None else self.kv_length * num_queries // self.length
 
 
@@ -117,7 +117,7 @@ WINDOWS = {
     "1x12x32768x64_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
     "1x64/8x16384x64_window_128_sinks": FA3["1x64/8x16384x64_window_128_sinks"],
 }
-"""Narrow windows, whose rows are bound by memory as much as by the tensor cores."""
+"""Narrow windows: bound by memory as much as by the tensor cores."""
 
 TRITON = {
     **{f"1x2x32768x{dim}": Case(1, 32_768, 2, 2, dim, CAUSAL) for dim in (32, 64, 128)},

@@ -1,4 +1,4 @@
-"""What is measured of one case: times or compile seconds, as rows of JSON."""
+"""Measurements of one case: times or compile seconds, as rows of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiments.benchmarks.attention.timing import AttentionContender, how_many
 from trainer.compile.stages import compile_lowering
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
-# More than these don't tell more, and take memory and time to compile.
+# More rounds don't change the figures, and take memory and time to compile.
 _MOST_CALLS = 16
 
 
@@ -94,7 +94,7 @@ def measure_speed(
 
 
 def _seconds(case: Case, served: dict[Direction, AttentionContender], measured: str) -> list[float]:
-    """A backend's times in each round, brought to the case's length."""
+    """A backend's times in each round, scaled to the case's length."""
     compiled: Direction = "forward" if measured == "forward" else "forward_backward"
     scale = (case.length / served[compiled].length) ** 2
     if measured != "backward":

@@ -25,7 +25,7 @@ class AttentionContender:
       length: of the problem that is timed; shorter than the case's where the dense backend doesn't fit.
       temporary_bytes: what the program needs besides its arguments and results; None where that isn't known.
       clock: seconds since some moment.
-      num_runs: runs in a row that make one sample.
+      num_runs: consecutive runs that make one sample.
       calls_per_program: calls of attention that make one run.
       seconds: of one call, one per round.
     """

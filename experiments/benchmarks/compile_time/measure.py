@@ -3,9 +3,9 @@
     python -m experiments.benchmarks.compile_time.measure '{"subject": "attention", "source": "ours", …}'
 
 prints the measurement as its last line. A process of its own, so that memory is the case's alone, and so that no case
-finds another's work in a cache. What every first use in a process costs (imports, Pallas, JAX's library functions) is
-no case's: the same function is first traced at a small length. A trace that is short is repeated; each one is of a new
-function, with the caches of masks and plans emptied, so that all that depends on the mask is done anew.
+finds another's work in a cache. The cost of the first use in a process (imports, Pallas, JAX's library functions)
+doesn't count: the same function is first traced at a small length. A trace that is short is repeated; each one is of a
+new function, with the caches of masks and plans emptied, so that all that depends on the mask is done anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LONGEST_COUNTED = 16_384
 
 @dataclass(frozen=True)
 class CompileCase:
-    """What is compiled."""
+    """A program to compile."""
 
     subject: Subject
     source: Source
@@ -59,7 +59,7 @@ class CompileCase:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What it cost."""
+    """The cost of compiling a case."""
 
     trace_s: float
     lower_s: float
@@ -72,7 +72,7 @@ class Measurement:
     trace_peak_bytes: int
     """Most memory that was resident during the first trace, JAX and libtpu themselves included."""
     trace_rise_bytes: int
-    """What of it came with tracing, after the warm-up."""
+    """The part of it that tracing added, after the warm-up."""
     peak_bytes: int
     """Most that was resident from then on to the end of compiling."""
     visited_tiles: dict[str, int] | None
@@ -177,7 +177,7 @@ def _attention(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple
 
 
 def _train_step(case: CompileCase, devices: list[jax.Device]) -> tuple[Any, tuple[Any, ...]]:
-    """The training step of a config, all of whose layers have the mask."""
+    """The training step of a config, with the mask in all layers."""
     from trainer.config.file import load_config
     from trainer.hardware import compiling_for
     from trainer.step.functions import make_step_functions

@@ -48,7 +48,7 @@ def describe_status(row: Row) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
-    """What the sweep comes to, one line each: baselines ÷ ours at equal length, and ours at the ends of its range.
+    """Summarises the sweep, one line each: baselines ÷ ours at equal length, and ours at the ends of its range.
 
     A baseline whose trace is long was traced once, so it is compared with the first of ours, too.
     """
@@ -78,7 +78,7 @@ def ratios(rows: Sequence[Row]) -> list[str]:
 
 
 def compare_tiles(rows: Sequence[Row]) -> list[str]:
-    """True if the programs do the same work, one line for each baseline: tiles visited by each pass, against ours."""
+    """Compares the programs' work, one line for each baseline: tiles visited by each pass, against ours."""
     counted = [row for row in rows if row.get("visited_tiles")]
     ours = {(_series_key(row), row["length"]): row["visited_tiles"] for row in counted if row["source"] == "ours"}
     lines = []
@@ -134,8 +134,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.grid(alpha=0.3)
             # At least a decade, so that noise doesn't look like growth.
             low, high = axes.get_ylim()
-            middle, half = math.sqrt(low * high), max(math.sqrt(high / low), math.sqrt(10))
-            axes.set_ylim(middle / half, middle * half)
+            middle, factor = math.sqrt(low * high), max(math.sqrt(high / low), math.sqrt(10))
+            axes.set_ylim(middle / factor, middle * factor)
         axes_row[0].legend(fontsize=8)
     about = next(iter(rows))
     figure.suptitle(

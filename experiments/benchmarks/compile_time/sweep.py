@@ -1,4 +1,4 @@
-"""The sweep: case after case, each within its time limit, and what is told of those that aren't."""
+"""The sweep: case after case, each within its limits, and a row with the reason for those that exceed them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a case may take."""
+    """Limits of one case."""
 
     seconds: float
     resident_bytes: int
-    """In its process, where the system tells (Linux): dense masks of long sequences are larger than most machines."""
+    """Of its process, where the system reports it (Linux): dense masks of long sequences don't fit into memory."""
 
 
 def run_case(case: CompileCase, limits: Limits) -> Row:
@@ -99,8 +99,8 @@ def describe_failure(status: int, errors: str) -> str:
     if status < 0:
         return f"crashed with {signal.Signals(-status).name}"
     said = [line for line in errors.splitlines() if line.strip()]
-    told = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (told or said or [f"exit status {status}"])[-1]
+    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (raised or said or [f"exit status {status}"])[-1]
 
 
 def sweep(
@@ -111,7 +111,7 @@ def sweep(
     Args:
       series: cases that differ in length only, the shortest first.
       limits: of each case.
-      on_start: told of each case before it runs.
+      on_start: called with each case before it runs.
     """
     about = machine()
     for cases in series:

@@ -23,7 +23,7 @@ _PASSES = ("forward", "d_key_value", "d_query")
 def count_visited_tiles(
     source: Source, mask: Mask, shapes: tuple[jax.ShapeDtypeStruct, ...], device: Any
 ) -> dict[str, int]:
-    """Tiles that each pass of TPU splash attention visits, over all heads, as told by the `MaskInfo` that it is given.
+    """Tiles that each pass of TPU splash attention visits, over all heads, according to its `MaskInfo`.
 
     Args:
       source: where the kernel has its mask from.

@@ -2,5 +2,5 @@
 
 __main__.py   the command: case after case, the table, JSON lines
 measure.py    compiles one call's forward and backward for a topology, in a process of its own, and counts
-least.py      the least, in closed form, from the rows' intervals and the sharding
+least.py      the least, in closed form, from the mask's intervals and the sharding
 """

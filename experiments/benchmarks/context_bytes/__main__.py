@@ -29,8 +29,7 @@ from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.sweep import describe_failure
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
 from experiments.benchmarks.context_bytes.measure import BytesCase, topology_of
-from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, random_row
-from experiments.benchmarks.sequence_sharding import Row as PackedRow
+from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, PackedSequence, random_sequence
 from kernels import parse_mask
 from kernels.context import SequenceSharding, shard_sequence
 from kernels.context.exchange import EXCHANGES
@@ -47,7 +46,7 @@ WORKLOADS = {
     "window": ("LocalMask(4095, 0)", False),
     "packed": ("CausalMask()", True),
 }
-"""Masks, and whether rows are packed: with documents of log-normal length, median 4,000."""
+"""Masks, and whether sequences are packed: with documents of log-normal length, median 4,000."""
 
 _CHOSEN = "chosen"
 _HEADS, _HEAD_DIM, _ITEMSIZE = 16, 128, 2
@@ -57,7 +56,7 @@ _NUM_DRAWN_BATCHES = 16
 
 @dataclass(frozen=True)
 class ContextMesh:
-    """A topology, and how many of its devices share a row of how many tokens."""
+    """A topology, the number of its devices that share a sequence, and the sequence's tokens."""
 
     topology: str
     num_ranks: int
@@ -89,13 +88,13 @@ class BytesArguments:
         "v5p:4x4x4/64/1048576",
         "v6e:16x16/256/1048576",
     )
-    """TOPOLOGY/RANKS/TOKENS: the ranks share a row of so many tokens, the topology's other devices hold further rows.
+    """TOPOLOGY/RANKS/TOKENS: the ranks share a sequence of TOKENS tokens, other devices hold further sequences.
     local: this machine's devices, as a topology."""
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "all_gather")
-    """gather, peer and a halo that GPUs read (which count as if all of their rows came from other devices), halo, ring,
-    heads; chosen: by the cost model."""
+    """all_gather, peer and a halo that GPUs read (which count as if all of their keys came from other devices), halo,
+    ring, all_to_all; chosen: by the cost model."""
     sequence_sharding: SequenceSharding | None = None
     """contiguous, zigzag or balanced; None: by the cost model."""
     limit_s: float = 1800.0
@@ -180,10 +179,10 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
     if done.returncode:
         return row | {"message": describe_failure(done.returncode, done.stderr).removeprefix("error: ")}
     row |= json.loads(done.stdout.splitlines()[-1])
-    num_drawn = _NUM_DRAWN_BATCHES * row["num_rows"] if case.packed else 0
-    drawn = [random_row(case.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
+    num_drawn = _NUM_DRAWN_BATCHES * row["num_sequences"] if case.packed else 0
+    drawn = [random_sequence(case.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
     if any(row["trip_bytes"]):
-        row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_rows"])
+        row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_sequences"])
         # Of hops, which are one fewer, a ring makes one outside of its loops.
         trip_bytes = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
         row |= {
@@ -193,14 +192,14 @@ def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Gene
     return row | least_of(case, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
 
 
-def mean_hops(case: BytesCase, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
-    """Ranks whose keys a ring brings, the mean over batches of `num_rows`. It goes on as far as any row needs."""
-    hops = np.array([count_hops(ids, case.num_ranks) for ids in rows_ids]).reshape(-1, num_rows)
+def mean_hops(case: BytesCase, segment_ids: Sequence[Int[np.ndarray, " T"]], num_sequences: int) -> float:
+    """Number of hops of a ring, the mean over batches of `num_sequences` sequences: as many as any sequence needs."""
+    hops = np.array([count_hops(ids, case.num_ranks) for ids in segment_ids]).reshape(-1, num_sequences)
     return float(np.maximum(hops.max(1), 2).mean())
 
 
-def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequence[PackedRow]) -> Row:
-    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over those drawn."""
+def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequence[PackedSequence]) -> Row:
+    """The fewest bytes that ranks need, mean and greatest over the ranks; the mean over packed sequences, if drawn."""
     mask = parse_mask(case.mask)
     counts = []
     for ids, positions in drawn if case.packed else [(None, None)]:

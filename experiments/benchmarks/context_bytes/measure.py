@@ -30,10 +30,10 @@ LOCAL = "local"
 
 @dataclass(frozen=True)
 class BytesCase:
-    """What is compiled: the attention of one layer of the 1.3B model, a row of tokens to each group of ranks."""
+    """The call to compile: attention of one layer of the 1.3B model, one sequence for each group of ranks."""
 
     topology: str
-    """`local`: this machine's devices. Those that a row doesn't need hold further rows."""
+    """`local`: this machine's devices. Devices that one sequence doesn't need hold further sequences."""
     num_ranks: int
     """Devices to a row."""
     length: int
@@ -41,7 +41,7 @@ class BytesCase:
     mask: str
     """As `kernels.parse_mask` reads it."""
     packed: bool
-    """True if rows are of several documents, kept apart."""
+    """True if a sequence has several documents, kept apart."""
     exchange: str | None
     """None: by the cost model."""
     sequence_sharding: str | None = None
@@ -50,11 +50,11 @@ class BytesCase:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a device receives in one call, as its compiled program says."""
+    """Bytes that a device receives in one call, according to its compiled program."""
 
     exchange: str
     sequence_sharding: str
-    num_rows: int
+    num_sequences: int
     """Of the batch of all devices."""
     forward_bytes: float
     backward_bytes: float
@@ -138,17 +138,17 @@ def config_of(case: BytesCase, num_devices: int) -> TrainConfig:
 
     if num_devices % case.num_ranks:
         raise UserMistake(
-            f"{case.num_ranks} ranks to a row don't divide the {num_devices} devices of {case.topology}; "
+            f"{case.num_ranks} ranks to a sequence don't divide the {num_devices} devices of {case.topology}; "
             f"use {math.gcd(case.num_ranks, num_devices)}"
         )
     base = gpt_1b_32k.gpt_1b()
-    num_rows = num_devices // case.num_ranks
+    num_sequences = num_devices // case.num_ranks
     return dataclasses.replace(
         base,
         sequence_length=case.length,
-        batch_size=num_rows,
+        batch_size=num_sequences,
         gradient_accumulation=1,
-        mesh=MeshConfig(fsdp=num_rows, context=case.num_ranks),
+        mesh=MeshConfig(fsdp=num_sequences, context=case.num_ranks),
         context=ContextConfig(case.exchange, case.sequence_sharding),  # type: ignore[arg-type]  # the config refuses others
         model=dataclasses.replace(base.model, masks=(parse_mask(case.mask),)),
         data=dataclasses.replace(base.data, keep_documents_apart=case.packed),

@@ -68,9 +68,9 @@ def compile_form(name: str, work: DecodeWorkload, implementation: str | None) ->
 
 def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.Array]):
     def step(carry, new):
-        layers, whose, output = carry
-        layers, whose, output = one_step(layers, whose, {**new, "query": new["query"] + output})
-        return (layers, whose, output), None
+        layers, start, output = carry
+        layers, start, output = one_step(layers, start, {**new, "query": new["query"] + output})
+        return (layers, start, output), None
 
     nothing = jnp.zeros_like(tokens["query"][0])
     (layers, _, output), _ = jax.lax.scan(step, (layers, start, nothing), tokens)

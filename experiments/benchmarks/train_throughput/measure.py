@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,7 @@ def measure(
     breakdown = None
     if trace and workload.num_traced_steps:
         lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-        traced_step = lowering.lowered.compile(WITHOUT_CUDA_GRAPHS)
-        state, _, _ = run(traced_step, state, 1)
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                state, _, traced_s = run(traced_step, state, workload.num_traced_steps)
-            kernels = read_kernels(Path(folder))
-        if kernels:
-            breakdown = break_down(kernels, parse_module(traced_step.as_text() or ""), workload.num_traced_steps)
+        breakdown = _traced_breakdown(lowering.lowered.compile(WITHOUT_CUDA_GRAPHS), state, run, workload)
 
     step_s = statistics.median(windows)
     counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
@@ -136,11 +130,26 @@ def measure(
             "loss_chunk_size": config.loss.chunk_size,
         },
         "compile": report.to_json(),
-        "breakdown": None if breakdown is None else breakdown.to_json() | {"traced_step_s": traced_s},
+        "breakdown": breakdown,
         "device": device.device_kind,
         "versions": installed_versions(("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _traced_breakdown(
+    step: jax.stages.Compiled, state: TrainState, run: Callable[..., Any], workload: Workload
+) -> dict[str, Any] | None:
+    """The breakdown of a step's time from a profiler trace; None where the trace has no kernels."""
+    state, _, _ = run(step, state, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            _, _, traced_s = run(step, state, workload.num_traced_steps)
+        kernels = read_kernels(Path(folder))
+    if not kernels:
+        return None
+    breakdown = break_down(kernels, parse_module(step.as_text() or ""), workload.num_traced_steps)
+    return breakdown.to_json() | {"traced_step_s": traced_s}
 
 
 def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:

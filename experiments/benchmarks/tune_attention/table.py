@@ -81,7 +81,7 @@ _Key = tuple[int, Literal["full", "causal", "window", "narrow_window", "packed",
 
 
 def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[str, Any]]) -> str:
-    """One dict, a row a line: a tuning is the values of its fields, whose names stand above."""
+    """One dict, a row a line: a tuning is the values of its fields; their names stand above."""
     if tuning_class is None:
         value_type, names = 'Literal["fused", "split"]', []
     else:

@@ -160,6 +160,45 @@ class _Grid:
         return self.query_blocks(width)
 
 
+def _call_kernel(
+    kernel: Callable, grid: _Grid, mask: PassMask, refs: dict[str, Any], tables: list[str], static: dict[str, Any]
+) -> None:
+    """Calls upstream's kernel on the references of one step, by the kernel's names for them.
+
+    Args:
+      kernel, grid, mask, static: those of the launch.
+      refs: tables, operands, outputs and scratch.
+      tables: names of the tables in scalar memory among them.
+    """
+    walk, number = grid.walk, 0
+    if grid.num_masks > 1:
+        number = refs.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
+        refs |= {name: _TableOfMask(refs[name], number) for name in tables if name in refs}
+    kv_positions = refs.pop("kv_positions", None)
+    if "logsumexp" in refs:
+        refs["logsumexp"] = _WithoutInfinities(refs["logsumexp"])
+
+    def allowed(q_pos, kv_index):
+        kv_pos = kv_index
+        if kv_positions is not None:
+            one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
+            kv_pos = jnp.broadcast_to(one, kv_index.shape)
+        assert mask.function is not None
+        return mask.function(number, q_pos, kv_pos, kv_index)
+
+    parameters = inspect.signature(kernel).parameters
+    absent = {name: None for name in parameters if name.endswith("_ref")}
+    kernel(
+        **absent | {f"{name}_ref": ref for name, ref in refs.items()},
+        mask_value=MASKED,
+        bq=walk.block_q,
+        bkv=walk.block_kv,
+        mask_function=None if mask.function is None else allowed,
+        **static,
+        **_HEAD_DIM_LAST,
+    )
+
+
 @types_of_32_bits()
 def launch(
     kernel: Callable,
@@ -208,38 +247,11 @@ def launch(
     if num_masks > 1:
         tables["mask_of_head"] = jnp.asarray(mask.mask_of_head, jnp.int32)
 
+    static |= {"grid_width": steps[0 if walk.transposed else 1], "attn_logits_soft_cap": call.logits_soft_cap}
+    names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
+
     def body(*refs):
-        names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
-        named = dict(zip(names, refs, strict=True))
-        number = 0
-        if num_masks > 1:
-            number = named.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
-            named |= {name: _TableOfMask(named[name], number) for name in tables if name in named}
-        kv_positions = named.pop("kv_positions", None)
-        if "logsumexp" in operands:
-            named["logsumexp"] = _WithoutInfinities(named["logsumexp"])
-
-        def allowed(q_pos, kv_index):
-            kv_pos = kv_index
-            if kv_positions is not None:
-                one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
-                kv_pos = jnp.broadcast_to(one, kv_index.shape)
-            assert mask.function is not None
-            return mask.function(number, q_pos, kv_pos, kv_index)
-
-        parameters = inspect.signature(kernel).parameters
-        absent = {name: None for name in parameters if name.endswith("_ref")}
-        kernel(
-            **absent | {f"{name}_ref": ref for name, ref in named.items()},
-            mask_value=MASKED,
-            grid_width=steps[0 if walk.transposed else 1],
-            bq=walk.block_q,
-            bkv=walk.block_kv,
-            attn_logits_soft_cap=call.logits_soft_cap,
-            mask_function=None if mask.function is None else allowed,
-            **static,
-            **_HEAD_DIM_LAST,
-        )
+        _call_kernel(kernel, grid, mask, dict(zip(names, refs, strict=True)), list(tables), static)
 
     num_q, num_kv = operands["q"].shape[1] // walk.block_q, operands["k"].shape[1] // walk.block_kv
     # Two cores of a chip may share the forward's heads, as upstream has it.

@@ -260,3 +260,13 @@ def capped(dots, to_cap: tl.constexpr):
         return 1 - 2 / (1 + tl.exp2(dots * (2 * 1.4426950408889634 * to_cap)))
     else:
         return dots
+
+
+@triton.jit
+def add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
+    """One step of the online softmax, kept in units of log₂."""
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
+    p = tl.exp2(logits * to_log2 - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new_max, row_sum * alpha + tl.sum(p, 1)

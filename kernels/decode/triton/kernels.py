@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.backends.triton.tiles import capped
+from kernels.backends.triton.tiles import add_tile, capped
 
 
 @triton.jit
@@ -92,35 +92,27 @@ def attend_part_kernel(
         k = _load(key + slot * (num_kv_heads * head_dim) + key_offset, h < head_dim, block_h == head_dim)
         v = _load(value + slot * (num_kv_heads * value_dim) + value_offset, v_col < value_dim, block_v == value_dim)
         logits = capped(tl.dot(q, tl.trans(k)), to_cap)
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
     interval = (batch * num_new + token) * interval_heads + (head if interval_heads > 1 else 0)
     row_first = tl.load(first + interval, mask=is_row, other=2147483647)
     row_last = tl.load(last + interval, mask=is_row, other=-2147483648)
     lowest, highest = tl.min(row_first, 0), tl.max(row_last, 0)
     for step in range(tl.maximum(begin, num_full) * tiles_per_block, end * tiles_per_block):
-        first_of_tile = next_block * block_size + step % tiles_per_block * tile_slots
+        tile_start = next_block * block_size + step % tiles_per_block * tile_slots
         next_block = tl.load(blocks + tl.minimum((step + 1) // tiles_per_block, end - 1))
-        slot = first_of_tile + slot_in_tile
-        if slab_capacity is None:
-            position = tl.load(positions + slot)
-            word = tl.load(owners + slot * num_words + sequence // 32)
-            seen = ((word >> (sequence % 32)) & 1) != 0
-        else:
-            newest = tl.load(lengths + sequence) - 1
-            # Triton's remainder takes the dividend's sign.
-            back = (newest - slot) % slab_capacity
-            position = newest - tl.where(back < 0, back + slab_capacity, back)
-            seen = (slot < slab_capacity) & (position >= 0)
+        position, seen = _position_and_seen(
+            tile_start + slot_in_tile, sequence, lengths, positions, owners, slab_capacity, num_words
+        )
         # A slot that no row may see isn't even read: a probability of 0 doesn't stop a NaN.
         seen = (seen & (lowest <= position) & (position <= highest))[:, None]
-        at = tl.cast(first_of_tile, tl.int64)
+        at = tl.cast(tile_start, tl.int64)
         k = tl.load(key + at * (num_kv_heads * head_dim) + key_offset, mask=seen & (h < head_dim), other=0.0)
         v = tl.load(value + at * (num_kv_heads * value_dim) + value_offset, mask=seen & (v_col < value_dim), other=0.0)
         seen_by_row = (row_first[:, None] <= position[None, :]) & (position[None, :] <= row_last[:, None])
         seen_by_row &= tl.trans(seen)
         logits = tl.where(seen_by_row, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
 
     attends = row_sum != 0  # True for NaN: it must come out.
     row_sum = tl.where(attends, row_sum, 1.0)
@@ -171,16 +163,24 @@ def merge_parts_kernel(
 
 
 @triton.jit
-def _load(pointers, inside, whole: tl.constexpr):
-    """Rows of keys or values; columns past the head dim are 0."""
-    return tl.load(pointers) if whole else tl.load(pointers, mask=inside, other=0.0)
+def _position_and_seen(
+    slot, sequence, lengths, positions, owners, slab_capacity: tl.constexpr, num_words: tl.constexpr
+):
+    """The position of each slot, and whether the sequence has a token there."""
+    if slab_capacity is None:
+        position = tl.load(positions + slot)
+        word = tl.load(owners + slot * num_words + sequence // 32)
+        seen = ((word >> (sequence % 32)) & 1) != 0
+    else:
+        newest = tl.load(lengths + sequence) - 1
+        # Triton's remainder takes the dividend's sign.
+        back = (newest - slot) % slab_capacity
+        position = newest - tl.where(back < 0, back + slab_capacity, back)
+        seen = (slot < slab_capacity) & (position >= 0)
+    return position, seen
 
 
 @triton.jit
-def _add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
-    """One step of the online softmax, kept in units of log₂."""
-    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
-    p = tl.exp2(logits * to_log2 - new_max[:, None])
-    alpha = tl.exp2(row_max - new_max)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, new_max, row_sum * alpha + tl.sum(p, 1)
+def _load(pointers, inside, whole: tl.constexpr):
+    """Rows of keys or values; columns past the head dim are 0."""
+    return tl.load(pointers) if whole else tl.load(pointers, mask=inside, other=0.0)

@@ -81,7 +81,7 @@ def test_a_page_is_called_with_the_arguments_behind_its_name(page):
         ("limit=x", "config page.py: limit: expected INT or None, got 'x'"),
         ("untyped=3", "config page.py: get_config() doesn't say of what type untyped is; annotate it in the page, as"),
         ("several=3", "config page.py: several: --config can't tell several values"),
-        ("table=3", "config page.py: table: a value of type <class 'dict'> can't be told on the command line"),
+        ("table=3", "config page.py: table: a value of type <class 'dict'> can't be given on the command line"),
         ("left=3,left=4", "--config page.py:left=3,left=4: left is given twice"),
         ("left", "--config page.py:left: expected arguments as NAME=VALUE,NAME=VALUE, got 'left'"),
         ("", "--config page.py:: expected arguments as NAME=VALUE,NAME=VALUE, got ''"),

@@ -50,7 +50,7 @@ def make_loop(config, tmp_path, watched_console):
             train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False
         )
         loop.state = {"w": jnp.zeros(3)}
-        loop.observers.started(Start(0, config.num_steps, [], []))
+        loop.observers.observe(Start(0, config.num_steps, [], []))
         return loop
 
     return make

@@ -451,7 +451,7 @@ def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch)
         assert devices == ["a device"]
         raise TrainingFailed("no checkpoint can be saved")
 
-    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history)
+    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history, origin=None)
     monkeypatch.setattr("trainer.loop.training_loop.restore", lambda *_: resumed)
     loop.setup.functions = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(["a device"])))
     monkeypatch.setattr(loop.saver, "rehearse", refuse)

@@ -74,7 +74,7 @@ def describe_times(profile: StepProfile) -> str:
 
 
 def describe_verdict(profile: StepProfile) -> str:
-    """Whether it fits, and by how much."""
+    """The verdict: whether the program fits, and by how much."""
     fit = profile.fit
     if fit is None:
         return "unknown: the backend doesn't tell what the program takes"
@@ -145,7 +145,7 @@ def comparison_table(field: str, profiles: Mapping[Variant, StepProfile]) -> lis
     lines = [[field, *_measures(last)]]
     for variant, profile in profiles.items():
         measures = zip(_measures(profile).values(), _measures(last).values(), strict=True)
-        lines.append([variant.name, *(f"{told} {_ratio(value, of_last)}" for (told, value), (_, of_last) in measures)])
+        lines.append([variant.name, *(f"{name} {_ratio(value, of_last)}" for (name, value), (_, of_last) in measures)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 

@@ -1,4 +1,6 @@
-"""Our kernels in the Gemma 2 and Gemma 3 models of Google DeepMind's `gemma` package.
+"""A recipe: our kernels in the Gemma 2 and Gemma 3 models of Google DeepMind's `gemma` package. Copy it.
+
+It overrides private methods of gemma 4.0.1, and of no other version. gemma.md says what is served.
 
 Shapes: B batch, T tokens, D width, N query heads, K key/value heads, H head dim.
 """
@@ -14,6 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import CausalMask, LocalMask, Tuning, dot_product_attention
+
+TRIED_WITH = "4.0.1"
+"""The version of gemma whose private names these are."""
 
 
 def with_kernels(model: Any, *, implementation: str | Tuning | None = None) -> Any:
@@ -38,8 +43,8 @@ def with_kernels(model: Any, *, implementation: str | Tuning | None = None) -> A
 
     if not isinstance(model, _transformer.Transformer):
         raise ValueError(
-            f"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got {type(model).__name__}, whose attention is "
-            "another one"
+            f"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got {type(model).__name__}, which has "
+            "another attention"
         )
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model) if field.init}
     base: Any = type(model)
@@ -91,7 +96,7 @@ def _attend(
     is_token: Bool[Array, "B T"],
     implementation: str | Tuning | None,
 ) -> Float[Array, "B T D"]:
-    """What gemma's `Attention` does to x without a cache, if its mask is the model's own."""
+    """Gemma's `Attention` of x without a cache, under the model's own mask."""
     from gemma.gm.math._positional_embeddings import apply_rope
 
     query: jax.Array

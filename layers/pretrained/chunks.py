@@ -1,4 +1,4 @@
-"""What is read of a folder at a time, to make the shards of a parameter that lie on this process's devices."""
+"""Chunks of a folder's tensors, each read at once for the shards of a parameter on this process's devices."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box that some tensors have in common, of which each of some shards takes its part.
+class TensorChunk:
+    """A box in the dims of some tensors that is read at once; each of some shards takes a part of it.
 
     Args:
       stacked: bounds in the stacked dims, which the shards have in common. A block of them comes from one tensor.
@@ -28,7 +28,7 @@ class Piece:
     shards: tuple[Bounds, ...]
 
     def positions(self) -> Iterator[tuple[int, ...]]:
-        """Where its blocks are in the stacked dims."""
+        """Positions of the chunk's blocks in the stacked dims."""
         for block in range(self.first, self.first + self.num_blocks):
             position: list[int] = []
             for start, stop in reversed(self.stacked):
@@ -37,7 +37,7 @@ class Piece:
             yield tuple(reversed(position))
 
     def part_of(self, shard: Bounds) -> Bounds:
-        """What a shard takes of each block, counted from the start of the box."""
+        """A shard's part of each block, counted from the start of the box."""
         rest = shard[len(self.stacked) :]
         return tuple(
             (max(start, low) - low, min(stop, high) - low)
@@ -45,48 +45,46 @@ class Piece:
         )
 
     def starts_in(self, shard: Bounds) -> tuple[int, ...]:
-        """Where that part lies in a shard whose stacked dims are one: the first block, and the first entry of each
-        dim.
-        """
+        """Start of `part_of(shard)` in the shard with merged stacked dims: first block, first entry of each dim."""
         rest = shard[len(self.stacked) :]
         return (self.first, *(max(0, low - start) for (start, _), (low, _) in zip(rest, self.box, strict=True)))
 
 
-def find_pieces(
-    shards: Iterable[Bounds], num_stacked: int, outer: int | None, itemsize: int, piece_bytes: int
-) -> Iterator[Piece]:
-    """Cuts shards up so that no byte is read twice, as far as boxes allow that.
+def find_chunks(
+    shards: Iterable[Bounds], num_stacked: int, outer: int | None, itemsize: int, chunk_bytes: int
+) -> Iterator[TensorChunk]:
+    """Cuts shards into chunks so that no byte is read twice, where boxes allow that.
 
     Args:
       shards: bounds of the distinct shards of one parameter.
       num_stacked: leading dims that are spread over tensors.
-      outer: the dim, counted without those, that is outermost in the tensors: they are cut along it where a block has
-        more bytes than a piece. None: there is none.
+      outer: the dim, counted without the stacked ones, that is outermost in the tensors. A block of more bytes than a
+        chunk is cut along it. None: there is no such dim.
       itemsize: bytes of an entry.
-      piece_bytes: of a piece at most, if one entry of `outer` isn't larger.
+      chunk_bytes: upper bound on a chunk's bytes, unless one entry of `outer` has more.
 
-    >>> halves = [((0, 3), (0, 8), (0, 2)), ((0, 3), (0, 8), (2, 4))]
-    >>> for piece in find_pieces(halves, 1, 0, 1, 64):
-    ...     print(piece.first, piece.num_blocks, piece.box, len(piece.shards))
+    >>> column_shards = [((0, 3), (0, 8), (0, 2)), ((0, 3), (0, 8), (2, 4))]
+    >>> for chunk in find_chunks(column_shards, 1, 0, 1, 64):
+    ...     print(chunk.first, chunk.num_blocks, chunk.box, len(chunk.shards))
     0 2 ((0, 8), (0, 4)) 2
     2 1 ((0, 8), (0, 4)) 2
-    >>> [piece.box for piece in find_pieces([((0, 1), (0, 8), (0, 2))], 1, 0, 1, 12)]
+    >>> [chunk.box for chunk in find_chunks([((0, 1), (0, 8), (0, 2))], 1, 0, 1, 12)]
     [((0, 6), (0, 2)), ((6, 8), (0, 2))]
     """
     for together in _read_together(shards, num_stacked, outer):
         stacked, box = together[0][:num_stacked], _hull([shard[num_stacked:] for shard in together])
         num_blocks, block_bytes = _volume(stacked), itemsize * _volume(box)
-        if block_bytes <= piece_bytes or outer is None:
-            at_once = max(1, piece_bytes // block_bytes)
+        if block_bytes <= chunk_bytes or outer is None:
+            at_once = max(1, chunk_bytes // block_bytes)
             for first in range(0, num_blocks, at_once):
-                yield Piece(stacked, first, min(at_once, num_blocks - first), box, together)
+                yield TensorChunk(stacked, first, min(at_once, num_blocks - first), box, together)
             continue
         start, stop = box[outer]
-        at_once = max(1, piece_bytes * (stop - start) // block_bytes)
+        at_once = max(1, chunk_bytes * (stop - start) // block_bytes)
         for block in range(num_blocks):
             for low in range(start, stop, at_once):
                 part = (*box[:outer], (low, min(low + at_once, stop)), *box[outer + 1 :])
-                yield Piece(stacked, block, 1, part, together)
+                yield TensorChunk(stacked, block, 1, part, together)
 
 
 def _read_together(shards: Iterable[Bounds], num_stacked: int, outer: int | None) -> list[tuple[Bounds, ...]]:

@@ -1,4 +1,6 @@
-"""Our kernels in bonsai's Qwen 3 (`bonsai.models.qwen3`), whose parameters and caches stay where they are.
+"""A recipe: our kernels in bonsai's Qwen 3 (`bonsai.models.qwen3`). Copy it.
+
+It replaces the attention layer and calls a private function of bonsai's commit 3628425. bonsai.md says what is served.
 
 Bonsai's models that hold a `flax.nnx.MultiHeadAttention` need no adapter: `layers.attention_fn` serves them.
 
@@ -18,6 +20,8 @@ from jaxtyping import Array, Float, Int
 from kernels import CausalMask, Tuning
 from layers.adapters.shards import attend_in_shards
 
+TRIED_WITH = "3628425"
+"""The commit of jax-ml/bonsai whose private name this is."""
 _ADAPTED = "bonsai.models.qwen3.modeling.Attention"
 
 
@@ -45,7 +49,7 @@ def use_kernels(model: Any, *, implementation: str | Tuning | None = None) -> No
 
 
 class Qwen3Attention(nnx.Module):
-    """What bonsai's own attention computes, in memory proportional to S.
+    """Bonsai's own attention, computed in memory proportional to S.
 
     A token with nothing to attend to, such as padding on the right, attends to nothing: bonsai's attends to every
     slot of the cache alike.
