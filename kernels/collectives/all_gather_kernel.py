@@ -41,7 +41,7 @@ from kernels.hopper.registers import WGMMA_ROWS
 
 
 def num_joined(features: Sequence[int]) -> int:
-    """How many matrices, to so many features each, one kernel takes: all, if its tiles are as wide as for the first."""
+    """The number of matrices that one kernel takes: all, if its tiles are as wide as for the first one's features."""
     return len(features) if tile_columns(math.gcd(*features)) == tile_columns(features[0]) else 1
 
 
@@ -80,11 +80,11 @@ def peer_all_gather_matmul(
         next_whole = peers.reference_there(whole, 1)
 
         def flag(tile, hops: int):
-            """Of a tile of tokens that have come so many hops."""
+            """The flag of a tile of tokens that have come `hops` hops."""
             return (hops - 1) * tiles.num_blocks + tiles.block(tile)[0]
 
         def phase_of(hops: int) -> Phase:
-            """The tiles of tokens that have come so many hops: of the GPU so many ranks before."""
+            """The tiles of tokens that have come `hops` hops: of the GPU that is `hops` ranks before."""
             first = (peers.rank_after(num_ranks - hops) if hops else peers.rank) * length
             source, source_first = (whole, first) if hops else (part, 0)
             places = [next_whole] if hops < num_ranks - 1 else []

@@ -68,7 +68,7 @@ def peer_matmul_reduce_scatter(
         peers = GpuPeers.of(axis, len(received) * num_flags, num_ranks)
 
         def flag(tile, warpgroup, distance: int):
-            """Of a tile from the GPU so many ranks after the one whose flag it is."""
+            """The flag of a tile from the GPU that is `distance` ranks after the flag's own."""
             return (distance - 1) * num_flags + tile * NUM_CONSUMERS + warpgroup
 
         def operands_of(rank):

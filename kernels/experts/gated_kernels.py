@@ -48,12 +48,12 @@ class GatedMatrices(NamedTuple):
 
     @property
     def reads_all_rows(self) -> bool:
-        """Whether a gradient sums over all rows, also over those after the last group's, which must then be finite."""
+        """True if a gradient sums over all rows, also over those after the last group's, which must then be finite."""
         return self.up_bias is not None
 
 
 class GatedFeatures(NamedTuple):
-    """What lies between the matrices of the groups' MLPs."""
+    """The features between the matrices of the groups' MLPs."""
 
     features: Float[Array, "R F"]
     gates: Float[Array, "R F"]

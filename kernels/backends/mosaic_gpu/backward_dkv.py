@@ -24,7 +24,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, BackwardArrays, BackwardPass, launch_pass
-from kernels.backends.mosaic_gpu.block_shift import block_shift
 from kernels.backends.mosaic_gpu.dkv_memory import (
     HEAD,
     KINDS,
@@ -44,6 +43,11 @@ from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import zeroed_ref
 from kernels.hopper.registers import WGMMA_ROWS, accumulator, zeros
+
+# In query tiles, the largest first. A shift fits if the tiles that running blocks read and add to fit into half of the
+# L2 cache.
+_SHIFTS = (4, 2, 1)
+_HALF_OF_L2_BYTES = 25_000_000
 
 
 def backward_dkv(
@@ -97,7 +101,7 @@ def _load(context: DkvContext) -> None:
         head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
-        # The consumers read these, and so need no registers for what determines them.
+        # The consumers read these numbers, and so need no registers for them.
         smem.steps[slot, TILE] = number
         smem.steps[slot, HEAD] = head
         for warpgroup, kind in enumerate(kinds):
@@ -220,12 +224,30 @@ def _store_in_persistent_program(context: DkvContext, first, dk, dv) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         context.wait_for_consumers()
         return
-    # The gradients leave through the consumer's part of the memory of dS, a piece at a time.
+    # The gradients leave through the consumer's part of the memory of dS, some columns at a time.
     context.wait_for_consumers()
     num_buffers, num_parts, _, width = smem.ds.shape
     memory = [smem.ds.at[i, j, place] for i in range(num_buffers) for j in range(num_parts)]
-    pieces = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], width)]
-    for i, (gradient, ref, column) in enumerate(pieces):
+    parts = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], width)]
+    for i, (gradient, ref, column) in enumerate(parts):
         if i >= len(memory):
             plgpu.wait_smem_to_gmem(len(memory) - 1, wait_read_only=True)
         context.store_gradient(gradient[:, column : column + width], memory[i % len(memory)], ref, first, column)
+
+
+def block_shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
+    """Query tiles by which the start of a block is behind that of the block before it.
+
+    A fused backward adds to dQ. Blocks that start with the same query tile, and run at the same time, would all add to
+    the same part of dQ at once.
+    """
+    # Queries and d_output have 16 bits, and dQ, which is added to, has 32.
+    bytes_of_tile = tuning.block_q * (6 * call.head_dim + 2 * call.value_dim)
+    num_tiles, num_running = pl.cdiv(call.q_len, tuning.block_q), call.target.num_multiprocessors or 1
+    num_heads = min(tuning.num_l2_heads, call.batch * call.num_kv_heads)
+
+    def fits(shift: int) -> bool:
+        tiles_of_head = min(num_tiles, pl.cdiv(num_running, num_heads) * shift)
+        return num_heads * tiles_of_head * bytes_of_tile <= _HALF_OF_L2_BYTES
+
+    return next((shift for shift in _SHIFTS if fits(shift)), _SHIFTS[-1])

@@ -1,4 +1,4 @@
-"""What the backward passes share: what they read and write, and how their blocks are divided among programs.
+"""The parts that the backward passes share: their arrays, their context, and the division of blocks among programs.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
@@ -32,9 +32,9 @@ LSE, DELTA = 0, 1
 
 
 class BackwardArrays(NamedTuple):
-    """What the passes read and write, padded to whole head dims, and rows of numbers to whole tiles.
+    """The arrays that the passes read and write, padded to whole head dims, and lse and delta to whole tiles.
 
-    Within a kernel, references to it.
+    Within a kernel, references to the arrays.
     """
 
     query: Any
@@ -47,7 +47,7 @@ class BackwardArrays(NamedTuple):
     offsets: Any  # columns that stand for delta, and mostly for lse (`offset_columns`); None where a pass reads both
     rows: BlockRows  # the tiles of each block, and what its warpgroups meet in them
     tokens: TokenArrays
-    num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
+    num_blocks_in_use: Any = None  # the number of blocks of each head that hold keys, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter
     d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
@@ -61,7 +61,7 @@ BarriersT = TypeVar("BarriersT", bound=Any)
 
 
 class _PersistentProgram(NamedTuple):
-    """What the roles of a persistent program share, whichever block it computes."""
+    """The part of the context that is the same for all blocks of a persistent program."""
 
     gmem: BackwardArrays
     smem: Any
@@ -71,7 +71,7 @@ class _PersistentProgram(NamedTuple):
 
 
 class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
-    """What every role of a pass knows: the call and how it runs, a program's memory and barriers, and one block."""
+    """The context of every role of a pass: the call and how it runs, a program's memory and barriers, and one block."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning

@@ -21,8 +21,8 @@ from kernels.hopper.registers import WGMMA_ROWS
 from kernels.hopper.tile_scheduler import BlockClaims
 
 TILE, HEAD, KINDS = range(3)
-"""Indices of what the producer tells the consumers of a step. From the last on: the tile's kind, one for each consumer,
-or one for all."""
+"""Indices of the numbers that the producer writes for the consumers of a step. From the last index on: the tile kind,
+one for each consumer, or one for all."""
 
 DkvSmem = namedtuple("DkvSmem", "k v q do offsets lse_delta steps tokens ds dq_out operand weights")
 
@@ -66,7 +66,7 @@ class ConsumerKeys(NamedTuple):
 
 
 def is_tall(tuning: MosaicBackwardTuning) -> bool:
-    """Whether tiles have more queries than a WGMMA tile has rows.
+    """True if tiles have more queries than a WGMMA tile has rows.
 
     Then dV's product is issued before dP is awaited; and in programs of one block, operands' addresses are kept across
     steps, and dV is written after the last dQ. For other tiles each of these is slower: see docs/hopper_kernels.md.
@@ -75,7 +75,7 @@ def is_tall(tuning: MosaicBackwardTuning) -> bool:
 
 
 def is_wide(call: AttentionCall) -> bool:
-    """Whether dK and dV leave a warpgroup registers for one float32 tile only, not for both S and dP.
+    """True if dK and dV leave a warpgroup registers for one float32 tile only, not for both S and dP.
 
     Then P is rounded to the matmul's dtype before dP is computed, and dQ is computed between two tiles. lse and delta
     are loaded, since the weights of their offsets take registers, too.
@@ -88,7 +88,7 @@ class DqExchange(NamedTuple):
 
     Attributes:
       num_ds_buffers: a step's dS is read in the next step. With three buffers, a consumer that writes a fourth dS knows
-        that the other one has read the first: it has written the third since. With fewer, a barrier tells it.
+        that the other one has read the first: it has written the third since. With fewer, there is a barrier for it.
       num_columns: of the part of a tile's dQ that a consumer computes.
       dq_out: a consumer's memory for dQ on its way to global memory: number of buffers, rows and columns of each.
     """
@@ -140,7 +140,7 @@ def dkv_scratch(
         operand=machine.operand_memory(num_consumers, WGMMA_ROWS, block_q, dtype=call.dtype),
         weights=None if wide else machine.operand_memory(num_consumers, WGMMA_ROWS, NUM_COLUMNS, dtype=call.dtype),
     )
-    # Of queries, of what the producer tells the consumers, and of offsets, lse and delta.
+    # Of queries, of the producer's numbers, and of offsets, lse and delta.
     num_copies = 2 + (not wide) + num_loaded + num_token_arrays(call)
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=num_consumers)
     barriers = DkvBarriers(

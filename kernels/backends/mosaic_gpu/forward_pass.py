@@ -69,7 +69,7 @@ class ForwardBarriers(NamedTuple):
 
 
 class ForwardContext(NamedTuple):
-    """What every role knows: the call and how it runs, and one program's memory and barriers."""
+    """The context of every role: the call and how it runs, and one program's memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicForwardTuning
