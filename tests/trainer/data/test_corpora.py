@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -11,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -184,16 +182,6 @@ def test_a_damaged_cache_entry_is_made_again(tmp_path, rng, random_texts, load, 
         assert load(source, "data", **options).fingerprint == first.fingerprint
         assert re.search(r"entry of the token cache is damaged \(.+\); it is made again", "\n".join(load.said))
         assert path.read_bytes() == whole or name == "entry.json"
-
-
-def test_unigram_entropy_is_that_of_the_targets(rng, make_documents):
-    lists = [rng.integers(0, 7, n) for n in rng.integers(1, 50, 30)]
-    counts = Counter([int(token) for tokens in lists for token in (*tokens, 256)])
-    total = sum(counts.values())
-    expected = -sum(count / total * math.log(count / total) for count in counts.values())
-    estimate = estimate_unigram_entropy(make_documents(lists), vocab_size=300)
-    assert estimate.nats_per_token == pytest.approx(expected)
-    assert estimate.num_tokens == total
 
 
 def test_unigram_entropy_of_much_data_is_sampled_evenly(rng, make_documents):

@@ -27,7 +27,8 @@ def config(trainer_command):
 
 @pytest.fixture
 def make_loop(config, tmp_path, watched_console):
-    """Makes a loop whose steps take no time and no device."""
+    """Makes a loop whose steps take no time and no device. It is closed at the end of a test that didn't do so."""
+    opened: list[TrainingLoop] = []
 
     def make(**changed) -> TrainingLoop:
         setup = SimpleNamespace(
@@ -51,6 +52,11 @@ def make_loop(config, tmp_path, watched_console):
         )
         loop.state = {"w": jnp.zeros(3)}
         loop.observers.started(Start(0, config.num_steps, [], []))
+        opened.append(loop)
+        close = loop.close
+        loop.close = lambda: (opened.remove(loop), close())
         return loop
 
-    return make
+    yield make
+    for loop in [*opened]:
+        loop.close()

@@ -23,7 +23,7 @@ import pytest
 
 import trainer.train
 from kernels import SplashTuning
-from tests.trainer.loop.steps import end_well, skip_updates
+from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates, warnings_of
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
@@ -68,22 +68,19 @@ def test_a_bug_is_not_taken_for_a_mistake_of_the_user(config, monkeypatch):
     assert type(caught.value) is ValueError
 
 
-def test_a_backend_that_cannot_serve_is_the_users_mistake(config):
+def test_a_backend_that_cannot_serve_is_the_users_mistake_before_the_first_step(config):
+    def run_on(**model):
+        return dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
+
     for implementation, named in (("cudnn", "'cudnn'"), (SplashTuning.square(128), "SplashTuning")):
-        model = dataclasses.replace(config.model, implementation=implementation)
         with pytest.raises(UserMistake, match=f"implementation={named}.* can't serve this call: runs on"):
-            prepare(dataclasses.replace(config, model=model), lambda _: None)
-
-
-def test_a_decoding_backend_that_cannot_serve_the_samples_is_told_before_the_first_step(config):
-    model = dataclasses.replace(config.model, decode_implementation="triton")
+            prepare(run_on(implementation=implementation), lambda _: None)
+    decoding = run_on(decode_implementation="triton")
+    prepare(decoding, lambda _: None)
     samples = SamplesConfig(prompts=("a",), num_tokens=3)
-    told = (
-        "model.decode_implementation='triton' can't serve this call: runs on gpu, not on cpu; choose another, or None"
-    )
+    told = r"model\.decode_implementation='triton' can't serve .*: runs on gpu, not on cpu; choose another, or None"
     with pytest.raises(UserMistake, match=told):
-        prepare(dataclasses.replace(config, model=model, samples=samples), lambda _: None)
-    prepare(dataclasses.replace(config, model=model), lambda _: None)
+        prepare(dataclasses.replace(decoding, samples=samples), lambda _: None)
 
 
 NO_SPACE = "No space left on device"
@@ -260,7 +257,6 @@ def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
     assert not ended
     loop.close()
     assert sorted(ended) == ["fourth", "second", "third"]
-    loop.close()
 
 
 def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_console):
@@ -274,7 +270,6 @@ def test_the_bar_never_shows_a_step_that_may_not_be_done(make_loop, watched_cons
     assert advances() == [0, 1], "the first step is only dispatched, then waited for"
     loop.run_window()
     assert advances() == [1, 1, 2, 3, 4, 5, 6, 8], "steps 2 to 8: two may be under way until all are waited for"
-    loop.close()
 
 
 def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(make_loop, monkeypatch):
@@ -295,13 +290,12 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
     assert told == [(2, "1 step (about 500.0 ms)"), (3, "2 steps (about 1.0 s)")] + [
         (step, "3 steps (about 1.5 s)") for step in range(4, 9)
     ]
-    loop.close()
 
 
 @pytest.mark.parametrize(
     "place", ["trainer.checkpoints.training_state.write_atomically", "trainer.checkpoints.training_state.digests"]
 )
-def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_console, monkeypatch, place):
+def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
     monkeypatch.setattr("trainer.loop.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
@@ -323,14 +317,14 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, watched_consol
     end_well(loop)
     assert loop.train() == 0
     loop.close()
-    warnings = [line for kind, *lines in watched_console.told if kind == "warning" for line in lines]
+    warnings = warnings_of(loop)
     failed = r"saving checkpoint .*/(\d+) failed: OSError: \[Errno 28\] No space left"
     assert [re.match(failed, line)[1] for line in warnings] == ["20", "40", "60", "60"]
     assert all("the newest good checkpoint is not there yet" in line for line in warnings)
     assert all(line.endswith("can be written to. The next save tries again") for line in warnings)
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["60"]
+    assert saved(loop) == ["60"]
     assert find_damage(loop.workdir.checkpoints / "60") is None
-    assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
+    assert record_of(loop)["status"] == "completed"
 
 
 @pytest.fixture
@@ -363,7 +357,7 @@ def test_a_read_only_workdir_is_the_users_mistake(config, tmp_path, make_read_on
     assert str(refused.value) == told
 
 
-def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make_loop, watched_console, make_read_only):
+def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make_loop, make_read_only):
     loop = make_loop()
     end_well(loop)
     loop.run_window()
@@ -381,7 +375,7 @@ def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make
         ", then run the same command again: saving failed twice in the same way, and all further steps would be lost"
     )
     assert find_damage(newest) is None
-    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    warnings = warnings_of(loop)
     assert sum(line.startswith(f"{loop.workdir.metrics} can't be written: Read-only") for line in warnings) == 1
     assert sum("saving checkpoint" in line for line in warnings) == 2, "20 and 40"
 
@@ -396,18 +390,18 @@ def test_saves_that_fail_in_different_ways_or_with_a_success_between_do_not_end_
             raise OSError(getattr(errno, cause), "it failed")
         return real(*arguments)
 
-    monkeypatch.setattr(loop.checkpoints, "_write", fail)
-    for step in range(1, 6):
+    def save(step):
         loop.progress.step = step
         loop.saver.save(loop.snapshot)
-    loop.progress.step = 6
+
+    monkeypatch.setattr(loop.checkpoints, "_write", fail)
+    for step in range(1, 6):
+        save(step)
     with pytest.raises(TrainingFailed, match="failed twice in the same way"):  # noqa: PT012
-        loop.saver.save(loop.snapshot)
-        loop.progress.step = 7
-        loop.saver.save(loop.snapshot)
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["3"]
+        save(6)
+        save(7)
+    assert saved(loop) == ["3"]
     monkeypatch.undo()
-    loop.close()
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EOPNOTSUPP, "Operation not supported"), ValueError("kvstore: no")])
@@ -422,25 +416,22 @@ def test_where_nothing_can_be_saved_no_step_is_made(make_loop, monkeypatch, erro
         loop.saver.rehearse(jax.devices())
     told = f"no checkpoint can be saved in {loop.workdir.checkpoints}: {type(error).__name__}: {error}; see that "
     assert str(failed.value).startswith(told)
-    assert list(loop.workdir.checkpoints.iterdir()) == [], "nothing is left of it"
-    loop.close()
+    assert saved(loop) == [], "nothing is left of it"
 
 
-def test_a_rehearsal_leaves_nothing_and_a_full_disk_is_only_told(make_loop, watched_console, monkeypatch):
+def test_a_rehearsal_leaves_nothing_and_a_full_disk_is_only_told(make_loop, monkeypatch):
     loop = make_loop()
     loop.saver.rehearse(jax.devices())
-    assert list(loop.workdir.checkpoints.iterdir()) == []
-    assert not any(kind == "warning" for kind, *_ in watched_console.told)
+    assert (saved(loop), warnings_of(loop)) == ([], [])
     monkeypatch.setattr("trainer.checkpoints.training_state._BETWEEN_REMOVALS_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr("trainer.checkpoints.training_state.digests", full)
         loop.saver.rehearse(jax.devices())
-    [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    [warning] = warnings_of(loop)
     assert NO_SPACE in warning
     loop.progress.step = 1
     loop.saver.save_at_last(loop.snapshot)
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
-    loop.close()
+    assert saved(loop) == ["1"]
 
 
 def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch):
@@ -456,10 +447,9 @@ def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch)
     monkeypatch.setattr(loop.saver, "rehearse", refuse)
     with pytest.raises(TrainingFailed, match="no checkpoint can be saved"):
         loop.restore_and_compile()
-    loop.close()
 
 
-def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop, watched_console):
+def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop):
     loop = make_loop()
     end_well(loop)
     loop.run_window()
@@ -467,13 +457,13 @@ def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop, watched_
     shutil.rmtree(loop.workdir.path)
     assert loop.train() == 0
     loop.close()
-    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    warnings = warnings_of(loop)
     assert [line for line in warnings if "removed" in line] == [
         f"workdir {loop.workdir.path} was removed; it is made again, for what follows"
     ]
-    assert sorted(path.name for path in loop.workdir.checkpoints.iterdir()) == ["40", "60"]
+    assert saved(loop) == ["40", "60"]
     assert load_saved_config(loop.workdir.config) == loop.config
-    assert json.loads(loop.workdir.record.read_text())["status"] == "completed"
+    assert record_of(loop)["status"] == "completed"
     assert json.loads(loop.workdir.metrics.read_text().splitlines()[-1])["step"] == 60
     with pytest.raises(UserMistake, match="in use by another run"):
         claim_workdir(loop.workdir.path, loop.config)
@@ -487,11 +477,10 @@ def test_a_workdir_that_another_run_has_taken_meanwhile_is_left_to_it(make_loop)
     with pytest.raises(UserMistake, match="in use by another run"):
         loop.saver.save(loop.snapshot)
     assert list(other.checkpoints.iterdir()) == []
-    loop.close()
 
 
 @pytest.mark.parametrize(("stop_requested", "num_tries"), [(False, 4), (True, 2)])
-def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, monkeypatch, stop_requested, num_tries):
+def test_a_last_save_that_always_fails_ends_the_run(make_loop, monkeypatch, stop_requested, num_tries):
     loop = make_loop()
     monkeypatch.setattr("trainer.loop.saver._SAVE_AGAIN_AFTER_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
@@ -500,13 +489,12 @@ def test_a_last_save_that_always_fails_ends_the_run(make_loop, watched_console, 
     loop.run_window()
     with pytest.raises(TrainingFailed, match=r"checkpoints/1 failed: OSError.*, then run the same command again$"):
         loop.saver.save_at_last(loop.snapshot)
-    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    warnings = warnings_of(loop)
     assert len(warnings) == num_tries - 1
-    assert not list(loop.workdir.checkpoints.iterdir())
-    loop.close()
+    assert not saved(loop)
 
 
-def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, watched_console, monkeypatch):
+def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop, monkeypatch):
     loop = make_loop()
     monkeypatch.setattr("trainer.checkpoints.training_state.digests", full)
     loop.run_window()
@@ -516,21 +504,19 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
         TrainingFailed, match=r"step 11: loss nan, .* not finite, like the 7 updates before, so the run"
     ):
         loop.train()
-    warnings = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    warnings = warnings_of(loop)
     assert ["checkpoints/1 failed: OSError" in line for line in warnings] == [False, True]
     assert warnings[1].endswith("can be written to"), "no save will try again"
-    loop.close()
 
 
-def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, watched_console, monkeypatch):
+def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, monkeypatch):
     loop = make_loop()
     monkeypatch.setattr(loop.checkpoints, "_remove_oldest", full)
     loop.run_window()
     loop.saver.save_at_last(loop.snapshot)
-    assert [path.name for path in loop.workdir.checkpoints.iterdir()] == ["1"]
-    [warning] = [lines[0] for kind, *lines in watched_console.told if kind == "warning"]
+    assert saved(loop) == ["1"]
+    [warning] = warnings_of(loop)
     assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
-    loop.close()
 
 
 def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
