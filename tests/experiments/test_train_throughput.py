@@ -160,14 +160,9 @@ def test_copies_are_told_from_arithmetic():
 
 
 def test_a_trace_is_summed_by_part_and_its_gaps_are_idle(step_module):
-    ops = [
-        instruction
-        for computation in step_module.computations.values()
-        for instruction in computation.instructions.values()
-        if part_of(instruction, step_module) in ("loss", "optimizer")
-    ]
-    loss = next(op for op in ops if "loss" in op.op_name)
-    optimizer = next(op for op in ops if "optimizer" in op.op_name)
+    ops = [op for computation in step_module.computations.values() for op in computation.instructions.values()]
+    parts = {part_of(op, step_module): op for op in ops}
+    loss, optimizer = parts["loss"], parts["optimizer"]
     # Two steps: 1 ms of loss by the instruction's name, 0.5 ms of the optimizer by the kernel's, 0.25 ms overlapping,
     # and a copy after a gap of 2 ms.
     kernels = []

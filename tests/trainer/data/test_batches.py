@@ -29,13 +29,9 @@ def _rows(batches) -> list[bytes]:
 
 def test_batches_have_the_promised_arrays(make_iterator):
     batch = next(make_iterator()).arrays
-    assert {name: (array.shape, array.dtype) for name, array in batch.items()} == {
-        "tokens": ((4, T), np.int32),
-        "targets": ((4, T), np.int32),
-        "target_mask": ((4, T), np.bool_),
-        "segment_ids": ((4, T), np.int32),
-        "positions": ((4, T), np.int32),
-    }
+    names = ("tokens", "targets", "segment_ids", "positions")
+    expected = dict.fromkeys(names, ((4, T), np.int32)) | {"target_mask": ((4, T), np.bool_)}
+    assert {name: (array.shape, array.dtype) for name, array in batch.items()} == expected
 
 
 def test_each_epoch_visits_every_sequence_once_in_an_order_of_its_own(make_iterator, corpus):
@@ -192,9 +188,8 @@ def test_each_process_reads_its_rows_of_the_batch_that_one_process_reads_whole(m
             assert (share.rows, share.batch_size) == (tuple(mine), 6)
             assert _rows([share.arrays]) == [rows[row] for row in mine]
             # All processes know of all documents.
-            for ours, theirs, ids in zip(
-                share.document_lengths, batch.document_lengths, batch.arrays["segment_ids"], strict=True
-            ):
+            lengths = (share.document_lengths, batch.document_lengths, batch.arrays["segment_ids"])
+            for ours, theirs, ids in zip(*lengths, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
                 np.testing.assert_array_equal(ours, np.bincount(ids)[:0:-1])  # ids fall to the padding's 0
     assert all(process.get_state() == whole.get_state() for process in processes)
@@ -244,10 +239,8 @@ def test_one_small_document_fills_batches_over_several_epochs(
     told, num_batches = [], 6
     original = make_iterator(small, batch_size=batch_size, on_progress=told.append)
     [line] = told
-    assert line == (
-        f"training fills {num_sequences} of the {batch_size} sequences of {T} tokens that batch_size asks for: "
-        "they repeat within a batch"
-    )
+    assert line.startswith(f"training fills {num_sequences} of the {batch_size} sequences of {T} tokens")
+    assert line.endswith("they repeat within a batch")
     states, batches = [], []
     for _ in range(num_batches):
         states.append(json.loads(json.dumps(original.get_state())))
@@ -311,10 +304,7 @@ def test_validation_can_use_every_sequence_and_no_more(corpus):
 def test_bytes_of_the_targets_are_counted_whatever_stands_around_documents(rng, make_documents, begin, end, is_known):
     documents = make_documents([rng.integers(0, 256, length) for length in (1, 5, 63, 64, 65, 200)])
     documents = dataclasses.replace(documents, delimiters=Delimiters(begin, end))
-    if is_known:
-        documents.table["num_bytes"] = documents.table["length"]
-    else:
-        documents.table["num_bytes"] = -1
+    documents.table["num_bytes"] = documents.table["length"] if is_known else -1
     validation = ValidationSet(PackedSequences(documents, T), tuple(range(len(PackedSequences(documents, T)))))
     batches = validation.batches(4)
     targets = np.concatenate([batch.arrays["targets"][batch.arrays["target_mask"]] for batch in batches])
