@@ -92,11 +92,8 @@ def test_builders_of_one_key_take_turns(tmp_path):
         time.sleep(0.1)
         return _write("whole")(folder)
 
-    threads = [threading.Thread(target=TokenCache(tmp_path).get_or_build, args=("key", build)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: TokenCache(tmp_path).get_or_build("key", build), range(4)))
     assert log == ["built"]
 
 
@@ -184,10 +181,9 @@ def test_what_a_process_uses_or_builds_is_not_removed(tmp_path):
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
     ) as user:
         assert user.stdout.readline() == b"1000\n"
-        (tmp_path / "building.lock").touch()
-        (tmp_path / "building.partial").mkdir()
-        (tmp_path / "killed.lock").touch()
-        (tmp_path / "killed.partial").mkdir()
+        for name in ("building", "killed"):
+            (tmp_path / f"{name}.lock").touch()
+            (tmp_path / f"{name}.partial").mkdir()
         with (tmp_path / "building.lock").open() as builder:
             fcntl.flock(builder, fcntl.LOCK_EX)
             mine = tiny.get_or_build("mine", _write("x"))

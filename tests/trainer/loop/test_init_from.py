@@ -88,13 +88,9 @@ def test_the_first_loss_is_the_pretrained_models(pretrained, continued, read_run
     told = record["init_from"]
     assert told.pop("seconds") > 0
     assert len(told.pop("config_sha256")) == 64
-    size = (pretrained.folder / "model.safetensors").stat().st_size
-    assert told == {
-        "path": str(pretrained.folder),
-        "family": "llama",
-        "context_length": 128,
-        "files": {"model.safetensors": size},
-    }
+    files = {"model.safetensors": (pretrained.folder / "model.safetensors").stat().st_size}
+    known = {"family": "llama", "context_length": 128}
+    assert told == {"path": str(pretrained.folder), "files": files, **known}
     assert record["data"]["tokenizer"] == str(pretrained.folder / "tokenizer.json")
 
 
@@ -152,13 +148,11 @@ def test_another_runs_layers_get_masks_that_repeat_otherwise(pretrained, tmp_pat
     shapes = parameter_shapes(held.model)
     params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
     checkpoints = Checkpoints(workdir.checkpoints, num_kept=1)
-    checkpoints.save(
-        1, {"params": params}, {"tokenizer": "byte", "delimiters": [256, 256]}, ConfigHistory(held).to_json()
-    )
+    of_data = {"tokenizer": "byte", "delimiters": [256, 256]}
+    checkpoints.save(1, {"params": params}, of_data, ConfigHistory(held).to_json())
     checkpoints.close()
-    config = dataclasses.replace(
-        config, init_from=str(workdir.path), model=dataclasses.replace(model, masks=masks(after))
-    )
+    changed = dataclasses.replace(model, masks=masks(after))
+    config = dataclasses.replace(config, init_from=str(workdir.path), model=changed)
     functions = make_step_functions(config, make_mesh(config.mesh))
     loaded = load_initial_params(config, functions, Console(), Peers()).params
     wanted = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), functions.abstract_state.params)
@@ -221,10 +215,8 @@ def test_two_processes_each_read_what_their_devices_hold(trainer_command, pretra
     arguments = ("--config", pretrained.page, "--init-from", pretrained.folder, "--workdir", tmp_path / "run")
     arguments += ("--batch-size", 4, "--mesh.fsdp", 4)
     port = free_port()
-    pair = [
-        trainer_command.start(*arguments, "--distributed", f"127.0.0.1:{port},2,{index}", **environment_of_cpus(2))
-        for index in range(2)
-    ]
+    together = [("--distributed", f"127.0.0.1:{port},2,{index}") for index in range(2)]
+    pair = [trainer_command.start(*arguments, *each, **environment_of_cpus(2)) for each in together]
     outcomes = [trainer_command.finish(process) for process in pair]
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     _, steps, _ = read_run(tmp_path / "run")
