@@ -1,7 +1,5 @@
 """`python -m trainer.compile`: what it says of a step, for this machine and devices that aren't there, and refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """What a run compiles after its first step is recorded with its reason, and told once."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import threading

@@ -1,7 +1,5 @@
 """The search for the longest context: as the config is, then with changes that are kept; few compilations."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

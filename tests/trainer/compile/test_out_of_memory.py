@@ -1,7 +1,5 @@
 """Out of memory: told from other errors by genuine messages, and explained by what ran, what there is, what helps."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Where compiled programs are kept: JAX's own folder is honoured, and ours is bounded."""
 
-from __future__ import annotations
-
 import os
 
 import jax

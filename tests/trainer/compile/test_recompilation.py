@@ -1,7 +1,5 @@
 """A function that is compiled again says why, and only then."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

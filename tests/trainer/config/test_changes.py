@@ -1,7 +1,5 @@
 """What may change when a run resumes: each field has an aspect, changes are kept, what can't be meant is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import get_args

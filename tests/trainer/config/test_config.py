@@ -1,7 +1,5 @@
 """TrainConfig refuses, before any device starts, what can't be trained."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """What a config says on top of a folder's model: a run's own settings, a longer context; all else is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

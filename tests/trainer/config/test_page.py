@@ -1,7 +1,5 @@
 """What `--config` takes: a page by its file or its name, arguments for its get_config, and a run's config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

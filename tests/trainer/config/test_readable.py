@@ -1,7 +1,5 @@
 """A config that can't be read back from a workdir is refused before anything is trained or written."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

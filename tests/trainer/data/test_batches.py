@@ -1,7 +1,5 @@
 """The training stream resumes exactly, reshuffles, shards; the validation set stands still."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Pre-tokenized files of nanoGPT, llm.c, NumPy and Megatron: their documents, and what is wrong with broken ones."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import struct

@@ -1,7 +1,5 @@
 """Corpora from text, JSON-lines, Parquet and the standard library: their documents, splits, facts and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """From globs to files, and bounded reading: links in circles, pipes, devices, files that vanish."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packing: every target once, nothing cut that fits, ids and positions that agree, little padding."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

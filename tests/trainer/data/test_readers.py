@@ -1,7 +1,5 @@
 """Readers: what is in a file comes back or is refused in one message, in bounded memory, whatever the bytes."""
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import gzip

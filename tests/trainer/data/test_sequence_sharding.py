@@ -1,7 +1,5 @@
 """Sequences sharded over devices: `token_order` puts every array back, padding is level, the stream stays the same."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

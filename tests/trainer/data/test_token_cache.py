@@ -1,7 +1,5 @@
 """The token cache: built once, whole or absent, by one builder at a time, and never stale."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """Tokens in files: read exactly, by many threads and of many files; a file that changes ends in one message."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Who names a folder, SentencePiece's file or a name on the Hub as the tokenizer is told which file was meant."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers: text and back, documents as their own text, and refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """A training loop that runs in no time, without data and without a device."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from types import SimpleNamespace

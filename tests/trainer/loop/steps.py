@@ -1,7 +1,5 @@
 """What a training loop without data and without a device steps over, and what its steps tell."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace

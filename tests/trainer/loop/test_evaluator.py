@@ -1,7 +1,5 @@
 """Evaluation weights each target alike, and a loss counts as measured only where it was measured in the same way."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

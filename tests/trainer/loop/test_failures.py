@@ -1,7 +1,5 @@
 """What ends a run besides its steps is told in one message, and nothing hides what went wrong first."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

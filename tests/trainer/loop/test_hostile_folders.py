@@ -1,7 +1,5 @@
 """Commands that begin with a folder that anybody may have written: status 2, one readable message, nothing executed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

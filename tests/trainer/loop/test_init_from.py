@@ -1,7 +1,5 @@
 """A run that begins with a folder's parameters: a Hugging Face model's, or those of another run's checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

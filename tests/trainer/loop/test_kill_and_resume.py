@@ -3,8 +3,6 @@
 The issue's fifty kills: `pytest tests/trainer/loop/test_kill_and_resume.py --num-kills 50 --timeout 3600`.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from pathlib import Path

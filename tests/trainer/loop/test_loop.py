@@ -1,7 +1,5 @@
 """Whole runs of the real command: what they write, what they compile, and how they stop."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

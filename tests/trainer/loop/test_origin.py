@@ -1,7 +1,5 @@
 """What is known of a run's first parameters before they are read: the family they go out as, and their context."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

@@ -1,7 +1,5 @@
 """A run that resumes with another config goes on as that says, from its place in the data, and keeps the change."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """An update whose loss or gradient isn't finite is skipped, told and counted; too many in a row end the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

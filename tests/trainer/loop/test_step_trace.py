@@ -1,7 +1,5 @@
 """--profile-steps traces those steps and no others, and never ends a run."""
 
-from __future__ import annotations
-
 import re
 
 import jax

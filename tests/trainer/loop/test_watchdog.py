@@ -1,7 +1,5 @@
 """A run that hangs is ended with status 70, stacks and a record; one that is only slow, or compiles, is not."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

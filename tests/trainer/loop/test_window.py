@@ -1,7 +1,5 @@
 """A log window counts the whole batch, of which this process may have read a share."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

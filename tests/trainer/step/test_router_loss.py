@@ -1,7 +1,5 @@
 """What routers add to the training loss, against formulas on whole logits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
