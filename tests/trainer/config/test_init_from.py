@@ -157,29 +157,6 @@ def test_layers_may_turn_otherwise_but_not_have_other_heads():
         under(OTHER, layer_overrides=(LayerOverride(), LayerOverride(num_kv_heads=1)))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "llama has no file config.json"),
-        ("{", "config.json isn't JSON"),
-        ('{"model_type": "dream", "auto_map": {}}', "code of the folder's own, which its auto_map names, is never run"),
-        ('{"model_type": "llama", "quantization_config": {}}', "expected weights that aren't quant"),
-        ('{"model_type": "dream"}', "has model_type='dream'; expected one of llama"),
-        ("{}", "has model_type=None; expected one of llama"),
-    ],
-)
-def test_a_folder_that_describes_no_known_model_is_refused(folder, config_file, text, message):
-    (folder / "config.json").unlink()
-    if text is not None:
-        (folder / "config.json").write_text(text)
-    told = refusal(config_file(), "--init-from", folder)
-    assert told.startswith(f"init_from='{folder}': {folder}")
-    assert message in told
-    with pytest.raises(UserMistake) as refused:
-        parse_compile_command(["--config", str(config_file()), "--init-from", str(folder)])
-    assert message in str(refused.value)
-
-
 def test_what_is_no_folder_is_refused(folder, config_file):
     told = "is no folder; expected a Hugging Face model's on this machine (`hf download NAME --local-dir DIR` puts one"
     for name in ("meta-llama/Llama-3.2-1B", folder / "config.json"):

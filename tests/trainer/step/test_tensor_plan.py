@@ -1,7 +1,6 @@
 """What carries tokens over `mesh.tensor`: what is chosen, what is said of it, and which wish is refused."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
@@ -33,11 +32,16 @@ class FakeGpu:
     process_index: int = 0
     core_count: int = 132
 
+
+@dataclasses.dataclass(frozen=True)
+class FakeCpu:
+    id: int
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+    process_index: int = 0
+
     def addressable_memories(self):
         return ()
-
-
-FakeCpu = functools.partial(FakeGpu, platform="cpu", device_kind="cpu")
 
 
 def mesh_of(device, **sizes):
