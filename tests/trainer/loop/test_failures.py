@@ -50,9 +50,7 @@ def test_a_signal_during_the_imports_leaves_with_75(trainer_command, tmp_path, n
 def test_devices_that_cannot_start_are_told_in_one_message(trainer_command, tmp_path):
     finished = trainer_command.run_alone("--workdir", tmp_path, JAX_PLATFORMS="no_such_platform")
     assert finished.status == 1
-    assert finished.errors.startswith("error: JAX can't start its devices: ")
-    assert "no_such_platform" in finished.errors
-    assert "JAX_PLATFORMS=cpu always works" in finished.errors
+    assert re.match("error: JAX can't start its devices: .*no_such_platform.*JAX_PLATFORMS=cpu always", finished.errors)
     assert "Traceback" not in finished.errors
 
 
@@ -200,10 +198,8 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
     assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
     assert statuses == left
     output = capsys.readouterr().out
-    assert [line for line in output.splitlines() if line.startswith("SIG")] == [
-        f"{names[0]}: the run is ending already",
-        "SIGTERM: the run is ending already",
-    ]
+    told = [f"{name}: the run is ending already" for name in (names[0], "SIGTERM")]
+    assert [line for line in output.splitlines() if line.startswith("SIG")] == told
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["status"], record["message"]) == (ending, "not finite" if ending == "failed" else None)
 
@@ -225,9 +221,10 @@ def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp
     record, steps, _ = read_run(tmp_path)
     assert (record["status"], len(steps)) == ("failed", 12)
     message = record["message"]
-    assert message.startswith(f"saving checkpoint {tmp_path}/checkpoints/12 failed: ")
-    assert "File too large" in message
-    assert "the newest good checkpoint is not there yet" in message
+    told = (
+        rf"saving checkpoint {tmp_path}/checkpoints/12 failed: .*File too large.*; the newest good checkpoint is not "
+    )
+    assert re.match(told, message)
     assert message.endswith("see that the disk has room and can be written to, then run the same command again")
     assert stopped.errors == f"error: {message}\n"
     assert stopped.output.count("warning: saving checkpoint") <= 1, "it doesn't try on after a stop signal"
@@ -285,14 +282,11 @@ def test_a_stop_signal_is_told_the_steps_under_way_and_about_how_long_they_take(
     told.clear()
     monkeypatch.setattr(loop.times, "typical_step_s", lambda: 0.5)
     loop.run_window()
-    assert told == [(2, "1 step (about 500.0 ms)"), (3, "2 steps (about 1.0 s)")] + [
-        (step, "3 steps (about 1.5 s)") for step in range(4, 9)
-    ]
+    one, two, three = "1 step (about 500.0 ms)", "2 steps (about 1.0 s)", "3 steps (about 1.5 s)"
+    assert told == [(2, one), (3, two), *((step, three) for step in range(4, 9))]
 
 
-@pytest.mark.parametrize(
-    "place", ["trainer.checkpoints.training_state.write_atomically", "trainer.checkpoints.training_state.digests"]
-)
+@pytest.mark.parametrize("place", ["write_atomically", "digests"])
 def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, monkeypatch, place):
     """The first and the second save fail; the last succeeds at its third try."""
     loop = make_loop()
@@ -306,7 +300,7 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, monkeypatch, p
             return
         failing.remove(step)
         with undone() as patch:
-            patch.setattr(place, full)
+            patch.setattr(f"trainer.checkpoints.training_state.{place}", full)
             save(step, *arguments)
             if loop.checkpoints._saving is not None:
                 loop.checkpoints._saving.join()
@@ -365,13 +359,10 @@ def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make
     with pytest.raises(TrainingFailed) as failed:
         loop.train()
     loop.close()
-    assert str(failed.value).startswith(
-        f"saving checkpoint {newest.with_name('40')} failed: OSError: [Errno 30] Read-on"
-    )
-    assert f"the newest good checkpoint is {newest}; " in str(failed.value)
-    assert str(failed.value).endswith(
-        ", then run the same command again: saving failed twice in the same way, and all further steps would be lost"
-    )
+    message = str(failed.value)
+    assert message.startswith(f"saving checkpoint {newest.with_name('40')} failed: OSError: [Errno 30] Read-on")
+    assert f"the newest good checkpoint is {newest}; " in message
+    assert message.endswith("again: saving failed twice in the same way, and all further steps would be lost")
     assert find_damage(newest) is None
     warnings = warnings_of(loop)
     assert sum(line.startswith(f"{loop.workdir.metrics} can't be written: Read-only") for line in warnings) == 1
@@ -413,8 +404,7 @@ def test_where_nothing_can_be_saved_no_step_is_made(make_loop, monkeypatch, erro
     with pytest.raises(TrainingFailed) as failed:
         loop.saver.rehearse(jax.devices())
     told = f"no checkpoint can be saved in {loop.workdir.checkpoints}: {type(error).__name__}: {error}; see that "
-    assert str(failed.value).startswith(told)
-    assert saved(loop) == [], "nothing is left of it"
+    assert (str(failed.value)[: len(told)], saved(loop)) == (told, [])
 
 
 def test_a_rehearsal_leaves_nothing_and_a_full_disk_is_only_told(make_loop, monkeypatch):
@@ -456,9 +446,8 @@ def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop):
     assert loop.train() == 0
     loop.close()
     warnings = warnings_of(loop)
-    assert [line for line in warnings if "removed" in line] == [
-        f"workdir {loop.workdir.path} was removed; it is made again, for what follows"
-    ]
+    told = f"workdir {loop.workdir.path} was removed; it is made again, for what follows"
+    assert [line for line in warnings if "removed" in line] == [told]
     assert saved(loop) == ["40", "60"]
     assert load_saved_config(loop.workdir.config) == loop.config
     assert record_of(loop)["status"] == "completed"
@@ -498,9 +487,7 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
     loop.run_window()
     loop.saver.save(loop.snapshot)
     skip_updates(loop, [2, *range(4, 12)])
-    with pytest.raises(
-        TrainingFailed, match=r"step 11: loss nan, .* not finite, like the 7 updates before, so the run"
-    ):
+    with pytest.raises(TrainingFailed, match=r"step 11: loss nan, .* not finite, like the 7 updates before, so"):
         loop.train()
     warnings = warnings_of(loop)
     assert ["checkpoints/1 failed: OSError" in line for line in warnings] == [False, True]
