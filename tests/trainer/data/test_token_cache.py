@@ -82,19 +82,6 @@ def test_a_killed_builder_leaves_no_entry_and_no_lock(tmp_path):
     assert not (tmp_path / "key.partial").exists()
 
 
-def test_builders_of_one_key_take_turns(tmp_path):
-    log: list[str] = []
-
-    def build(folder: Path) -> dict:
-        log.append("built")
-        time.sleep(0.1)
-        return _write("whole")(folder)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda _: TokenCache(tmp_path).get_or_build("key", build), range(4)))
-    assert log == ["built"]
-
-
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"token cache .*file/cache cannot be written.*set data.token_cache_dir"):

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import threading
@@ -202,33 +201,6 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
     assert [line for line in output.splitlines() if line.startswith("SIG")] == told
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["status"], record["message"]) == (ending, "not finite" if ending == "failed" else None)
-
-
-@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits another process's files")
-def test_saves_that_fail_are_told_and_the_last_ends_the_run(trainer_command, tmp_path, read_run):
-    process = trainer_command.start("--workdir", tmp_path, "--checkpoint.every-num-steps", 1000, "--num-steps", 12)
-    for line in process.stdout:
-        if line.startswith("step 1/12"):
-            break
-    # The embedding alone no longer fits into a file; the logs do.
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (12_000, 12_000))
-    for line in process.stdout:
-        if line.startswith("warning: saving checkpoint"):
-            break
-    process.send_signal(signal.SIGTERM)  # or it would try for a minute and a half
-    stopped = trainer_command.finish(process)
-    assert stopped.status == 1
-    record, steps, _ = read_run(tmp_path)
-    assert (record["status"], len(steps)) == ("failed", 12)
-    message = record["message"]
-    told = (
-        rf"saving checkpoint {tmp_path}/checkpoints/12 failed: .*File too large.*; the newest good checkpoint is not "
-    )
-    assert re.match(told, message)
-    assert message.endswith("see that the disk has room and can be written to, then run the same command again")
-    assert stopped.errors == f"error: {message}\n"
-    assert stopped.output.count("warning: saving checkpoint") <= 1, "it doesn't try on after a stop signal"
-    assert not list((tmp_path / "checkpoints").iterdir()), "nothing half-written stays"
 
 
 def test_an_event_loop_ends_what_was_begun_in_it_before_it_closes():
@@ -492,16 +464,6 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
     warnings = warnings_of(loop)
     assert ["checkpoints/1 failed: OSError" in line for line in warnings] == [False, True]
     assert warnings[1].endswith("can be written to"), "no save will try again"
-
-
-def test_a_checkpoint_that_cannot_be_removed_is_not_told_as_a_save_that_failed(make_loop, monkeypatch):
-    loop = make_loop()
-    monkeypatch.setattr(loop.checkpoints, "_remove_oldest", full)
-    loop.run_window()
-    loop.saver.save_at_last(loop.snapshot)
-    assert saved(loop) == ["1"]
-    [warning] = warnings_of(loop)
-    assert warning.endswith("checkpoints/1 is saved, but an older one can't be removed: [Errno 28] " + NO_SPACE)
 
 
 def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_console):
