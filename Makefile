@@ -1,4 +1,4 @@
-# `make train` and `make test` do everything from a bare clone: virtual environment, installation, run.
+# `make train` and `make test` do everything from a fresh clone: virtual environment, installation, run.
 # Nothing is reinstalled until pyproject.toml changes.
 
 PYTHON ?= python3

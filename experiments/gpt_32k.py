@@ -8,7 +8,7 @@ Command:
 
 Hardware and expected numbers:
     Accelerator: 124M parameters (123.6M: GPT-2 small's sizes, 12 layers, width 768, 12 heads, 50,304 vocabulary, with a
-    SwiGLU of 2,048 features in the place of its MLP of 3,072, of as many parameters), every layer global. One H200
+    SwiGLU of 2,048 features instead of its MLP of 3,072, of as many parameters), every layer global. One H200
     (JAX 0.11.2, 2026-11-29) takes 179,400 tokens/s and 12.7 GB where each sequence is one document, the most work that
     there can be: `python -m experiments.benchmarks.train_throughput --workloads gpt_32k`. The results are in
     experiments/benchmarks/results/train_throughput_h200.jsonl.

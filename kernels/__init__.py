@@ -1,8 +1,20 @@
 """Attention kernels that never build a T×T mask: the mask algebra, block plans and their backends."""
 
 from flax_longcontext import warn_of_neighbours
+from kernels.arguments.token_integers import segment_ids_of_lengths
 from kernels.attention import CantServe, Selection, dot_product_attention, select_backend
-from kernels.decode import CacheFull, CellTable, SlabCache, UnifiedCache, decode_attention, slab_capacity
+from kernels.backends.tuning import (
+    BlockwiseTuning,
+    MosaicBackwardTuning,
+    MosaicForwardTuning,
+    MosaicGpuTuning,
+    SplashTuning,
+    TritonDecodeTuning,
+    TritonTiles,
+    TritonTuning,
+    Tuning,
+)
+from kernels.decode import CacheFull, SlabCache, SlotTable, UnifiedCache, decode_attention, slab_capacity
 from kernels.masks import (
     CausalMask,
     ChunkedCausalMask,
@@ -17,19 +29,7 @@ from kernels.masks import (
     parse_mask,
 )
 from kernels.plan import BlockPlan, count_allowed_pairs, make_block_plan
-from kernels.target import Target
-from kernels.token_integers import segment_ids_of_lengths
-from kernels.tuning import (
-    BlockwiseTuning,
-    MosaicBackwardTuning,
-    MosaicForwardTuning,
-    MosaicGpuTuning,
-    SplashTuning,
-    TritonDecodeTuning,
-    TritonTiles,
-    TritonTuning,
-    Tuning,
-)
+from kernels.tracing.target import Target
 
 warn_of_neighbours(__name__)
 
@@ -39,7 +39,6 @@ __all__ = [
     "CacheFull",
     "CantServe",
     "CausalMask",
-    "CellTable",
     "ChunkedCausalMask",
     "FullMask",
     "LocalMask",
@@ -53,6 +52,7 @@ __all__ = [
     "PrefixMask",
     "Selection",
     "SlabCache",
+    "SlotTable",
     "SplashTuning",
     "Target",
     "TileKind",

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
+from kernels.arguments.token_integers import checked_tokens, int32_positions, int32_segment_ids
 from kernels.masks import FullMask, Mask, require_mask
-from kernels.number_types import at_least_float32
-from kernels.static_numbers import checked_scale, checked_soft_cap
-from kernels.target import Target
-from kernels.token_integers import checked_tokens, int32_positions, int32_segment_ids
-from kernels.varying import vary, varying_axes
+from kernels.tracing.mesh_axes import vary, varying_axes
+from kernels.tracing.number_types import at_least_float32
+from kernels.tracing.target import Target
 
 FLOATING_DTYPES = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
 """Of queries, keys and values."""

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from kernels import Mask
 from kernels.collectives import ChosenCollectives, Collectives, choose_collectives
 from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh
-from kernels.mesh import manual_axes, spec_without
+from kernels.tracing.mesh_axes import manual_axes, spec_without
 from layers.checks import check_choice
 
 
@@ -32,7 +32,7 @@ class ActivationSharding:
       batch_axes: mesh axes that the batch is split over.
       sequence_axis: mesh axis that the tokens of each sequence are split over.
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
-      sequence_sharding: which tokens of a row each rank of `sequence_axis` holds.
+      sequence_sharding: which tokens of a sequence each rank of `sequence_axis` holds.
       exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
       collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of GPUs that write to each other's
         memory; None: the kernels where two to four GPUs can run them.
@@ -80,26 +80,26 @@ class ActivationSharding:
 
     @property
     def exchanges_keys(self) -> bool:
-        """Whether a sequence's tokens lie on several devices."""
+        """True if a sequence's tokens lie on several devices."""
         return self.mesh.shape[self.sequence_axis] > 1
 
     def check_token_order(self, positions: Array | None, token_order: Array | None) -> None:
-        """Raises ValueError if tokens lie in another order and nothing tells their positions."""
+        """Raises ValueError if tokens lie in another order and neither positions nor token_order are given."""
         if self.sequence_sharding != "contiguous" and self.exchanges_keys and positions is None and token_order is None:
             raise ValueError(
                 f"sequence_sharding={self.sequence_sharding!r} puts tokens into another order, and neither positions "
-                "nor token_order tell which; pass token_order"
+                "nor token_order were given; pass token_order"
             )
 
     @property
     def residual_spec(self) -> PartitionSpec:
-        """Of the residual stream whose tokens the ranks of `head_axis` share out."""
+        """Spec of the residual stream with its tokens split over `head_axis`, too."""
         return PartitionSpec(self.batch_axes, (self.sequence_axis, self.head_axis), None)
 
     def shares_tokens_out(self, length: int) -> bool:
-        """Whether several ranks of `head_axis` share out the residual stream's tokens, as they do if these divide.
+        """True if the residual stream's tokens are split over the ranks of `head_axis`: several ranks that divide them.
 
-        They would all do the same to them, and their sums over features become reduce-scatters (sequence parallelism,
+        All ranks would compute the same on them. Their sums over features become reduce-scatters (sequence parallelism,
         arXiv:2205.05198).
 
         Args:
@@ -125,7 +125,7 @@ class ActivationSharding:
     def choose_collectives(
         self, shape: tuple[int, ...], features: Sequence[tuple[int, ...]], dtype: jnp.dtype
     ) -> ChosenCollectives | None:
-        """How the ranks of `head_axis` get at each other's tokens, for matmuls whose features it splits.
+        """Chooses how the ranks of `head_axis` exchange tokens, for matmuls whose features it splits.
 
         None: that is left to XLA's partitioner. It is where the ranks don't share tokens out, and where sequences or
         features don't divide into the mesh.
@@ -187,7 +187,7 @@ class ActivationSharding:
           query, key, value: as for `kernels.dot_product_attention`, of one length T.
           mask: the kernels mask.
           segment_ids: document of each token.
-          positions: what the mask is evaluated on; None: each token's place in the sequence.
+          positions: the mask is evaluated on these; None: each token's index in the sequence.
           token_order: each token's index in the sequence, for `sequence_sharding="balanced"`.
           sinks: one logit per query head.
           options: `implementation`, `logits_soft_cap`, `scale`.

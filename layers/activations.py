@@ -1,4 +1,4 @@
-"""What lies between the matrices of an MLP: an activation of the hidden features, or their product with a gate.
+"""Activations of an MLP: a function of the hidden features, or their product with a gate.
 
 Shapes: F MLP width.
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 from layers.config import MLPKind
 
 # gpt-oss's (arXiv:2508.10925): its gate's sigmoid is steeper, and both sides are clamped.
@@ -43,7 +43,7 @@ def activate(
         to 7, and x the features from -7 to 7.
       features: any float type.
       gate: of that type; None for gelu, which has none.
-      weights: what each row is multiplied with; None: with nothing.
+      weights: factors on the hidden features; None: 1.
 
     Returns:
       In the features' own type.

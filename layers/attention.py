@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, FullMask, Mask, SlabCache, Tuning, decode_attention, dot_product_attention
-from kernels.instead import OF_MASKS, instead_of
+from kernels.arguments.instead import OF_MASKS, instead_of
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.masks import require_mask
-from kernels.static_numbers import checked_scale, checked_soft_cap
 from layers.activation_sharding import ActivationSharding
 from layers.checks import check_choice, check_heads, check_implementation, rotary_dim
 from layers.config import QKNorm
@@ -180,7 +180,7 @@ class Attention(nnx.Module):
         Args:
           inputs: any float type; computed in the compute dtype.
           segment_ids: document of each token; tokens attend within their own. None: one document per batch element.
-          positions: each token's place in its document, counting up by one there. None: its place in the sequence.
+          positions: each token's index in its document. None: its index in the sequence.
           rotation: the rotary embedding's angles at these positions, if a caller has them already.
           token_order: each token's index in the sequence, if `activation_sharding` shards it in another order, as
             `kernels.context.shard_sequence` does with its own chunk size.
@@ -197,8 +197,8 @@ class Attention(nnx.Module):
                 length, token_order if positions is None else positions, context_length=context_length
             )
         query, key, value = self._project(inputs, rotation)
-        # A mask of kv − q alone gives the same answer on a token's place in the sequence. That is known ahead of time,
-        # so the kernel plans its tiles then.
+        # A mask that depends on kv − q alone gives the same answer on the index in the sequence. The index is known
+        # ahead of time, so that the kernel plans its tiles then.
         mask_positions = None if self.mask.translation_invariant else positions
         attended = self._attend(query, key, value, segment_ids, mask_positions, token_order)
         return checkpoint_name(self._project_back(attended), "projection")
@@ -215,7 +215,7 @@ class Attention(nnx.Module):
         """A call on sequences that begin here, whose keys and values are kept for `decode`.
 
         Args:
-          inputs: as in a call. What follows a sequence's tokens is padding, unseen if the mask doesn't look ahead.
+          inputs: as in a call. Padding follows a sequence's tokens: they don't see it if the mask doesn't look ahead.
           cache: whatever these sequences held before is dropped.
           rotation: the rotary embedding's angles at positions 0, 1, …
           sequences: the cache's sequence of each batch element; None: element i is sequence i.
@@ -247,8 +247,8 @@ class Attention(nnx.Module):
           num_tokens: tokens of each sequence that count, 0 for one that isn't to grow; None: all.
 
         Returns:
-          The attention's contribution to the residual stream, and the cache. What comes out for a token that doesn't
-          count has no meaning.
+          The attention's contribution to the residual stream, and the cache. The output for a token that
+          doesn't count has no meaning.
         """
         query, key, value = self._project(inputs, rotation)
         positions = cache.lengths[:, None] + jnp.arange(inputs.shape[1], dtype=jnp.int32)
@@ -272,7 +272,7 @@ class Attention(nnx.Module):
 
         Args:
           length: T, of the arrays that the caller has.
-          positions: each token's place in its document. None: its place in the sequence.
+          positions: each token's index in its document. None: its index in the sequence.
           context_length: the most tokens that a sequence may have, which longrope asks for.
 
         Raises:
@@ -296,14 +296,14 @@ class Attention(nnx.Module):
             query, key = rotate(query, rotation), rotate(key, rotation)
         if self.qk_norm != "none" and self.qk_norm_after_rope:
             query, key = self._normalize(query, key)
-        # What the kernel's backward needs; turning has no need of what went in.
+        # The kernel's backward needs them. The backward of turning doesn't need its input.
         query, key, value = (checkpoint_name(projected, "projection") for projected in (query, key, value))
         return query, key, value
 
     def _normalize(
         self, query: Float[Array, "B T N H"], key: Float[Array, "B T K H"]
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        # The norms' backward needs what went in.
+        # The norms' backward needs its input.
         query, key = (checkpoint_name(projected, "projection") for projected in (query, key))
         if self.qk_norm == "per_head":
             return self.query_norm(query), self.key_norm(key)

@@ -1,4 +1,4 @@
-"""What the config classes and the layers check alike. Each raises ValueError with one readable sentence."""
+"""Checks that the config classes and the layers share. Each raises ValueError with one readable sentence."""
 
 from __future__ import annotations
 

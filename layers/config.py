@@ -1,13 +1,11 @@
-"""What a GPT is made of, as plain data: no Flax, no device.
+"""The config of a GPT as plain data: no Flax, no device.
 
 A field's docstring is its help text on the command line. The classes validate themselves on construction.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -15,7 +13,7 @@ from typing import Literal
 import jax
 
 from kernels import CausalMask, Mask, Tuning
-from kernels.static_numbers import checked_soft_cap
+from kernels.arguments.static_numbers import checked_soft_cap
 from layers.checks import check_choice, check_implementation, check_numbers, check_remat
 from layers.layer_config import LayerConfig, LayerOverride
 from layers.rope_scaling import RopeScaling
@@ -31,7 +29,7 @@ _MAX_MASK_DEPTH = 64
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in the place of each block's MLP: every token goes to its top few, and none is dropped."""
+    """A mixture of experts that replaces each block's MLP: every token goes to its top few, and none is dropped."""
 
     num_experts: int
     """Experts of a layer."""
@@ -98,8 +96,8 @@ class GPTConfig:
     masks: tuple[Mask, ...] = (CausalMask(),)
     """Attention masks, repeated over the layers: layer i uses masks[i % len(masks)]."""
     layer_overrides: tuple[LayerOverride, ...] = ()
-    """What sets layers apart beside their masks, repeated over the layers alike: as many as there are masks, unless
-    there is one at most of either. Set in a config file."""
+    """Settings of single layers, repeated over the layers as `masks` are: as many as there are masks, unless there is
+    at most one of either. Set in a config file."""
     rope_base: float | None = 10_000.0
     """Base of the rotary frequencies (arXiv:2104.09864); None: no position embedding at all."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
@@ -127,9 +125,10 @@ class GPTConfig:
     decode_implementation: str | Tuning | None = None
     """The same for the tokens that are written one after another: dense, triton, blockwise or None."""
     remat: str = "full"
-    """What the backward pass recomputes. none: nothing; save_matmuls: only what is elementwise; save_attention: all but
-    the attention kernel; full: each block from its input; offload_attention: as save_attention, but what is kept, the
-    blocks' inputs too, waits in the host's memory; offload_inputs: as full, with the inputs there. Or by names, such as
+    """Activations that the backward pass recomputes. none: nothing; save_matmuls: only elementwise operations;
+    save_attention: all but the attention kernel; full: each block from its input; offload_attention: as
+    save_attention, but with the kept activations and the blocks' inputs in the host's memory; offload_inputs: as full,
+    with the blocks' inputs in the host's memory. Or by names, such as
     "save(attention_output, attention_lse) & offload(layer_input)"; see layers/remat.py."""
     scan_layers: bool = True
     """One loop over the layers, so that compile time doesn't grow with depth. False: every layer compiled by itself,
@@ -146,7 +145,7 @@ class GPTConfig:
     norm_scale_offset: float = 0.0
     """Added to the scale of every RMS norm; Gemma's is 1, so that a stored scale of 0 changes nothing."""
     embedding_scale: float | None = None
-    """What embeddings are multiplied by; Gemma's is √width (arXiv:2403.08295). None: nothing."""
+    """Factor on embeddings; Gemma's is √width (arXiv:2403.08295). None: 1."""
     final_logits_soft_cap: float | None = None
     """The head's logits become cap * tanh(logits / cap) (Gemma 2, arXiv:2408.00118); None: as they are."""
 
@@ -236,7 +235,7 @@ class GPTConfig:
         """Checks that a text can be written with this model, one token after another.
 
         Raises:
-          ValueError: a mask lets a token see later ones, or has no closed form to tell by.
+          ValueError: a mask lets a token see later ones, or has no closed form that rules it out.
         """
         for mask in self.masks:
             if mask.looks_ahead:
@@ -251,7 +250,7 @@ class GPTConfig:
         return max(len(self.masks), len(self.layer_overrides))
 
     def layer(self, index: int) -> LayerConfig:
-        """What a layer has of its own.
+        """The settings of one layer.
 
         Args:
           index: of the layer, from 0.
@@ -298,19 +297,6 @@ class GPTConfig:
         if self.moe is None:
             return expert
         return self.moe.num_experts * (expert + self.width + self.moe.router_bias)
-
-    @classmethod
-    def from_huggingface(cls, directory: str | os.PathLike[str]) -> GPTConfig:
-        """The config of a Hugging Face folder's model, read from its `config.json` alone.
-
-        Args:
-          directory: the folder.
-
-        Raises:
-          ValueError: it describes no model of a family that `layers.pretrained` knows.
-        """
-        # By its name, as `layers` loads its own modules: the families import this module.
-        return importlib.import_module("layers.pretrained").config_from_huggingface(directory)
 
 
 _OVERRIDABLE = tuple(field.name for field in fields(LayerOverride))

@@ -1,4 +1,4 @@
-"""What a GPT needs beside its parameters to write texts: empty caches, and its layers laid out one by one."""
+"""Preparations for decoding with a GPT: empty caches, and parameters laid out layer by layer."""
 
 from __future__ import annotations
 

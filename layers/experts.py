@@ -3,7 +3,7 @@
 No token is dropped. A token has one copy for each of its experts. The copies are sorted by expert, so that an expert's
 are neighbours, and one grouped matmul multiplies each by its own expert's matrix.
 
-Shapes: N tokens, K experts of a token, R rows of sorted copies (N · K and those that pad an expert's), E experts,
+Shapes: N tokens, K experts of a token, R sorted copies of tokens (N · K and those that pad an expert's), E experts,
 W width, and for a linear map K and N features.
 """
 
@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from kernels import Target
-from kernels.grouped_matmul import (
+from kernels.experts import (
     GatedMatrices,
     GroupedMatmul,
     RowGroups,

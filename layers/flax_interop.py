@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from kernels import CausalMask, FullMask, Mask, MultiHeadMask, NumpyMask, Tuning, dot_product_attention
-from kernels.instead import NO_BIAS, OF_MASKS, instead_of
-from kernels.masks.algebra import is_bias
-from kernels.static_numbers import checked_scale, checked_soft_cap
+from kernels.arguments.instead import OF_MASKS, instead_of
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
+from kernels.masks.algebra import NO_BIAS, is_bias
 
 _PADDING = "a boolean mask over keys, of shape [batch, 1, 1, kv_length], given to the Flax module's own call as mask="
 _OF_LENGTHS = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), f"use {_PADDING}")
@@ -33,10 +33,10 @@ def attention_fn(
     logits_soft_cap: float | None = None,
     scale: float | None = None,
 ) -> FlaxAttention:
-    """Makes what `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` take as their `attention_fn`.
+    """Makes an `attention_fn` for `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
     Args:
-      mask: who may attend to whom, from `kernels`; None: everyone, but for the Flax module's own `mask`.
+      mask: a mask from `kernels`; None: all pairs are allowed, but for the Flax module's own `mask`.
       implementation: attention backend, by name or as a tuning object; None: the fastest that serves the call.
       logits_soft_cap: logits become cap * tanh(logits / cap); None: as they are.
       scale: factor on the logits; None: 1 / √head_dim, as Flax.
@@ -77,7 +77,7 @@ class FlaxAttention:
         object.__setattr__(self, "scale", checked_scale(self.scale))
 
     # linen hands over only the arguments that it finds by name in this signature, so whatever can change the result
-    # must be listed, or it would be dropped without a word.
+    # must be listed, or it would be ignored silently.
     @instead_of(local_window_size="use attention_fn(mask=LocalMask(left, right))", **_OF_LENGTHS)
     def __call__(
         self,
@@ -117,7 +117,7 @@ class FlaxAttention:
             input_positions: must be left out.
 
         Returns:
-          Laid out as the query. A row with nothing to attend to is 0, where Flax gives the mean of all values.
+          Laid out as the query. A query with nothing to attend to gives 0, where Flax gives the mean of all values.
 
         Raises:
           ValueError: for what the kernels can't do, with the reason and the way round; for arrays that don't fit
@@ -147,25 +147,8 @@ class FlaxAttention:
         key_length = key.shape[-3]
         static_mask = FullMask() if self.mask is None else self.mask
         static_mask = static_mask & CausalMask() if is_causal else static_mask
-        if query_length == 1 and key_length > 1 and static_mask != FullMask():
-            # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
-            raise ValueError(
-                f"one query against {key_length} keys is a decoding step, in which Flax doesn't tell the query's "
-                f"position, so {static_mask!r} can't be applied; decode with attention_fn(mask=None) and "
-                "is_causal=False, where Flax masks the unwritten part of its cache"
-            )
-
-        query_segment_ids = key_segment_ids = None
-        if mask is not None:
-            mask = _checked_mask(mask, (*batch, num_heads, query_length, key_length))
-            if mask.shape[-3:-1] == (1, 1):
-                # Key padding as documents: all queries are in document 1, with the keys that they may see.
-                keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
-                key_segment_ids = keys_allowed.reshape(-1, key_length).astype(jnp.int32)
-                query_segment_ids = jnp.ones((key_segment_ids.shape[0], query_length), jnp.int32)
-            else:
-                static_mask = static_mask & _static_mask(mask, query_length, key_length, num_heads)
-
+        _check_decoding(static_mask, query_length, key_length)
+        dense_mask, segment_ids = _read_mask(mask, (*batch, num_heads, query_length, key_length))
         query, key, value = (
             array.astype(dtype).reshape(math.prod(batch), *array.shape[-3:]) for array in (query, key, value)
         )
@@ -173,9 +156,8 @@ class FlaxAttention:
             query,
             key,
             value,
-            static_mask,
-            query_segment_ids=query_segment_ids,
-            key_value_segment_ids=key_segment_ids,
+            static_mask if dense_mask is None else static_mask & dense_mask,
+            **segment_ids,
             scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
             implementation=self.implementation,
@@ -201,14 +183,39 @@ class FlaxAttention:
                 raise ValueError(f"attention_fn can't honour {name}={_brief(value)}: {reasons[name]}")
 
 
+def _check_decoding(mask: Mask, query_length: int, key_length: int) -> None:
+    # Flax doesn't say where in its cache the query stands, so a mask on positions has no answer.
+    if query_length == 1 and key_length > 1 and mask != FullMask():
+        raise ValueError(
+            f"one query against {key_length} keys is a decoding step, for which Flax doesn't give the query's "
+            f"position, so {mask!r} can't be applied; decode with attention_fn(mask=None) and "
+            "is_causal=False, where Flax masks the unwritten part of its cache"
+        )
+
+
 def _is_precision(precision: Any) -> bool:
-    """Whether it is a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
+    """True for a `jax.lax.Precision`, or a pair of them: the kernels are as precise as any."""
     try:
         for each in precision if isinstance(precision, tuple | list) else (precision,):
             jax.lax.Precision(each)
     except ValueError:  # an algorithm, or nothing that JAX knows
         return False
     return True
+
+
+def _read_mask(mask: ArrayLike | None, shape: tuple[int, ...]) -> tuple[Mask | None, dict[str, Any]]:
+    """Flax's dense mask as a mask object, or as segment ids if it hides keys alone; `shape` is that of the logits."""
+    if mask is None:
+        return None, {}
+    *batch, num_heads, query_length, key_length = shape
+    mask = _checked_mask(mask, shape)
+    if mask.shape[-3:-1] != (1, 1):
+        return _static_mask(mask, query_length, key_length, num_heads), {}
+    # Key padding as documents: all queries are in document 1, with the keys that they may see.
+    keys_allowed = jnp.broadcast_to(mask[..., 0, 0, :] != 0, (*batch, key_length))
+    key_ids = keys_allowed.reshape(-1, key_length).astype(jnp.int32)
+    query_ids = jnp.ones((key_ids.shape[0], query_length), jnp.int32)
+    return None, {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
 
 
 def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, num_heads: int) -> Mask:
@@ -233,7 +240,7 @@ def _static_mask(mask: Array | np.ndarray, query_length: int, key_length: int, n
 
 
 def _check_shapes(query: Array, key: Array, value: Array) -> None:
-    """Refuses what Flax refuses; the batch dims of what fits together can be made one."""
+    """Raises ValueError for shapes that Flax refuses, too, and for batch dims that can't be merged into one."""
     got = f"query {query.shape}, key {key.shape}, value {value.shape}"
     expected = "expected [*batch, T, N, H], [*batch, S, K, H], [*batch, S, K, V]"
     if not query.ndim == key.ndim == value.ndim >= 3:

@@ -49,7 +49,7 @@ class NewToken(NamedTuple):
     """Which text."""
     token: int
     is_last: bool
-    """Whether the text ends here: this is the stop token, or it has its number of tokens."""
+    """True if the text ends here: this is the stop token, or it has its number of tokens."""
 
 
 class _Texts(NamedTuple):
@@ -65,7 +65,7 @@ class _Texts(NamedTuple):
 
 
 class _Added(NamedTuple):
-    """What a program has added, for the host to read while the next one runs."""
+    """Tokens that a program has added, for the host to read while the next one runs."""
 
     requests: Int[Array, " B"]
     tokens: Int[Array, " B"]
@@ -140,7 +140,7 @@ class Generator:
             added = following
 
     def cache_bytes(self, requests: Sequence[SampleRequest]) -> int:
-        """What the caches of these texts take on the device, in bytes."""
+        """Bytes that the caches of these texts take on the device."""
         caches = jax.eval_shape(lambda: self._no_caches(requests))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))
 
@@ -223,14 +223,14 @@ class Generator:
         positions: Int[Array, " B"],
         choice: dict[str, Array],
     ) -> Int[Array, " B"]:
-        # From the text's own seed and the token's place in it, so that no text depends on another.
+        # From the text's own seed and the token's position, so that no text depends on another.
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(seeds, positions)
         return choose_tokens(model.logits(hidden)[:, : self._vocab_size], keys, **choice)
 
 
 @functools.lru_cache(maxsize=8)
 def generator_of(model_class: Callable[..., Any], config: GPTConfig, vocab_size: int) -> Generator:
-    """The generator of all models of a config, whose programs are compiled once."""
+    """The generator for all models of a config: its programs are compiled once."""
     return Generator(model_class, config, vocab_size=vocab_size)
 
 
@@ -259,7 +259,7 @@ def _numbers(choice: TokenChoice) -> dict[str, float | None]:
 
 def _context_length(requests: Sequence[SampleRequest]) -> int:
     """Tokens that the caches are made for; rounded up, so that texts of about one length share programs."""
-    # The last token of a text needs no cell.
+    # The last token of a text needs no slot.
     longest = max(len(request.tokens) + request.num_new_tokens - 1 for request in requests)
     return -(-longest // _CACHE_MULTIPLE) * _CACHE_MULTIPLE
 

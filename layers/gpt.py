@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import SlabCache
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.block import Block, make_norm
 from layers.config import GPTConfig
@@ -39,7 +39,7 @@ class GPT(nnx.Module):
     Matrices are initialised by `small_init`, norm scales to 1, sinks to 0.
 
     Args:
-      config: what it is made of.
+      config: of the model.
       rngs: source of the initial values.
       activation_sharding: how activations lie on a mesh; None: left to XLA, attention on one device.
 
@@ -100,7 +100,7 @@ class GPT(nnx.Module):
         Args:
           tokens: token ids, less than vocab_size.
           segment_ids: document of each token; attention stays within one. None: one document per batch element.
-          positions: each token's place in its document. None: its place in the sequence.
+          positions: each token's index in its document. None: its index in the sequence.
           token_order: each token's index in the sequence, if `activation_sharding` shards it in another order.
           gather_layer: makes the parameters that a layer computes with, in the compute dtype, of those that are stored,
             where they are used: in the loop over layers, and again where the backward pass recomputes. None: the
@@ -121,10 +121,10 @@ class GPT(nnx.Module):
         counted: Bool[Array, "B T"] | None = None,
         gather_layer: GatherLayer | None = None,
     ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
-        """A call that also returns what the routers' losses are made of.
+        """A call that also returns the sums for the routers' losses.
 
         Args:
-          tokens, segment_ids, positions, places, gather_layer: as of a call.
+          tokens, segment_ids, positions, token_order, gather_layer: as for a call.
           counted: tokens that the sums are of, without padding; None: all.
 
         Returns:
@@ -166,7 +166,7 @@ class GPT(nnx.Module):
           caches: from `init_caches`; whatever these sequences held before is dropped.
           sequences: the caches' sequence of each prompt; None: prompt i is sequence i.
           num_tokens: tokens of each prompt, 0 for a sequence that is to stay as it is; None: all.
-          context_length: the length that `init_caches` was told. Only longrope asks for it.
+          context_length: the length that was given to `init_caches`. Only longrope asks for it.
 
         Returns:
           Hidden states as from a call, and the caches.
@@ -206,10 +206,11 @@ class GPT(nnx.Module):
         """Runs the network on the next few tokens of every sequence.
 
         Args:
-          tokens: 1 to 16 new tokens of each of the caches' sequences, no more than `init_caches` was told of.
+          tokens: 1 to 16 new tokens of each of the caches' sequences, no more than the `tokens_per_step` of
+            `init_caches`.
           caches: what `prefill` or `decode` returned last.
           num_tokens: tokens of each sequence that count, from the first: 0 leaves it as it is; None: all.
-          context_length: the length that `init_caches` was told. Only longrope asks for it.
+          context_length: the length that was given to `init_caches`. Only longrope asks for it.
 
         Returns:
           Hidden states of the new tokens, those of a call on the whole sequence, and the caches.

@@ -1,4 +1,4 @@
-"""What sets one layer of a GPT apart from the others, as plain data."""
+"""Settings of single layers of a GPT, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AsModel = Literal["model"]
 
 @dataclass(frozen=True)
 class LayerOverride:
-    """What a layer has in the place of the model's own; "model": nothing of its own."""
+    """Settings of a layer that override the model's; "model": the model's own setting."""
 
     rope_base: float | AsModel | None = "model"
     """As `GPTConfig.rope_base`; None: no rotary embedding in this layer (NoPE, arXiv:2501.18795)."""
@@ -50,7 +50,7 @@ class LayerConfig:
     rope_fraction: float
 
     def check(self, num_heads: int) -> None:
-        """Raises ValueError if these settings cannot make an attention layer of so many query heads."""
+        """Raises ValueError if these settings cannot make an attention layer of `num_heads` query heads."""
         check_heads(num_heads, self.num_kv_heads, self.head_dim, self.rope_base, self.rope_fraction)
         if self.rope_base is not None:
             self.rope_scaling.check_rotary_dim(rotary_dim(self.head_dim, self.rope_fraction))

@@ -107,16 +107,18 @@ def apply_layers(
     def apply_pattern(hidden: Array, layer_states: tuple[nnx.State, ...]) -> tuple[Array, list[RouterSums | None]]:
         sums = []
         for graphdef, state in zip(graphdefs, layer_states, strict=True):
-            hidden, of_layer = apply_in_scan(graphdef, state, hidden)
-            sums.append(of_layer)
+            hidden, layer_sums = apply_in_scan(graphdef, state, hidden)
+            sums.append(layer_sums)
         return hidden, sums
 
     hidden, sums = jax.lax.scan(apply_pattern, hidden, jax.tree.map(lambda leaf: leaf[:num_repeats], states))
-    of_layers = jax.tree.map(lambda *of_pattern: jax.lax.collapse(jnp.stack(of_pattern, axis=1), 0, 2), *sums)
+    router_sums = jax.tree.map(lambda *pattern_sums: jax.lax.collapse(jnp.stack(pattern_sums, axis=1), 0, 2), *sums)
     for graphdef, state in zip(graphdefs[:num_left_over], states[:num_left_over], strict=True):
         hidden, last = apply_after_scan(graphdef, jax.tree.map(lambda leaf: leaf[num_repeats], state), hidden)
-        of_layers = jax.tree.map(lambda stack, of_last: jnp.concatenate([stack, of_last[None]]), of_layers, last)
-    return hidden, of_layers
+        router_sums = jax.tree.map(
+            lambda stack, last_sums: jnp.concatenate([stack, last_sums[None]]), router_sums, last
+        )
+    return hidden, router_sums
 
 
 def _apply_each(
@@ -124,11 +126,11 @@ def _apply_each(
 ) -> tuple[Float[Array, "B T W"], RouterSums | None]:
     # Traced and lowered once for all layers of a mask, their kernels too; XLA inlines the calls.
     apply = jax.jit(_rematerialized(apply_block, remat, prevent_cse=True), static_argnums=(0,))
-    of_layers = []
+    router_sums = []
     for graphdef, state in stacks.each_layer():
-        hidden, of_layer = apply(graphdef, state, hidden)
-        of_layers.append(of_layer)
-    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_layers)
+        hidden, layer_sums = apply(graphdef, state, hidden)
+        router_sums.append(layer_sums)
+    return hidden, jax.tree.map(lambda *leaves: jnp.stack(leaves), *router_sums)
 
 
 def _rematerialized(apply_block: ApplyBlock, remat: Remat | None, *, prevent_cse: bool) -> ApplyBlock:
@@ -149,5 +151,5 @@ def _unstack(state: Stack) -> list[Stack]:
     """One state a layer. A split's gradient is one concatenation; that of L slices is a sum of L padded arrays."""
     leaves, treedef = jax.tree.flatten(state)
     num_layers = leaves[0].shape[0]
-    pieces = [[piece[0] for piece in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
-    return [jax.tree.unflatten(treedef, layer) for layer in zip(*pieces, strict=True)]
+    slices = [[part[0] for part in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(treedef, layer) for layer in zip(*slices, strict=True)]

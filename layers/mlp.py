@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer block.
+"""The feed-forward layer of a transformer block.
 
 Shapes: B batch, T tokens, W width, F MLP width.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a block's MLP: each token goes to the few experts that its router chooses.
+"""A mixture of experts that replaces a block's MLP: each token goes to the few experts that its router chooses.
 
 On a mesh each device routes its own tokens, and experts lie as a dense MLP does: whole on every device that computes
 with them, but for their hidden features, which `tensor` splits. So the ranks of `tensor` have equal work, however
@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels import Target
-from kernels.grouped_matmul import GroupedMatmul
-from kernels.mesh import manual_axes
-from kernels.number_types import at_least_float32
+from kernels.experts import GroupedMatmul
+from kernels.tracing.mesh_axes import manual_axes
+from kernels.tracing.number_types import at_least_float32
 from layers.activation_sharding import ActivationSharding
 from layers.config import MLPKind, MoEConfig
 from layers.experts import Experts
@@ -49,7 +49,7 @@ class RouterSums(NamedTuple):
 
         A layer's loss is E times the sum over experts of the part of all tokens that chose the expert and its mean
         probability: K where all are chosen alike. The number that is chosen has no gradient. The loss of a batch is the
-        sum of its parts', where each is told of the choices in all of them.
+        sum of its parts', if each part gets the choices in all of them.
 
         Args:
           choices: of all tokens that share their load; None: of these.
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
       kernel_init: initialiser of the router, and of the experts' `up` and `gate`; None: `small_init(width)`.
       output_kernel_init: initialiser of the experts' `down`; None: `kernel_init`.
       activation_sharding: where tokens and hidden features lie on a mesh; None: on one device.
-      implementation: of the experts' matmuls, as `kernels.grouped_matmul` names it; None: the fastest that has been
+      implementation: of the experts' matmuls, as `kernels.experts` names it; None: the fastest that has been
         checked on the device.
       rngs: source of the initial values.
 
@@ -183,8 +183,8 @@ class MoE(nnx.Module):
     def _logits(self, tokens: Float[Array, "N W"]) -> Float[Array, "N E"]:
         """The router's, by products as exact as those of float32.
 
-        A GPU would round operands to TF32, and close logits would change places. Its tensor cores multiply parts of 16
-        bits instead, in six products.
+        A GPU would round operands to TF32, and close logits would change their order. Its tensor cores multiply parts
+        of 16 bits instead, in six products.
         """
         kernel, bias = self.router.kernel[...].astype(self.router_dtype), self.router.bias
         precision: lax.Precision | lax.DotAlgorithmPreset = lax.Precision.HIGHEST

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 
 
 class RMSNorm(nnx.Module):

@@ -25,7 +25,7 @@ Projection = nnx.Linear | nnx.LinearGeneral
 def project(
     sharding: ActivationSharding | None, inputs: Float[Array, "B T W"], *projections: Projection
 ) -> tuple[Float[Array, "B T F ..."], ...]:
-    """What projections make of the residual stream, split over `head_axis` in their first dim of features.
+    """Projects the residual stream to features that are split over `head_axis` in their first dim.
 
     Args:
       sharding: of the activations; None: one device's.
@@ -51,12 +51,12 @@ def project(
             for product, kernel in zip(products, kernels, strict=True)
         )
 
-    of_features = P(layout.batch_axes, layout.sequence_axis, axis)
+    feature_spec = P(layout.batch_axes, layout.sequence_axis, axis)
     products = layout.map(
         on_device,
         (inputs.astype(projections[0].dtype), *map(_kernel, projections)),
         (sharding.residual_spec, *[P(None, axis)] * len(projections)),
-        (of_features,) * len(projections),
+        (feature_spec,) * len(projections),
     )
     return tuple(map(_with_bias, products, projections))
 
@@ -64,7 +64,7 @@ def project(
 def project_back(
     sharding: ActivationSharding | None, features: Float[Array, "B T F ..."], projection: Projection
 ) -> Float[Array, "B T W"]:
-    """What a projection makes of features that are split over `head_axis` in their first dim, for the residual stream.
+    """Projects features that are split over `head_axis` in their first dim back to the residual stream.
 
     Args:
       sharding: of the activations; None: one device's.
@@ -76,8 +76,8 @@ def project_back(
     """
     if sharding is None:
         return projection(features)
-    *of_features, width = projection.kernel.shape
-    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(of_features)], projection)
+    *feature_spec, width = projection.kernel.shape
+    chosen = _choose(sharding, (*features.shape[:2], width), [tuple(feature_spec)], projection)
     if chosen is None:
         return sharding.scatter_tokens(projection(features))
     layout, axis = sharding.layout, sharding.head_axis
@@ -97,14 +97,14 @@ def project_back(
 def _choose(
     sharding: ActivationSharding, shape: tuple[int, ...], features: Sequence[tuple[int, ...]], *projections: Projection
 ) -> ChosenCollectives | None:
-    """As `ActivationSharding.choose_collectives`; None also for what does more than to multiply and to add a bias."""
+    """As `ActivationSharding.choose_collectives`; None also for projections with more than a matrix and a bias."""
     if not all(map(_is_plain, projections)):
         return None
     return sharding.choose_collectives(shape, features, jnp.dtype(projections[0].dtype))
 
 
 def _is_plain(projection: Projection) -> bool:
-    """Whether it is Flax's own, with nothing that the matmuls here would leave out."""
+    """True for Flax's own projection without settings that the matmuls here would ignore."""
     return (
         type(projection) in (nnx.Linear, nnx.LinearGeneral)
         and projection.dtype is not None

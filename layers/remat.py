@@ -15,11 +15,11 @@ import jax
 
 ACTIVATIONS = {
     "layer_input": "the residual stream that enters a block",
-    "attention_output": "what the attention kernel returns",
-    "attention_lse": "the kernel's log-sum-exp of each row, which its backward needs beside the output",
+    "attention_output": "the output of the attention kernel",
+    "attention_lse": "the kernel's log-sum-exp of each query, which its backward needs beside the output",
     "projection": "the outputs of a block's matmuls",
 }
-"""The names that there are. What has none is recomputed."""
+"""The names that there are. Activations without a name are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,20 @@ def parse_remat(text: str) -> Remat | None:
     """
     if text in REMAT_POLICIES:
         return REMAT_POLICIES[text]
-    places: dict[str, tuple[str, ...]] = {}
+    kept: dict[str, tuple[str, ...]] = {}
     for part in text.split("&"):
         spelled = re.fullmatch(r"\s*(save|offload)\s*\(([^()]*)\)\s*", part)
-        if spelled is None or spelled[1] in places:
+        if spelled is None or spelled[1] in kept:
             raise ValueError(
                 f"{text!r} is not one of {', '.join(REMAT_POLICIES)}, nor of the form {_FORM}"
                 + _nearest(text, REMAT_POLICIES)
             )
-        places[spelled[1]] = tuple(name for name in re.split(r"[\s,]+", spelled[2]) if name)
-    return Remat(**places)
+        kept[spelled[1]] = tuple(name for name in re.split(r"[\s,]+", spelled[2]) if name)
+    return Remat(**kept)
 
 
 def offloads(text: str) -> bool:
-    """Whether a policy, in `parse_remat`'s form, offloads anything to the host."""
+    """True if a policy, in `parse_remat`'s form, offloads anything to the host."""
     policy = parse_remat(text)
     return policy is not None and bool(policy.offload)
 

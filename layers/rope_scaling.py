@@ -40,13 +40,13 @@ class RopeScaling:
     truncate: bool = True
     """yarn: round the ends of the range between the two to whole frequencies (gpt-oss doesn't)."""
     attention_factor: float | None = None
-    """yarn, longrope: what turned queries and keys are multiplied by, each. None: 0.1 ln(factor) + 1 for yarn,
+    """yarn, longrope: factor on turned queries, and on turned keys. None: 0.1 ln(factor) + 1 for yarn,
     sqrt(1 + ln(factor) / ln(original_context_length)) for longrope."""
     short_factors: tuple[float, ...] = ()
-    """longrope: what each frequency is divided by in rows of up to `original_context_length` tokens, fastest first. The
-    length of the row counts, not that of the documents packed into it."""
+    """longrope: divisor of each frequency in sequences of up to `original_context_length` tokens, fastest first. The
+    length of the sequence counts, not that of the documents packed into it."""
     long_factors: tuple[float, ...] = ()
-    """longrope: the same in longer rows."""
+    """longrope: the same in longer sequences."""
 
     def __post_init__(self):
         check_choice("rope_scaling.kind", self.kind, RopeScalingKind)

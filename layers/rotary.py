@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kernels.number_types import at_least_float32
-from kernels.token_integers import int32_positions
+from kernels.arguments.token_integers import int32_positions
+from kernels.tracing.number_types import at_least_float32
 from layers.checks import rotary_dim
 from layers.rope_scaling import RopeScaling
 
@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a rotation depends on beside positions. Layers that agree in it share their rotation."""
+    """The settings of a rotation. Layers with equal settings share their rotation."""
 
     head_dim: int
     base: float
@@ -89,7 +89,7 @@ def _yarn_kept_share(num_features: int, base: float, scaling: RopeScaling) -> np
     """How much of each frequency YaRN leaves as it is: from all of the fast ones to nothing of the slow ones."""
 
     def index_of(num_turns: float) -> float:
-        """Of the frequency, between whole ones, that makes so many turns in the original context."""
+        """Fractional index of the frequency that makes `num_turns` turns in the original context."""
         ratio = scaling.original_context_length / (num_turns * 2 * math.pi)
         return num_features * math.log(ratio) / (2 * math.log(base))
 
@@ -104,7 +104,7 @@ def _yarn_kept_share(num_features: int, base: float, scaling: RopeScaling) -> np
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What a scaling multiplies turned queries and keys by, each: it makes attention over long contexts sharper.
+    """The factor of a scaling on turned queries, and on turned keys: it makes attention over long contexts sharper.
 
     Source: YaRN, arXiv:2309.00071, section 3.4; LongRoPE, arXiv:2402.13753, as in Phi-3's code.
     """
@@ -142,8 +142,8 @@ def apply_rope(
     Raises:
       ValueError: longrope without a context length.
 
-    Source: Su et al., RoFormer, arXiv:2104.09864; pairs are halves of the turned features, as in GPT-NeoX and Hugging
-    Face's Llama.
+    Source: Su et al., RoFormer, arXiv:2104.09864; pairs are taken from both halves of the turned features, as in
+    GPT-NeoX and Hugging Face's Llama.
     """
     inputs = jnp.asarray(inputs)
     rotary = Rotary(inputs.shape[-1], base, scaling, fraction)
@@ -174,7 +174,7 @@ def make_rotation(
 
 
 def rotate(inputs: Float[Array, "B T N H"], rotation: Rotation) -> Float[Array, "B T N H"]:
-    """The second half of `apply_rope`.
+    """The second step of `apply_rope`.
 
     Args:
       inputs: queries or keys.

@@ -32,7 +32,7 @@ import numpy as np
 import pytest
 
 from tests.seeds import run_seed, seeded_rng
-from trainer.process.resident_memory import resident_bytes
+from trainer.hardware import resident_bytes
 
 # The first example of a test compiles, so a deadline per example would measure XLA.
 hypothesis.settings.register_profile("flax-longcontext", deadline=None, print_blob=True)

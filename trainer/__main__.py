@@ -1,6 +1,6 @@
 """`python -m trainer --config FILE [--workdir DIR] [--distributed …] [--section.field value ...]`.
 
-Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, told in one message; 69 another
+Exit status: 0 completed; 1 failed; 2 a mistake in the command, the config or the data, in one message; 69 another
 process of the run is gone; 70 the watchdog ended a run that hung; 75 stopped by SIGTERM, Ctrl-C or a closed terminal
 after saving; 130 stopped by a second Ctrl-C, without saving. After 69, 70 and 75 the same command goes on from the
 newest checkpoint. Everything that can be checked without a device is checked before JAX starts one.
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.process.exit_status import FAILED, MISTAKE, PREEMPTED
-from trainer.process.signals import StopRequest
-from trainer.process.standard_streams import outlive_readers
+from trainer.launch.process_exit import FAILED, MISTAKE, PREEMPTED
+from trainer.launch.signals import StopRequest
+from trainer.terminal.streams import outlive_readers
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     ending = threading.Event()
 
     def leave(signal: str) -> None:
-        """What a stop signal does before the run has its own answer, when nothing needs saving, and after it."""
+        """Answers a stop signal before the run does, when nothing needs saving, and after the run's end."""
         if ending.is_set():
             print(f"{signal}: the run is ending already", flush=True)
             return
@@ -40,20 +40,36 @@ def main(arguments: Sequence[str]) -> int:
         try:
             require_ours("trainer", importer=__name__)
             from trainer.cli.train_command import parse_command_line
-            from trainer.hosts.launch import find_launch
-            from trainer.workdir import claim_workdir
+            from trainer.config.changes import field_values
+            from trainer.launch.launcher import find_launch
+            from trainer.launch.membership import ALONE, Membership
+            from trainer.workdir import claim_together
 
             command = parse_command_line(arguments)
-            traced = command.traced
+            config, traced = command.train, command.traced
             line = ["python", "-m", "trainer", *arguments]
-            if (launch := find_launch(command.distributed, os.environ)) is not None:
-                from trainer.together import train_together
 
-                return train_together(command, launch, line=line, started=started, ending=ending)
-            with claim_workdir(command.workdir, command.train) as workdir:
-                from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
+            def run(membership: Membership) -> int:
+                with claim_together(command.workdir, config, membership.peers) as workdir:
+                    from trainer.train import train  # JAX, Flax and Orbax: seconds that a mistyped flag shouldn't cost
 
-                return train(command.train, workdir, command=line, started=started, ending=ending, traced=traced)
+                    return train(
+                        config,
+                        workdir,
+                        command=line,
+                        started=started,
+                        ending=ending,
+                        membership=membership,
+                        traced=traced,
+                    )
+
+            launch = find_launch(command.distributed, os.environ)
+            if launch is None:
+                return run(ALONE)
+            from trainer.launch.together import run_together
+
+            values = field_values(config) | {"--profile-steps": command.profile_steps}
+            return run_together(launch, values, run, line=line)
         except (ForeignPackage, UserMistake) as mistake:
             print(f"error: {name_flags(str(mistake), arguments)}", file=sys.stderr)
             return MISTAKE

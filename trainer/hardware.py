@@ -1,11 +1,15 @@
-"""The platform that a config is made for: this machine's, found without starting a device, or another."""
+"""The machine, asked without starting a device: its platform (or the one compiled for), memory and versions."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+import resource
+import sys
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Literal
@@ -58,6 +62,37 @@ def compiling_for(platform: Platform | None) -> Iterator[None]:
         _TARGET.reset(token)
 
 
+def resident_bytes(pid: int | str = "self") -> int | None:
+    """Bytes that a process has resident now; None if it has ended, or the system isn't Linux and can't tell."""
+    return _from_proc("VmRSS", pid)
+
+
+def peak_resident_bytes() -> int:
+    """Most bytes that this process has had resident, since it started or since `reset_peak`."""
+    # getrusage starts from the peak of the parent process and can't be reset. /proc has neither fault.
+    peak = _from_proc("VmHWM")
+    if peak is not None:
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak() -> None:
+    """Resets the peak to what is resident now, where the system allows it (Linux)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
+
+
+def installed_versions(distributions: Sequence[str]) -> dict[str, str | None]:
+    """The version of each distribution; None if it isn't installed."""
+    versions: dict[str, str | None] = {}
+    for name in distributions:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
@@ -66,3 +101,12 @@ def _visible_gpu() -> bool:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def _from_proc(name: str, pid: int | str = "self") -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    return None if found is None else int(found[1]) * 1024

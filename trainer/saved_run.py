@@ -114,7 +114,7 @@ def load_trained_tokenizer(saved: SavedRun, name: str | None, *, setting: str) -
 
 
 def read_init_from(path: Path) -> Mapping[str, Any]:
-    """What a run's record says that its parameters began as; empty: they were random, or there is no record.
+    """The origin of a run's parameters, by its record; empty: they were random, or there is no record.
 
     Args:
       path: the workdir.

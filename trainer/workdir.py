@@ -20,6 +20,8 @@ from trainer.config.file import config_to_json, load_saved_config, require_reada
 from trainer.errors import UserMistake
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.paths import refuse_unusual, refuse_url
+from trainer.launch.agreement import require_shared
+from trainer.launch.peers import Peers
 
 _LOCK = ".lock"
 
@@ -167,6 +169,22 @@ def claim_workdir(path: str | os.PathLike[str], config: TrainConfig) -> Workdir:
         raise UserMistake(
             f"workdir {path} can't be written: {error.strerror}; choose another with --workdir"
         ) from error
+    return workdir
+
+
+def claim_together(path: Path, config: TrainConfig, peers: Peers) -> Workdir:
+    """Claims the workdir of a run's processes: process 0 locks it, and the others see that it is theirs, too.
+
+    Args:
+      path: the folder.
+      config: of the run.
+      peers: the processes.
+
+    Raises:
+      UserMistake: as `claim_workdir`, or the processes see different folders.
+    """
+    workdir = claim_workdir(path, config) if peers.is_first else FollowedWorkdir(path)
+    require_shared(peers, workdir.path)
     return workdir
 
 

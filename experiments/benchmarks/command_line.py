@@ -26,7 +26,7 @@ def read_arguments(
       description: of the command, for its help; None: the dataclass's docstring.
 
     Raises:
-      SystemExit: with status 2 for a mistake, told on standard error; with 0 after `--help`.
+      SystemExit: with status 2 for a mistake, described on standard error; with 0 after `--help`.
     """
     registry = ConstructorRegistry()
     registry.primitive_rule(lambda info: _PATH if info.type is Path else None)

@@ -37,9 +37,9 @@ from kernels import CausalMask, LocalMask, Mask, dot_product_attention
 from kernels.call import make_call
 from kernels.context import Exchange, MeshLayout, SequenceSharding, attend_over_mesh, exchange_cost, shard_sequence
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def times_beside(timed: ForwardAndBackward, one: ForwardAndBackward, num_devices
 
 
 def _beside_the_model(row: dict[str, Any]) -> tuple[str, str]:
-    """What was traced, and in parentheses what the cost model says."""
+    """The traced figures, and in parentheses those of the cost model."""
     if "traced" not in row:
         return "", ""
     received, exposed = row["traced"]["received_bytes"], row["exposed_s"]

@@ -30,10 +30,9 @@ from experiments.benchmarks.command_line import read_arguments
 from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.config import MeshConfig
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions, peak_resident_bytes, reset_peak
 from trainer.step.sharding import make_mesh, parameter_shardings
+from trainer.terminal.streams import reader_may_leave
 
 _NUM_FILES = 4
 _WRITTEN_BYTES = 1 << 26
@@ -65,7 +64,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
         "model.norm.weight": (width,),
     }
     for layer in range(arguments.num_layers):
-        of_layer = {
+        layer_tensors = {
             "self_attn.q_proj": (width, width),
             "self_attn.k_proj": (kv_width, width),
             "self_attn.v_proj": (kv_width, width),
@@ -76,7 +75,7 @@ def tensor_shapes(arguments: LoadArguments) -> dict[str, tuple[int, ...]]:
             "input_layernorm": (width,),
             "post_attention_layernorm": (width,),
         }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in layer_tensors.items()}
     return shapes
 
 
@@ -101,13 +100,13 @@ def write_folder(folder: Path, arguments: LoadArguments) -> int:
         min(files, key=lambda file: sum(map(math.prod, file.values())))[name] = shape
     # Finite ones: exponents near 1.
     random = np.random.default_rng().integers(0, 1 << 16, _WRITTEN_BYTES // 2, np.uint16) & 0x80FF | 0x3F00
-    places: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     num_bytes = 0
     for number, tensors in enumerate(files, 1):
         file = f"model-{number:05}-of-{_NUM_FILES:05}.safetensors"
-        places |= dict.fromkeys(tensors, file)
+        file_of_tensor |= dict.fromkeys(tensors, file)
         num_bytes += _write_file(folder / file, tensors, random.tobytes())
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": places}
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return num_bytes
 
@@ -152,13 +151,13 @@ def main(command_line: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         num_bytes = write_folder(folder, arguments)
-        for place in ("disk, first load", "disk", "page cache"):
-            if place != "page cache":
+        for source in ("disk, first load", "disk", "page cache"):
+            if source != "page cache":
                 for path in folder.iterdir():
                     with path.open("rb") as file:
                         _leave_page_cache(file.fileno())
             seconds, before, most = load(folder)
-            row: dict[str, Any] = {"from": place, "folder_bytes": num_bytes, "seconds": seconds}
+            row: dict[str, Any] = {"from": source, "folder_bytes": num_bytes, "seconds": seconds}
             row |= {"resident_before_bytes": before, "resident_peak_bytes": most}
             row |= {"device": device.device_kind, "num_devices": len(jax.devices())}
             row |= {"versions": installed_versions(("jax", "jaxlib")), "date": datetime.date.today().isoformat()}
@@ -166,7 +165,7 @@ def main(command_line: Sequence[str]) -> int:
                 with arguments.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             print(
-                f"{place}: {num_bytes / 1e9:.2f} GB in {seconds:.1f} s, {num_bytes / seconds / 1e9:.2f} GB/s; "
+                f"{source}: {num_bytes / 1e9:.2f} GB in {seconds:.1f} s, {num_bytes / seconds / 1e9:.2f} GB/s; "
                 f"resident {before / 1e9:.2f} GB before, {most / 1e9:.2f} GB at most"
             )
     return 0

@@ -28,13 +28,13 @@ from rich.table import Table
 from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.forward_and_backward import ForwardAndBackward
 from kernels import Target
-from kernels.grouped_matmul import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
+from kernels.experts import GroupedMatmul, GroupedMatmulChoice, choose_grouped_matmul
 from layers import MoEConfig
 from layers.mlp import MLP
 from layers.moe import MoE
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def programs(layer: MoE | MLP, inputs: jax.Array, cotangent: jax.Array) -> Forwa
 
 
 def choice_of(case: MixtureShape, arguments: MixtureArguments) -> GroupedMatmulChoice:
-    """What multiplies a case's experts; UserMistake for one that can't."""
+    """Chooses the grouped matmul of a case's experts; UserMistake for one that can't serve them."""
     features = case.width, case.expert_width
     try:
         return choose_grouped_matmul("bfloat16", features, Target.of(), arguments.implementation)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from experiments.benchmarks.attention.speed_table import NEXT, REPOSITORY, RESUL
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask
 from kernels.masks.drawing import save_png
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.observers.loss_plot import draw_losses
+from trainer.terminal.streams import reader_may_leave
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 Result = dict[str, Any]
 Series = dict[str, dict[str, dict[str, list[Any]]]]
-"""What a plot shows: panel → curve → "x" and "y", lists of one length."""
+"""The curves of a plot: panel → curve → "x" and "y", lists of one length."""
 
 OURS = "this project"
 _CONTENDERS = {
@@ -53,6 +55,9 @@ _MASKS = {
     "prefix_1024": "CausalMask() | PrefixMask(1024)",
     "two_masks": "heads in turn causal, LocalMask(4095, 0)",
 }
+
+_WIDTH = 9.0
+"""Inches: at the 830 pixels that GitHub gives a README, letters of 10 points are 13 pixels high."""
 
 SPEED_PLOTS = {"attention_speed.svg": RESULTS["hopper"].name, "attention_speed_fa3.svg": RESULTS["fa3"].name}
 """The rows that each plot of speeds shows."""
@@ -116,7 +121,7 @@ def trace_seconds(results: Iterable[Result]) -> Series:
 
 
 def digest(series: Series) -> str:
-    """What a plot of these figures has in its metadata."""
+    """The digest of these figures that a plot has in its metadata."""
     return hashlib.sha256(json.dumps(series, sort_keys=True).encode()).hexdigest()
 
 
@@ -127,15 +132,19 @@ def draw_attention_speeds(series: Series, path: Path) -> None:
         for label, (marker, color) in _CONTENDERS.items():
             if label in series[direction]:
                 curve = series[direction][label]
-                places = [titles.index(title) for title in curve["y"]]
-                axes.plot(curve["x"], places, marker, color=color, label=label, zorder=3 if label == OURS else 2)
-        axes.set(title=direction, xlabel="TFLOP/s of allowed pairs", xlim=(0, None), yticks=range(len(titles)))
-        axes.set_yticklabels(titles if direction == "forward" else [""] * len(titles))
+                indices = [titles.index(title) for title in curve["y"]]
+                axes.plot(curve["x"], indices, marker, color=color, label=label, zorder=3 if label == OURS else 2)
+        axes.set(title=direction, xlabel="TFLOP/s", xlim=(0, None), yticks=range(len(titles)))
+        if direction == "forward":
+            axes.set_yticklabels([re.sub("packed |log-normal ", "", title) for title in titles])
+            axes.set_ylabel("batch × heads × tokens × head dim, mask")
+        else:
+            axes.set_yticklabels([])
         axes.grid(alpha=0.3)
         axes.invert_yaxis()
 
     titles = list(dict.fromkeys(series["forward"][OURS]["y"] + series["backward"][OURS]["y"]))
-    _draw(series, path, fill, size=(11, 5))
+    _draw(series, path, fill, size=(_WIDTH, 5.5))
 
 
 def draw_trace_seconds(series: Series, path: Path) -> None:
@@ -146,19 +155,18 @@ def draw_trace_seconds(series: Series, path: Path) -> None:
             if label in series[mask]:
                 curve = series[mask][label]
                 axes.loglog(curve["x"], curve["y"], "o-", color=color, label=label)
-        axes.set_title(mask, fontsize=9)
+        axes.set_title(mask, fontsize=10)
         axes.set(xlabel="tokens", ylim=(0.02, 300), xticks=[4096, 32768, 131072], xlim=(3000, 180_000))
         axes.set_xticklabels(["4,096", "32,768", "131,072"])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-        if mask == next(iter(series)):
-            axes.set_ylabel("seconds to trace")
+        axes.set_ylabel("seconds to trace")
 
-    _draw(series, path, fill, size=(13, 3.4))
+    _draw(series, path, fill, size=(_WIDTH, 6))
 
 
 def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: tuple[float, float]) -> None:
-    """A panel beside the other for each entry of `series`, and one legend under all."""
+    """Draws a panel for each entry of `series`, two in a line, and one legend under all."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -168,7 +176,7 @@ def _draw(series: Series, path: Path, fill: Callable[[Axes, str], None], size: t
     # Without the salt and the date the same figures give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "flax-longcontext"}):
         figure: Figure = Figure(figsize=size, layout="constrained")
-        for axes, panel in zip(figure.subplots(1, len(series), squeeze=False)[0], series, strict=True):
+        for axes, panel in zip(figure.subplots(len(series) // 2, 2).flat, series, strict=True):
             fill(axes, panel)
         curves = {
             label: handle
@@ -186,6 +194,13 @@ def main(arguments: PlotArguments) -> None:
         draw_attention_speeds(attention_speeds(read_rows(arguments.results / rows)), arguments.output / name)
     seconds = trace_seconds(read_rows(arguments.results / "compile_time_v5p.jsonl"))
     draw_trace_seconds(seconds, arguments.output / "trace_time.svg")
+    record = json.loads((arguments.results / "gpt_32k_cpu.json").read_text())
+    draw_losses(
+        arguments.results / "gpt_32k_cpu_metrics.jsonl",
+        arguments.output / "loss.png",
+        title="make train on two CPU cores: 56 steps of 32,768 tokens",
+        unigram_nats_per_token=record["data"]["unigram_nats_per_token"],
+    )
     for name, masks in MASK_PICTURES.items():
         save_png(MultiHeadMask(masks), arguments.output / name, 4096)
     print(*sorted(arguments.output.iterdir()), sep="\n")

@@ -1,6 +1,6 @@
-"""Shards random packed rows by `balanced`: how level the ranks are, in how many runs, and how long it takes.
+"""Shards random packed sequences by `balanced`: the imbalance of the ranks, the number of spans, and the time.
 
-    python -m experiments.benchmarks.sequence_sharding --rows 1000 --ranks 2 4 8 16 --length 131072
+    python -m experiments.benchmarks.sequence_sharding --num-sequences 1000 --ranks 2 4 8 16 --length 131072
 
 A row is filled with documents of one distribution; the last is cut, and up to 1 % of the row is padding. Costs are
 counted in the tiles of the sharding, and again in tiles of half their side: a kernel's own lie between the two.
@@ -28,10 +28,10 @@ from rich.table import Table
 from experiments.benchmarks.command_line import read_arguments
 from kernels import CausalMask, LocalMask, Mask
 from kernels.context import chunk_costs, default_chunk_size, imbalance, shard_sequence
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
-Row = tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]
+PackedSequence = tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]
 """Segment ids, 0 on padding, and positions."""
 
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator], float]] = {
@@ -56,14 +56,14 @@ _LARGEST_PADDING = 0.01
 
 @dataclass(frozen=True)
 class ShardingArguments:
-    """Shards random packed rows by their cost."""
+    """Shards random packed sequences by their cost."""
 
-    rows: int = 1000
-    """Rows of each distribution."""
+    num_sequences: int = 1000
+    """Sequences of each distribution."""
     ranks: tuple[int, ...] = (2, 4, 8, 16)
-    """Devices that a row is sharded over."""
+    """Devices that a sequence is sharded over."""
     length: int = 131_072
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
     """Of the documents' lengths."""
     masks: str = "window and global"
@@ -77,31 +77,33 @@ class ShardingArguments:
             raise ValueError(f"unknown distributions {sorted(unknown)}; expected some of {', '.join(DISTRIBUTIONS)}")
         if self.masks not in MASKS:
             raise ValueError(f"masks={self.masks!r} is not one of {', '.join(MASKS)}")
-        if self.rows < 1:
-            raise ValueError(f"rows={self.rows} must be at least 1")
+        if self.num_sequences < 1:
+            raise ValueError(f"num_sequences={self.num_sequences} must be at least 1")
         if self.length % _SMALL_TILE:
             raise ValueError(f"length={self.length} is not a multiple of {_SMALL_TILE}, a tile's side")
 
 
 @dataclass(frozen=True)
-class ShardedRow:
-    """One row and its sharding."""
+class MeasuredSharding:
+    """Measurements of one sequence's sharding."""
 
     imbalance: float
     """The greatest rank's cost divided by the mean, in the tiles of the sharding."""
     imbalance_small_tiles: float
     """The same in tiles of half their side."""
-    num_runs: int
-    """Runs of neighbouring tokens, over all ranks."""
+    num_spans: int
+    """Spans of neighbouring tokens, over all ranks."""
     parted: float
     """Share of the documents shorter than a chunk that lie on more than one rank."""
     seconds: float
 
 
-def random_row(length: int, draw: Callable[[np.random.Generator], float], rng: np.random.Generator) -> Row:
-    """A row of documents whose lengths are drawn; the last document is cut, and padding follows.
+def random_sequence(
+    length: int, draw: Callable[[np.random.Generator], float], rng: np.random.Generator
+) -> PackedSequence:
+    """A sequence of documents of random lengths; the last document is cut, and padding follows.
 
-    >>> ids, positions = random_row(6, lambda rng: 4, np.random.default_rng())
+    >>> ids, positions = random_sequence(6, lambda rng: 4, np.random.default_rng())
     >>> ids.tolist(), positions.tolist()
     ([2, 2, 2, 2, 1, 1], [0, 1, 2, 3, 0, 1])
     """
@@ -115,9 +117,9 @@ def random_row(length: int, draw: Callable[[np.random.Generator], float], rng: n
     return np.pad(ids, (0, padding)), np.pad(positions, (0, padding))
 
 
-def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
-    """Shards a row, and measures the result."""
-    ids, positions = row
+def measure_sharding(sequence: PackedSequence, masks: dict[Mask, float], num_ranks: int) -> MeasuredSharding:
+    """Shards a sequence, and measures the result."""
+    ids, positions = sequence
     begun = time.perf_counter()
     token_order = shard_sequence("balanced", len(ids), num_ranks, masks=masks, segment_ids=ids, positions=positions)
     seconds = time.perf_counter() - begun
@@ -127,10 +129,10 @@ def shard_row(row: Row, masks: dict[Mask, float], num_ranks: int) -> ShardedRow:
         costs = chunk_costs(masks, len(ids), side, segment_ids=ids, positions=positions)
         return imbalance(costs[token_order[::side] // side].reshape(num_ranks, -1))
 
-    return ShardedRow(
+    return MeasuredSharding(
         imbalance_of(chunk_size),
         imbalance_of(min(_SMALL_TILE, chunk_size)),
-        num_runs=sum(1 + int((np.diff(of_rank) != 1).sum()) for of_rank in token_order.reshape(num_ranks, -1)),
+        num_spans=sum(1 + int((np.diff(rank_tokens) != 1).sum()) for rank_tokens in token_order.reshape(num_ranks, -1)),
         parted=_parted(ids, token_order, num_ranks),
         seconds=seconds,
     )
@@ -150,25 +152,25 @@ def measure(arguments: ShardingArguments) -> Iterator[dict[str, Any]]:
     """A result for each distribution and number of ranks, of JSON's types."""
     rng, masks = np.random.default_rng(arguments.seed), MASKS[arguments.masks]
     for distribution in arguments.distributions:
-        sharded: dict[int, list[ShardedRow]] = collections.defaultdict(list)
-        for _ in range(arguments.rows):
-            row = random_row(arguments.length, DISTRIBUTIONS[distribution], rng)
+        sharded: dict[int, list[MeasuredSharding]] = collections.defaultdict(list)
+        for _ in range(arguments.num_sequences):
+            sequence = random_sequence(arguments.length, DISTRIBUTIONS[distribution], rng)
             for num_ranks in arguments.ranks:
-                sharded[num_ranks].append(shard_row(row, masks, num_ranks))
-        for num_ranks, rows in sharded.items():
+                sharded[num_ranks].append(measure_sharding(sequence, masks, num_ranks))
+        for num_ranks, measured in sharded.items():
             yield {
                 "distribution": distribution,
                 "masks": arguments.masks,
                 "length": arguments.length,
                 "num_ranks": num_ranks,
-                "num_rows": len(rows),
-                "imbalance_mean": statistics.mean(each.imbalance for each in rows),
-                "imbalance_max": max(each.imbalance for each in rows),
-                "imbalance_small_tiles_mean": statistics.mean(each.imbalance_small_tiles for each in rows),
-                "imbalance_small_tiles_max": max(each.imbalance_small_tiles for each in rows),
-                "num_runs_median": statistics.median(each.num_runs for each in rows),
-                "short_documents_parted": statistics.mean(each.parted for each in rows),
-                "seconds_median": statistics.median(each.seconds for each in rows),
+                "num_sequences": len(measured),
+                "imbalance_mean": statistics.mean(each.imbalance for each in measured),
+                "imbalance_max": max(each.imbalance for each in measured),
+                "imbalance_small_tiles_mean": statistics.mean(each.imbalance_small_tiles for each in measured),
+                "imbalance_small_tiles_max": max(each.imbalance_small_tiles for each in measured),
+                "num_spans_median": statistics.median(each.num_spans for each in measured),
+                "short_documents_parted": statistics.mean(each.parted for each in measured),
+                "seconds_median": statistics.median(each.seconds for each in measured),
             }
 
 
@@ -181,8 +183,10 @@ def main(arguments: ShardingArguments) -> None:
         **installed_versions(("numpy",)),
         "date": datetime.date.today().isoformat(),
     }
-    columns = ("documents", "ranks", "greatest ÷ mean", "worst", "small tiles", "worst", "runs", "parted", "ms")
-    table = Table(*columns, title=f"{arguments.rows} rows each of {arguments.length:,} tokens, {arguments.masks}")
+    columns = ("documents", "ranks", "greatest ÷ mean", "worst", "small tiles", "worst", "spans", "parted", "ms")
+    table = Table(
+        *columns, title=f"{arguments.num_sequences} sequences each of {arguments.length:,} tokens, {arguments.masks}"
+    )
     for result in measure(arguments):
         table.add_row(
             result["distribution"],
@@ -191,7 +195,7 @@ def main(arguments: ShardingArguments) -> None:
             f"{result['imbalance_max']:.4f}",
             f"{result['imbalance_small_tiles_mean']:.4f}",
             f"{result['imbalance_small_tiles_max']:.4f}",
-            f"{result['num_runs_median']:,.0f}",
+            f"{result['num_spans_median']:,.0f}",
             f"{result['short_documents_parted']:.1%}",
             f"{1e3 * result['seconds_median']:.1f}",
         )

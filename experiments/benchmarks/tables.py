@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.benchmarks.attention.speed_table import REPOSITORY, latest_rows, read_rows, short_title, speed_cells
 from experiments.benchmarks.command_line import read_arguments
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 from trainer.terminal.units import format_seconds
 
 Row = dict[str, Any]

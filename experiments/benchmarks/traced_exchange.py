@@ -1,4 +1,4 @@
-"""What an exchange of keys takes, from a profiler trace: bytes received, and the seconds in which no kernel attends."""
+"""The cost of an exchange of keys, from a profiler trace: bytes received, and seconds in which no kernel attends."""
 
 from __future__ import annotations
 

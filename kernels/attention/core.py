@@ -29,7 +29,7 @@ from kernels.backends import Backend
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 
 if TYPE_CHECKING:
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 
 class Halves(NamedTuple):

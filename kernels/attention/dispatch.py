@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, o
 import jax
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.attention.core import attend
-from kernels.backends import TABLES, Backend, Task, find_backend
-from kernels.call import AttentionCall, make_call
-from kernels.instead import OF_MASKS, instead_of
+from kernels.backends import TABLES, Backend, Call, Task, find_backend
+from kernels.call import make_call
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
-    from kernels.decode.call import DecodeCall
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 _log_once = functools.lru_cache(maxsize=256)(logging.getLogger(__name__).info)
 
@@ -130,16 +129,16 @@ def dot_product_attention(
       query, key, value: one floating dtype; N a multiple of K (GQA, MQA). Any lengths.
       mask: which pairs may attend (`kernels.masks`); None allows all. Static under `jax.jit`.
       query_segment_ids, key_value_segment_ids: integers `[B, T]` and `[B, S]`; only equal ids attend. Ids beyond int32
-        (hashes) are numbered anew. But `jnp.asarray` and `jax.jit` cut NumPy's 64-bit integers before they get here,
-        unless `jax_enable_x64` is set.
+        (hashes) are numbered anew if they are NumPy's, and refused if they are traced. But `jnp.asarray` and `jax.jit`
+        cut NumPy's 64-bit integers before they get here, unless `jax_enable_x64` is set.
       query_positions, key_value_positions: where each token stands, `[B, T]` or `[T]`; the mask is
         evaluated on these. Default: `arange`. Given ones are traced, and tiles are then classified on the
         device from their lowest and highest positions. From −2³⁰ to 2³¹ − 1.
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap) (Gemma 2); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value (arXiv:2309.17453).
-      implementation: name of a backend, or a tuning object (`kernels.tuning`), which also says how it runs; None for
-        the fastest that serves the call on this device.
+      implementation: name of a backend, or a tuning object (`kernels.backends.tuning`), which also says how it runs;
+        None for the fastest that serves the call on this device.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default: of a mesh, or
         of a topology that isn't attached (`jax.experimental.topologies`).
       return_lse: also return the log of the softmax's denominator (sinks included), `[B, T, N]`: float32, or float64
@@ -182,7 +181,7 @@ def dot_product_attention(
     return (output, lse) if return_lse else output
 
 
-def choose_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None) -> tuple[Backend, Any]:
+def choose_backend(call: Call, implementation: str | Tuning | None) -> tuple[Backend, Any]:
     """The backend of a call and the tuning object given for it. Faster backends passed over are logged once."""
     selection = select_backend(call, implementation)
     for name, reason in selection.passed_over:
@@ -190,7 +189,7 @@ def choose_backend(call: AttentionCall | DecodeCall, implementation: str | Tunin
     return find_backend(selection.name, call.task), None if isinstance(implementation, str) else implementation
 
 
-def select_backend(call: AttentionCall | DecodeCall, implementation: str | Tuning | None = None) -> Selection:
+def select_backend(call: Call, implementation: str | Tuning | None = None) -> Selection:
     """The backend that a call gets.
 
     Args:

@@ -18,7 +18,7 @@ from kernels.backends.triton.tiles import Matrices, Strided
 from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, make_call
 from kernels.masks import Mask
-from kernels.varying import CHECK_VMA_REASON
+from kernels.tracing.mesh_axes import CHECK_VMA_REASON
 
 
 def attend_fused_qkv(

@@ -9,20 +9,50 @@ import difflib
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
+
+import numpy as np
 
 from flax_longcontext import require_ours
-from kernels.varying import CHECK_VMA_REASON
-
-if TYPE_CHECKING:
-    from kernels.call import AttentionCall
-    from kernels.decode.call import DecodeCall
-    from kernels.tuning import Tuning
+from kernels.masks import Mask
+from kernels.tracing.mesh_axes import CHECK_VMA_REASON
+from kernels.tracing.target import Target
 
 # The distribution `kernels` on PyPI has a module of this name: installed over ours, it imports this folder for it.
 require_ours("kernels", importer=__name__)
 
 Task = Literal["attention", "decoding"]
+
+
+class Call(Protocol):
+    """The static description of a call, of either task, as far as the choice of a backend reads it."""
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def varying_axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def mask(self) -> Mask: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def value_dim(self) -> int: ...
+
+    @property
+    def scale(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +91,7 @@ class Backend:
         """Imports the backend."""
         return importlib.import_module(f"kernels.{self.module}")
 
-    def unsupported_reason(self, call: AttentionCall | DecodeCall, tuning: Tuning | None = None) -> str | None:
+    def unsupported_reason(self, call: Call, tuning: Any = None) -> str | None:
         """Why the backend can't serve a call, or None if it can."""
         interpreted = getattr(tuning, "interpret", False)
         if call.target.platform not in self.platforms and not interpreted:
@@ -70,7 +100,7 @@ class Backend:
             return CHECK_VMA_REASON
         return self.load().unsupported_reason(call, tuning)
 
-    def passed_over_reason(self, call: AttentionCall | DecodeCall) -> str | None:
+    def passed_over_reason(self, call: Call) -> str | None:
         """Why `implementation=None` doesn't choose the backend for a call, or None if it may."""
         reason = self.unsupported_reason(call)
         return self.load().slower_reason(call) if reason is None and self.may_be_slower else reason

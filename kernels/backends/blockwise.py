@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels.backends.softmax import MASKED, RunningSoftmax, matmul, soft_capped
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.plan import Row, Rows, make_rows
-from kernels.softmax import MASKED, RunningSoftmax, matmul, soft_capped
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 
 @dataclass(frozen=True)

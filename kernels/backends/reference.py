@@ -62,7 +62,7 @@ _finite_part.defjvps(lambda tangent, result, value: tangent)
 
 
 def _allowed(inputs: AttentionInputs, call: AttentionCall):
-    """Whether each pair may attend, broadcastable to `[B, N, T, S]`."""
+    """True for each pair that may attend, broadcastable to `[B, N, T, S]`."""
     if inputs.query_positions is not None and inputs.key_value_positions is not None:
         q_pos, kv_pos = inputs.query_positions[:, :, None], inputs.key_value_positions[:, None, :]
     else:

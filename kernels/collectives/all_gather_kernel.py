@@ -24,10 +24,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.collectives.gpu_peers import GpuPeers
 from kernels.collectives.token_tiles import TokenTiles
-from kernels.persistent_matmul import (
+from kernels.hopper.persistent_matmul import (
     BLOCK_DEPTH,
     NUM_CONSUMERS,
     STORED_COLUMNS,
@@ -38,6 +37,7 @@ from kernels.persistent_matmul import (
     store_columns,
     tile_columns,
 )
+from kernels.hopper.registers import WGMMA_ROWS
 
 
 def num_joined(features: Sequence[int]) -> int:

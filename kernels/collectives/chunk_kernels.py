@@ -21,11 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels.backends.mosaic_gpu.machine import begin_kernel
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.collectives.gpu_peers import GpuPeers
-from kernels.number_types import types_of_32_bits
-from kernels.persistent_matmul import div_rem
+from kernels.hopper.begin_kernel import begin_kernel
+from kernels.hopper.persistent_matmul import div_rem
+from kernels.tracing.number_types import types_of_32_bits
 
 # Lines of a tile, and stages of shared memory: for two arrays 96 KiB, and 80 KiB, or 112 KiB of four GPUs.
 _GATHER_LINES, _GATHER_STAGES = TILE_LINES, 3

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels.collectives.chunk_tiles import LINE, TILE_LINES
-from kernels.slice_fusion import without_slice_fusion
+from kernels.tracing.slice_fusion import without_slice_fusion
 
 _TILE = TILE_LINES * LINE
 

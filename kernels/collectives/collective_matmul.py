@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from kernels.collectives import peer_memory
-from kernels.slice_fusion import without_slice_fusion
-from kernels.target import Target
+from kernels.tracing.slice_fusion import without_slice_fusion
+from kernels.tracing.target import Target
 
 Collectives = Literal["mosaic_gpu", "xla"]
 """mosaic_gpu: kernels in which GPUs write to each other's memory. xla: XLA's collectives, everywhere."""

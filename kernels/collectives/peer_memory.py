@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from kernels.mesh import manual_axes
+from kernels.tracing.mesh_axes import manual_axes
 
 MOST_RANKS = 4
 """GPUs that the kernels serve. Two and four have run them; the buffers of chunks have no room for more."""

@@ -21,10 +21,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_matrix
 from kernels.collectives.gpu_peers import GpuPeers
 from kernels.collectives.token_tiles import TokenTiles
-from kernels.persistent_matmul import (
+from kernels.hopper.persistent_matmul import (
     NUM_CONSUMERS,
     STORED_COLUMNS,
     Phase,
@@ -35,6 +34,7 @@ from kernels.persistent_matmul import (
     store_parts,
     tile_columns,
 )
+from kernels.hopper.registers import WGMMA_ROWS, load_matrix
 
 
 def peer_matmul_reduce_scatter(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 
-from kernels.persistent_matmul import BLOCK_DEPTH, BLOCK_ROWS, TileOperands, div_rem, place_tile
+from kernels.hopper.persistent_matmul import BLOCK_DEPTH, BLOCK_ROWS, TileOperands, div_rem, place_tile
 
 
 class TokenTiles(NamedTuple):

@@ -26,7 +26,7 @@ from kernels.context.split import Split
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 
 class _OnMesh(NamedTuple):

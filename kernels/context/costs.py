@@ -20,7 +20,7 @@ from kernels.context.sequence_sharding import chunk_costs, default_chunk_size, i
 from kernels.context.split import Split
 from kernels.masks import Mask
 from kernels.plan import count_allowed_pairs
-from kernels.target import Target
+from kernels.tracing.target import Target
 
 Exchange = Literal["all_gather", "peer", "halo", "ring", "all_to_all"]
 """gather: the keys that any rank needs to all ranks. peer: a few GPUs read what they need from each other's memory.

@@ -14,7 +14,7 @@ from kernels.context.costs import Exchange, ExchangeCost, exchange_cost
 from kernels.context.split import Split
 
 if TYPE_CHECKING:
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
 

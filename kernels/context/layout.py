@@ -22,7 +22,7 @@ from kernels.collectives import peer_memory
 from kernels.context.sequence_sharding import SequenceSharding, check_sequence_sharding
 from kernels.context.split import Split
 from kernels.masks import Mask
-from kernels.mesh import manual_axes, spec_without
+from kernels.tracing.mesh_axes import manual_axes, spec_without
 
 
 class MeshLayout(NamedTuple):

@@ -14,7 +14,7 @@ from kernels.context.split import UNKNOWN_DEVICES, Split
 from kernels.masks import Mask
 
 if TYPE_CHECKING:
-    from kernels.tuning import Tuning
+    from kernels.backends.tuning import Tuning
 
 
 class ContextPlan(NamedTuple):

@@ -3,6 +3,6 @@
 from kernels.decode.attention import decode_attention
 from kernels.decode.slab import SlabCache, slab_capacity
 from kernels.decode.tokens import CacheFull
-from kernels.decode.unified import CellTable, UnifiedCache
+from kernels.decode.unified import SlotTable, UnifiedCache
 
-__all__ = ["CacheFull", "CellTable", "SlabCache", "UnifiedCache", "decode_attention", "slab_capacity"]
+__all__ = ["CacheFull", "SlabCache", "SlotTable", "UnifiedCache", "decode_attention", "slab_capacity"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.instead import OF_MASKS, instead_of
 from kernels.attention.dispatch import LogitsOptions, choose_backend
+from kernels.backends.tuning import Tuning
 from kernels.decode.call import Cache, make_decode_call
-from kernels.instead import OF_MASKS, instead_of
 from kernels.masks import Mask
-
-if TYPE_CHECKING:
-    from kernels.tuning import Tuning
 
 
 class NewTokens(LogitsOptions, total=False):
@@ -57,8 +55,8 @@ def decode_attention(
     """Attention of a few new tokens of each sequence to a key/value cache that holds them and those before them.
 
     Equals `dot_product_attention` on each whole sequence, at its last tokens. Write the new tokens first: a query sees
-    its own token only in the cache. Blocks of cells that hold nothing which a sequence may see are not read. Forward
-    only. NaN and infinities come out as they do from `dot_product_attention`; those in cells that none of a sequence's
+    its own token only in the cache. Blocks of slots that hold nothing which a sequence may see are not read. Forward
+    only. NaN and infinities come out as they do from `dot_product_attention`; those in slots that none of a sequence's
     queries may see don't reach it.
 
     Args:
@@ -73,7 +71,7 @@ def decode_attention(
       scale: multiplies the logits; default 1/√H. A finite number that isn't traced, like the soft cap.
       logits_soft_cap: bounds the logits to ±cap by cap·tanh(logits/cap); positive.
       sinks: one logit per query head that takes part in the softmax but adds no value.
-      implementation: "dense" (any device; every cell is read, which GPUs do faster where the cache is small), "triton"
+      implementation: "dense" (any device; every slot is read, which GPUs do faster where the cache is small), "triton"
         (NVIDIA GPUs), "blockwise" (any device), a `TritonDecodeTuning`, or None for the fastest that serves the call.
       device: one of the devices that the call will be compiled for, when that isn't JAX's default.
       return_lse: also return the log of the softmax's denominator (sinks included), `[B, T, N]`: float32, or float64

@@ -1,7 +1,7 @@
-"""Which blocks of a cache a decoding step reads: a plan of one row for each sequence, whose tiles are blocks.
+"""Which blocks of a cache a decoding step reads: a plan with one row for each sequence; its tiles are blocks.
 
 `kernels.plan` finds a tile's lowest and highest position from its tokens. A cache keeps those of each block from step
-to step, and which sequences see some or all of its cells, so that planning reads no cell.
+to step, and which sequences see some or all of its slots, so that planning reads no slot.
 
 Dimensions: B sequences of a call, T new tokens of each, J blocks.
 """
@@ -20,12 +20,12 @@ DEFAULT_BLOCK_SIZE = 128
 
 
 class BlockSummary(NamedTuple):
-    """What each sequence finds in each block of its cache.
+    """A summary of each block of a cache, for each sequence.
 
     Attributes:
-      lowest, highest: bounds of the positions that cells of the block hold; anything where no cell is seen.
-      some: whether the sequence may see a cell.
-      every: whether it sees all of the block's cells.
+      lowest, highest: bounds of the positions that slots of the block hold; anything where no slot is seen.
+      some: whether the sequence may see a slot.
+      every: whether it sees all of the block's slots.
     """
 
     lowest: Int[Array, "B J"]
@@ -34,10 +34,10 @@ class BlockSummary(NamedTuple):
     every: Bool[Array, "B J"]
 
 
-def block_kinds(mask: Mask, query_positions: Int[Array, "B T"], summary: BlockSummary) -> Int[Array, "B J"]:
+def block_tile_kinds(mask: Mask, query_positions: Int[Array, "B T"], summary: BlockSummary) -> Int[Array, "B J"]:
     """The `TileKind` of each block, for all of a sequence's queries and heads together."""
     q_lo, q_hi = query_positions.min(-1, keepdims=True), query_positions.max(-1, keepdims=True)
-    kinds = mask.classify(q_lo, q_hi, summary.lowest, summary.highest)
+    tile_kinds = mask.classify(q_lo, q_hi, summary.lowest, summary.highest)
     if mask.num_heads is not None:
-        kinds = tile_kind((kinds != TileKind.EMPTY).any(0), (kinds == TileKind.FULL).all(0))
-    return kleene_and(jnp.broadcast_to(kinds, summary.some.shape), tile_kind(summary.some, summary.every))
+        tile_kinds = tile_kind((tile_kinds != TileKind.EMPTY).any(0), (tile_kinds == TileKind.FULL).all(0))
+    return kleene_and(jnp.broadcast_to(tile_kinds, summary.some.shape), tile_kind(summary.some, summary.every))

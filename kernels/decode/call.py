@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 from kernels.call import checked_mask, checked_positions, checked_sinks
 from kernels.decode.slab import SlabCache
-from kernels.decode.tokens import of_sequences, sequences_of_batch
+from kernels.decode.tokens import sequences_of_batch, take_sequences
 from kernels.decode.unified import UnifiedCache
 from kernels.masks import Mask
-from kernels.number_types import at_least_float32
-from kernels.static_numbers import checked_scale, checked_soft_cap
-from kernels.target import Target
-from kernels.varying import vary, varying_axes
+from kernels.tracing.mesh_axes import vary, varying_axes
+from kernels.tracing.number_types import at_least_float32
+from kernels.tracing.target import Target
 
 Cache = SlabCache | UnifiedCache
 OutputAndLse = tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]
@@ -41,7 +41,7 @@ class DecodeInputs(NamedTuple):
 class DecodeCall(NamedTuple):
     """The static description: hashable, all that the choice of a backend looks at.
 
-    Each sequence may look at `num_blocks` blocks, of `num_cells` cells in all: those of its own slab, or with
+    Each sequence may look at `num_blocks` blocks, of `num_slots` slots in all: those of its own slab, or with
     `one_slab` those that all sequences share.
     """
 
@@ -57,7 +57,7 @@ class DecodeCall(NamedTuple):
     logits_soft_cap: float | None
     block_size: int
     num_blocks: int
-    num_cells: int
+    num_slots: int
     one_slab: bool
     target: Target
     varying_axes: tuple[str, ...] = ()
@@ -107,7 +107,9 @@ def make_decode_call(
     sinks = checked_sinks(sinks, num_heads)
     chosen = sequences_of_batch(sequences, batch, cache.num_sequences)
     if query_positions is None:
-        query_positions = of_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+        query_positions = (
+            take_sequences(cache.lengths, chosen)[:, None] - num_new + jnp.arange(num_new, dtype=jnp.int32)
+        )
     else:
         query_positions = checked_positions("query_positions", query_positions, batch, num_new)
     inputs = DecodeInputs(query, cache, chosen, query_positions, sinks)
@@ -125,7 +127,7 @@ def make_decode_call(
         logits_soft_cap=logits_soft_cap,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        num_cells=cache.capacity,
+        num_slots=cache.capacity,
         one_slab=isinstance(cache, UnifiedCache),
         target=Target.of(device),
         varying_axes=axes,

@@ -3,7 +3,7 @@
 A query tile holds the rows that read one key/value head, so that its keys and values are read once for all of them.
 
 Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
-R = G·T rows of a query tile, c cells, H and V head dims of key and value.
+R = G·T rows of a query tile, c slots, H and V head dims of key and value.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels.backends.softmax import MASKED, RunningSoftmax, soft_capped
 from kernels.decode.call import DecodeCall, OutputAndLse
-from kernels.softmax import MASKED, RunningSoftmax, soft_capped
 
 
 def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array, "B K R H"]:
@@ -24,7 +24,7 @@ def query_tiles(query: Float[Array, "B T N H"], call: DecodeCall) -> Float[Array
 def allowed_pairs(
     query_positions: Int[Array, "B T"], position: Int[Array, "#B c"], seen: Bool[Array, "B c"], call: DecodeCall
 ) -> Bool[Array, "B K R c"]:
-    """Which cells each row of each query tile may attend to."""
+    """Which slots each row of each query tile may attend to."""
     allowed = call.mask(query_positions[:, :, None], position[:, None, :])
     # A per-head mask answers [N, B, T, c], any other [B, T, c].
     by_head = jnp.moveaxis(allowed, 0, 1) if allowed.ndim == 4 else allowed[:, None]

@@ -1,6 +1,6 @@
-"""A key/value cache with one slab of cells per sequence.
+"""A key/value cache with one slab of slots per sequence.
 
-Dimensions: Z sequences of the cache, S cells of each, B batch of a call (each element one sequence), T new tokens of
+Dimensions: Z sequences of the cache, S slots of each, B batch of a call (each element one sequence), T new tokens of
 each, K key/value heads, H and V head dims of key and value, J blocks.
 """
 
@@ -19,12 +19,12 @@ from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
     checked_key_value,
-    empty_cells,
+    empty_slots,
     growth_on_host,
     numbered,
-    of_sequences,
     sequence_numbers,
     sequences_of_batch,
+    take_sequences,
     token_counts,
 )
 from kernels.masks import Mask, require_mask
@@ -33,16 +33,16 @@ from kernels.masks import Mask, require_mask
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SlabCache:
-    """Keys and values of some sequences, each in cells of its own.
+    """Keys and values of some sequences, each in slots of its own.
 
-    The token at position p of a sequence lies in its cell p % S. A slab is thus a ring: a sequence longer than its slab
+    The token at position p of a sequence lies in its slot p % S. A slab is thus a ring: a sequence longer than its slab
     keeps its last S tokens, all that a local layer needs. Make one with `SlabCache.empty`. Every method returns a new
     cache; under `jax.jit` with the old one donated, it is updated in place.
 
     Attributes:
-      key, value: the cells.
+      key, value: the slots.
       lengths: number of tokens written so far: the position of the next one.
-      block_size: cells that a decoding step reads or skips together.
+      block_size: slots that a decoding step reads or skips together.
     """
 
     key: Float[Array, "Z S K H"]
@@ -64,10 +64,10 @@ class SlabCache:
         """A cache without tokens.
 
         Args:
-          num_sequences, capacity: Z and S; `slab_capacity` says how many cells a mask needs.
+          num_sequences, capacity: Z and S; `slab_capacity` says how many slots a mask needs.
           num_kv_heads, head_dim, value_dim: K, H and V; V is H by default.
           dtype: of keys and values.
-          block_size: cells that are read or skipped together.
+          block_size: slots that are read or skipped together.
 
         Raises:
           ValueError: a size below 1.
@@ -78,22 +78,22 @@ class SlabCache:
         [1, 1]
         """
         check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
-        key, value = empty_cells((num_sequences, capacity), num_kv_heads, head_dim, value_dim, dtype)
+        key, value = empty_slots((num_sequences, capacity), num_kv_heads, head_dim, value_dim, dtype)
         return SlabCache(key, value, lengths=jnp.zeros(num_sequences, jnp.int32), block_size=int(block_size))
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that the cache has cells for."""
+        """Sequences that the cache has slots for."""
         return self.key.shape[0]
 
     @property
     def capacity(self) -> int:
-        """Cells of each sequence."""
+        """Slots of each sequence."""
         return self.key.shape[1]
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each sequence's cells; the last may be cut short."""
+        """Blocks of each sequence's slots; the last may be cut short."""
         return -(-self.capacity // self.block_size)
 
     def write(
@@ -116,7 +116,7 @@ class SlabCache:
           sequences: the sequence of each batch element, no two the same; by default element i is sequence i.
           num_tokens: how many of each element's tokens count, from the first; by default all. 0 leaves a sequence as it
             is.
-          from_start: the tokens take the place of what their sequences held.
+          from_start: the tokens replace those that their sequences held.
 
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, sequences that it hasn't, or counts of tokens that
@@ -125,7 +125,7 @@ class SlabCache:
         key, value = checked_key_value(self, key, value)
         batch, num_new, capacity = *key.shape[:2], self.capacity
         chosen = sequences_of_batch(sequences, batch, self.num_sequences, distinct=True)
-        before = of_sequences(self.lengths, chosen)
+        before = take_sequences(self.lengths, chosen)
         start = jnp.zeros_like(before) if from_start else before
         counts = token_counts(num_tokens, num_new, start)
         after = jnp.where(counts > 0, start + counts, before) if from_start else start + counts
@@ -133,15 +133,15 @@ class SlabCache:
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
         position = start[:, None] + token
         kept = (token < counts[:, None]) & (token >= counts[:, None] - capacity)
-        # Tokens that aren't kept go past the end, each to a cell of its own, since the cells are promised to differ.
-        cell = jnp.where(kept, position % capacity, capacity + token)
-        place = (numbered(chosen, self.num_sequences)[:, None], cell)
+        # Tokens that aren't kept go past the end, each to a slot of its own, since the slots are promised to differ.
+        slot = jnp.where(kept, position % capacity, capacity + token)
+        index = (numbered(chosen, self.num_sequences)[:, None], slot)
 
-        def put(cells, tokens):
+        def put(slots, tokens):
             if batch == num_new == 1 and chosen is None and num_tokens is None:
-                # It is kept. A scatter would read the cell first, in a kernel of its own, to write it back otherwise.
-                return jax.lax.dynamic_update_slice_in_dim(cells, tokens, start[0] % capacity, axis=1)
-            return cells.at[place].set(tokens, mode="drop", unique_indices=True)
+                # It is kept. A scatter would read the slot first, in a kernel of its own, to write it back otherwise.
+                return jax.lax.dynamic_update_slice_in_dim(slots, tokens, start[0] % capacity, axis=1)
+            return slots.at[index].set(tokens, mode="drop", unique_indices=True)
 
         return dataclasses.replace(
             self,
@@ -151,7 +151,7 @@ class SlabCache:
         )
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlabCache:
-        """Ends sequences: they hold no tokens, and others may start in their cells.
+        """Ends sequences: they hold no tokens, and others may start in their slots.
 
         Raises:
           ValueError: the cache hasn't one of them; traced numbers that it hasn't end nothing.
@@ -167,7 +167,7 @@ class SlabCache:
         tokens_per_step: int = 1,
         sequences: Sequence[int] | None = None,
     ) -> None:
-        """Checks, on the host, that sequences may grow without overwriting what a mask still allows them to see.
+        """Checks, on the host, that sequences may grow without overwriting tokens that a mask still allows them to see.
 
         Args:
           num_tokens: tokens that each sequence is to gain, one number or one for each.
@@ -187,50 +187,50 @@ class SlabCache:
             if needed > self.capacity:
                 raise CacheFull(
                     f"sequence {sequence} holds {length} tokens and is to gain {gain}, for which this mask needs "
-                    f"{needed} cells of its {self.capacity}; end the sequence, or make the cache with "
+                    f"{needed} slots of its {self.capacity}; end the sequence, or make the cache with "
                     f"capacity={needed}"
                 )
 
-    # What a decoding step asks of either form of cache.
+    # A decoding step calls these on either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
         """The summary of each sequence's blocks, in closed form from its length."""
         first = jnp.arange(self.num_blocks, dtype=jnp.int32)[None] * self.block_size
         last = jnp.minimum(first + self.block_size, self.capacity) - 1
-        length = of_sequences(self.lengths, sequences)[:, None]
-        newest = (length - 1) % self.capacity  # The cell of the newest token; the oldest lies behind it in a full ring.
-        first_position, last_position = (_position(cell, length, self.capacity) for cell in (first, last))
-        wraps = (first <= newest) & (newest < last)  # Positions fall from the newest cell to the next.
+        length = take_sequences(self.lengths, sequences)[:, None]
+        newest = (length - 1) % self.capacity  # The slot of the newest token; the oldest lies behind it in a full ring.
+        first_position, last_position = (_position(slot, length, self.capacity) for slot in (first, last))
+        wraps = (first <= newest) & (newest < last)  # Positions fall from the newest slot to the next.
         lowest = jnp.where(wraps & (length > self.capacity), length - self.capacity, first_position)
         highest = jnp.where(wraps, length - 1, last_position)
         whole = (last - first == self.block_size - 1) & (last < length)
         return BlockSummary(lowest, highest, some=first < length, every=whole)
 
-    def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    def slots(
+        self, sequences: Int[Array, " B"] | None, slots: Int[Array, "B c"] | None = None
     ) -> tuple[Int[Array, "B c"], Bool[Array, "B c"]]:
-        """Positions of some cells of each sequence, or of all, and whether they hold a token."""
-        cells = jnp.arange(self.capacity, dtype=jnp.int32)[None] if cells is None else cells
-        position = _position(cells, of_sequences(self.lengths, sequences)[:, None], self.capacity)
-        return position, (cells < self.capacity) & (position >= 0)
+        """Positions of some slots of each sequence, or of all, and whether they hold a token."""
+        slots = jnp.arange(self.capacity, dtype=jnp.int32)[None] if slots is None else slots
+        position = _position(slots, take_sequences(self.lengths, sequences)[:, None], self.capacity)
+        return position, (slots < self.capacity) & (position >= 0)
 
     def read(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+        self, sequences: Int[Array, " B"] | None, slots: Int[Array, "B c"] | None = None
     ) -> tuple[Float[Array, "B c K H"], Float[Array, "B c K V"]]:
-        """Keys and values of some cells of each sequence, or of all; anything for a cell past the end."""
-        if cells is None:
-            return of_sequences(self.key, sequences), of_sequences(self.value, sequences)
-        place = (numbered(sequences, self.num_sequences)[:, None], cells)
-        return self.key.at[place].get(mode="clip"), self.value.at[place].get(mode="clip")
+        """Keys and values of some slots of each sequence, or of all; anything for a slot past the end."""
+        if slots is None:
+            return take_sequences(self.key, sequences), take_sequences(self.value, sequences)
+        index = (numbered(sequences, self.num_sequences)[:, None], slots)
+        return self.key.at[index].get(mode="clip"), self.value.at[index].get(mode="clip")
 
 
-def _position(cell: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:
-    """The position that a cell holds: the highest below `length` that belongs there; negative if none does."""
-    return length - 1 - (length - 1 - cell) % capacity
+def _position(slot: Int[Array, "B c"], length: Int[Array, "B 1"], capacity: int) -> Int[Array, "B c"]:
+    """The position that a slot holds: the highest below `length` that belongs there; negative if none does."""
+    return length - 1 - (length - 1 - slot) % capacity
 
 
 def slab_capacity(mask: Mask | None, max_length: int, tokens_per_step: int = 1) -> int:
-    """Cells of a sequence's slab that keep all that a mask allows to be seen.
+    """Number of slots of a slab that keep all tokens which a mask allows a query to see.
 
     Args:
       mask: of the attention over the cache; None allows all.

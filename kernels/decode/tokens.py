@@ -1,7 +1,8 @@
-"""What both forms of cache share: empty cells, and checks of the sequences, counts and tokens that callers give.
+"""Shared by both forms of cache: empty slots, and checks of the sequences, counts and tokens that callers give.
 
-Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or what they name is
-left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists aren't.
+Numbers that the host knows are refused if they don't fit. Traced ones can't be: they are clamped, or the sequences that
+they name are left out. Numbers in a JAX array are read from the device to be checked; those in NumPy arrays and lists
+aren't.
 
 Dimensions: Z sequences of a cache, B batch, T new tokens of each batch element, K key/value heads, H and V head dims.
 """
@@ -36,7 +37,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether the host doesn't know the numbers yet."""
+    """True if some number is traced: the host doesn't know it yet."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
@@ -86,10 +87,10 @@ def sequence_numbers(sequences: Any, num_sequences: int, *, distinct: bool = Fal
             raise ValueError(f"sequences {numbers.tolist()} must differ; give a sequence's tokens in one batch element")
         return jnp.asarray(numbers.astype(np.int32))
     known = (numbers >= 0) & (numbers < num_sequences)
-    place = jnp.arange(len(numbers), dtype=jnp.int32)
+    index = jnp.arange(len(numbers), dtype=jnp.int32)
     if distinct:
-        known &= ~((numbers[:, None] == numbers) & (place < place[:, None])).any(-1)
-    return jnp.where(known, numbers, num_sequences + place)
+        known &= ~((numbers[:, None] == numbers) & (index < index[:, None])).any(-1)
+    return jnp.where(known, numbers, num_sequences + index)
 
 
 def sequences_of_batch(
@@ -105,8 +106,8 @@ def sequences_of_batch(
     return None
 
 
-def of_sequences(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
-    """What belongs to each batch element's sequence; zeros for a number past the end."""
+def take_sequences(by_sequence: Shaped[Array, "Z ..."], sequences: Int[Array, " B"] | None) -> Shaped[Array, "B ..."]:
+    """The entries of each batch element's sequence; zeros for a number past the end."""
     return by_sequence if sequences is None else by_sequence.at[sequences].get(mode="fill", fill_value=0)
 
 
@@ -116,10 +117,10 @@ def numbered(sequences: Int[Array, " B"] | None, num_sequences: int) -> Int[Arra
     return jnp.asarray(np.arange(num_sequences, dtype=np.int32)) if sequences is None else sequences
 
 
-def empty_cells(
+def empty_slots(
     shape: tuple[int, ...], num_kv_heads: int, head_dim: int, value_dim: int | None, dtype: DTypeLike
 ) -> tuple[Float[Array, "... K H"], Float[Array, "... K V"]]:
-    """Keys and values of cells without tokens; V is H by default."""
+    """Keys and values of slots without tokens; V is H by default."""
     value_dim = head_dim if value_dim is None else value_dim
     check_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim)
     if jnp.dtype(dtype) not in FLOATING_DTYPES:
@@ -128,18 +129,18 @@ def empty_cells(
 
 
 def checked_key_value(cache, key: Any, value: Any) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K V"]]:
-    """New keys and values as arrays; ValueError for those that don't fit the cells of a cache."""
+    """New keys and values as arrays; ValueError for those that don't fit the slots of a cache."""
     key, value = jnp.asarray(key), jnp.asarray(value)
-    for name, tokens, cells in (("key", key, cache.key), ("value", value, cache.value)):
+    for name, tokens, slots in (("key", key, cache.key), ("value", value, cache.value)):
         if 0 in tokens.shape[:2]:
             raise ValueError(f"{name} of shape {tokens.shape} holds no tokens; expected at least one")
-        if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != cells.shape[-2:]:
-            num_heads, head_dim = cells.shape[-2:]
+        if tokens.ndim != 4 or tokens.shape[:2] != key.shape[:2] or tokens.shape[2:] != slots.shape[-2:]:
+            num_heads, head_dim = slots.shape[-2:]
             raise ValueError(
                 f"{name} must be [batch, tokens, {num_heads}, {head_dim}] for this cache, got {tokens.shape}"
             )
-        if tokens.dtype != cells.dtype:
-            raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {cells.dtype}; cast it")
+        if tokens.dtype != slots.dtype:
+            raise ValueError(f"{name} is {tokens.dtype}, but the cache holds {slots.dtype}; cast it")
     return key, value
 
 

@@ -1,6 +1,6 @@
-"""A key/value cache whose cells many sequences share, and the table that says whose each cell is.
+"""A key/value cache whose slots many sequences share, and the table of the sequences that see each slot.
 
-Dimensions: Z sequences that a table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C cells, J blocks of cells,
+Dimensions: Z sequences that a table can tell apart, W = ⌈Z / 32⌉ words of a set of them, C slots, J blocks of slots,
 B batch of a call (each element one sequence), T new tokens of each, K key/value heads, H and V head dims of key and
 value.
 """
@@ -23,14 +23,14 @@ from kernels.decode.tokens import (
     CacheFull,
     check_sizes,
     checked_key_value,
-    empty_cells,
+    empty_slots,
     growth_on_host,
     integers,
     is_traced,
     numbered,
-    of_sequences,
     sequence_numbers,
     sequences_of_batch,
+    take_sequences,
     token_counts,
 )
 
@@ -41,7 +41,7 @@ _NO_LOWEST = np.iinfo(np.int32).max  # `lowest` of a block without tokens.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UnifiedCache:
-    """Keys and values of many sequences in one slab of cells, each of which knows which sequences see it.
+    """Keys and values of many sequences in one slab of slots, each of which knows which sequences see it.
 
     Sequences of any lengths share the memory. A prompt that several start with is kept once (`share`). A decoding step
     reads only the blocks that hold what a sequence may see. Make one with `UnifiedCache.empty`. Every method returns a
@@ -50,14 +50,14 @@ class UnifiedCache:
     The layers of a model share the table: allocate once for all (`table.allocate`), then `store` in each layer.
 
     Attributes:
-      key, value: the cells.
-      table: whose they are.
+      key, value: the slots.
+      table: the sequences that see each slot.
       num_sequences, capacity, lengths, block_size, num_blocks: those of the table.
     """
 
     key: Float[Array, "C K H"]
     value: Float[Array, "C K V"]
-    table: CellTable
+    table: SlotTable
 
     @staticmethod
     def empty(
@@ -75,10 +75,10 @@ class UnifiedCache:
         Args:
           num_sequences: Z; the most that can be alive at once.
           capacity: C, for all sequences together, a multiple of `block_size`. Each sequence leaves up to
-            `block_size` − 1 cells of its newest block unused.
+            `block_size` − 1 slots of its newest block unused.
           num_kv_heads, head_dim, value_dim: K, H and V; V is H by default.
           dtype: of keys and values.
-          block_size: cells that are given out, read and skipped together.
+          block_size: slots that are given out, read and skipped together.
 
         Raises:
           ValueError: a size below 1, or a capacity that isn't whole blocks.
@@ -89,8 +89,8 @@ class UnifiedCache:
         >>> cache.table.lengths.tolist()
         [0, 0, 0, 0, 0, 100, 80, 0]
         """
-        table = CellTable.empty(num_sequences, capacity, block_size=block_size)
-        return UnifiedCache(*empty_cells((capacity,), num_kv_heads, head_dim, value_dim, dtype), table)
+        table = SlotTable.empty(num_sequences, capacity, block_size=block_size)
+        return UnifiedCache(*empty_slots((capacity,), num_kv_heads, head_dim, value_dim, dtype), table)
 
     @property
     def num_sequences(self) -> int:
@@ -98,7 +98,7 @@ class UnifiedCache:
 
     @property
     def capacity(self) -> int:
-        """Cells of all sequences together."""
+        """Slots of all sequences together."""
         return self.table.capacity
 
     @property
@@ -128,32 +128,32 @@ class UnifiedCache:
         """
         key, value = checked_key_value(self, key, value)
         chosen = sequences_of_batch(sequences, key.shape[0], self.num_sequences, distinct=True)
-        table, cells = self.table.allocate_to(chosen, key.shape[1], num_tokens)
-        return self.store(table, cells, key, value)
+        table, slots = self.table.allocate_to(chosen, key.shape[1], num_tokens)
+        return self.store(table, slots, key, value)
 
     def store(
-        self, table: CellTable, cells: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K V"]
+        self, table: SlotTable, slots: Int[Array, "B T"], key: Float[Array, "B T K H"], value: Float[Array, "B T K V"]
     ) -> UnifiedCache:
-        """Puts tokens into cells that `table.allocate` gave: the part of `write` that differs between layers.
+        """Puts tokens into slots that `table.allocate` gave: the part of `write` that differs between layers.
 
         Args:
-          table, cells: what `table.allocate` returned, as they are.
+          table, slots: what `table.allocate` returned, as they are.
           key, value: of the new tokens.
 
         Raises:
           ValueError: shapes or dtypes that don't fit the cache, or a table of another size.
         """
         key, value = checked_key_value(self, key, value)
-        places = integers("cells", cells)
-        if table.capacity != self.capacity or places.shape != key.shape[:2]:
+        indices = integers("slots", slots)
+        if table.capacity != self.capacity or indices.shape != key.shape[:2]:
             raise ValueError(
-                f"cells {list(places.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
-                f"and {self.capacity} cells; give what the cache's own table.allocate returned"
+                f"slots {list(indices.shape)} of a table of {table.capacity} don't fit {list(key.shape[:2])} tokens "
+                f"and {self.capacity} slots; give what the cache's own table.allocate returned"
             )
-        places = places.astype(jnp.int32)
-        # What no table gives, a negative cell, is left out as one past the end is; it doesn't count from the end.
+        indices = indices.astype(jnp.int32)
+        # No table gives a negative slot. It is left out like one past the end, and doesn't count from the end.
         how: dict[str, Any] = {"mode": "drop", "unique_indices": True, "wrap_negative_indices": False}
-        return UnifiedCache(self.key.at[places].set(key, **how), self.value.at[places].set(value, **how), table)
+        return UnifiedCache(self.key.at[indices].set(key, **how), self.value.at[indices].set(value, **how), table)
 
     def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> UnifiedCache:
         """Ends sequences: they hold no tokens, and blocks that no other sequence sees are free.
@@ -170,8 +170,8 @@ class UnifiedCache:
         cache stays as it is where source and target are one sequence, or it hasn't one of them.
 
         Args:
-          source: the sequence whose tokens they are.
-          target: the sequence that starts with them, in place of what it held.
+          source: the sequence that holds the tokens.
+          target: the sequence that starts with them; the tokens that it held are dropped.
           num_tokens: how many, from the first; by default all.
 
         Raises:
@@ -189,60 +189,60 @@ class UnifiedCache:
         """
         self.table.check_room(num_tokens, sequences=sequences)
 
-    # What a decoding step asks of either form of cache.
+    # A decoding step calls these on either form of cache.
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """What each sequence finds in each block."""
+        """The summary of each sequence's blocks."""
         return self.table.blocks(sequences)
 
-    def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    def slots(
+        self, sequences: Int[Array, " B"] | None, slots: Int[Array, "B c"] | None = None
     ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
-        """Positions of some cells for each sequence, or of all, and whether it sees them."""
-        return self.table.cells(sequences, cells)
+        """Positions of some slots for each sequence, or of all, and whether it sees them."""
+        return self.table.slots(sequences, slots)
 
     def read(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+        self, sequences: Int[Array, " B"] | None, slots: Int[Array, "B c"] | None = None
     ) -> tuple[Float[Array, "#B c K H"], Float[Array, "#B c K V"]]:
-        """Keys and values of some cells for each sequence, or of all, which are the same for every one."""
-        return (self.key[None], self.value[None]) if cells is None else (self.key[cells], self.value[cells])
+        """Keys and values of some slots for each sequence, or of all, which are the same for every one."""
+        return (self.key[None], self.value[None]) if slots is None else (self.key[slots], self.value[slots])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CellTable:
-    """Whose each cell of a unified cache is, and at which position: one table serves all layers of a model.
+class SlotTable:
+    """The sequences that see each slot of a unified cache, and its position: one table serves all layers of a model.
 
-    Cells are given out in blocks: a sequence fills up its newest block, then takes the first free one. A block is free
-    again once no sequence sees any of its cells. All of this happens on the device, so that a step that writes can run
+    Slots are given out in blocks: a sequence fills up its newest block, then takes the first free one. A block is free
+    again once no sequence sees any of its slots. All of this happens on the device, so that a step that writes can run
     inside a compiled loop; `check_room` asks ahead, on the host, whether the tokens to come will fit.
 
     Attributes:
-      positions: of the token in each cell; −1 where there's none.
-      owners: the set of sequences that see each cell, as bits; none for an empty cell.
+      positions: of the token in each slot; −1 where there's none.
+      owners: the set of sequences that see each slot, as bits; none for an empty slot.
       lowest, highest: bounds of the positions in each block.
-      some_cell, every_cell: the sequences that see some cell of a block, and those that see all of its cells.
+      some_slot, every_slot: the sequences that see some slot of a block, and those that see all of its slots.
       lengths: tokens of each sequence so far: the position of its next one.
-      last_cells: cell of the newest token that a sequence wrote itself; −1 if there's none.
+      last_slots: slot of the newest token that a sequence wrote itself; −1 if there's none.
       num_dropped: tokens of each sequence for which there was no free block. They are lost, and `check_room` says so
         until the sequence ends.
-      block_size: cells of a block.
+      block_size: slots of a block.
     """
 
     positions: Int[Array, " C"]
     owners: UInt32[Array, "C W"]
     lowest: Int[Array, " J"]
     highest: Int[Array, " J"]
-    some_cell: UInt32[Array, "J W"]
-    every_cell: UInt32[Array, "J W"]
+    some_slot: UInt32[Array, "J W"]
+    every_slot: UInt32[Array, "J W"]
     lengths: Int[Array, " Z"]
-    last_cells: Int[Array, " Z"]
+    last_slots: Int[Array, " Z"]
     num_dropped: Int[Array, " Z"]
     block_size: int = field(metadata={"static": True})
 
     @staticmethod
-    def empty(num_sequences: int, capacity: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> CellTable:
-        """A table of empty cells. See `UnifiedCache.empty`."""
+    def empty(num_sequences: int, capacity: int, *, block_size: int = DEFAULT_BLOCK_SIZE) -> SlotTable:
+        """A table of empty slots. See `UnifiedCache.empty`."""
         check_sizes(num_sequences=num_sequences, capacity=capacity, block_size=block_size)
         if capacity % block_size:
             raise ValueError(
@@ -250,15 +250,15 @@ class CellTable:
                 f"use {-(-capacity // block_size) * block_size}"
             )
         num_blocks, num_words = capacity // block_size, -(-num_sequences // _WORD_BITS)
-        return CellTable(
+        return SlotTable(
             positions=jnp.full(capacity, -1, jnp.int32),
             owners=jnp.zeros((capacity, num_words), jnp.uint32),
             lowest=jnp.full(num_blocks, _NO_LOWEST, jnp.int32),
             highest=jnp.full(num_blocks, -1, jnp.int32),
-            some_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
-            every_cell=jnp.zeros((num_blocks, num_words), jnp.uint32),
+            some_slot=jnp.zeros((num_blocks, num_words), jnp.uint32),
+            every_slot=jnp.zeros((num_blocks, num_words), jnp.uint32),
             lengths=jnp.zeros(num_sequences, jnp.int32),
-            last_cells=jnp.full(num_sequences, -1, jnp.int32),
+            last_slots=jnp.full(num_sequences, -1, jnp.int32),
             num_dropped=jnp.zeros(num_sequences, jnp.int32),
             block_size=int(block_size),
         )
@@ -270,7 +270,7 @@ class CellTable:
 
     @property
     def capacity(self) -> int:
-        """Number of cells."""
+        """Number of slots."""
         return self.positions.shape[0]
 
     @property
@@ -280,11 +280,11 @@ class CellTable:
 
     def allocate(
         self, num_new: int, *, sequences: Int[Array, " B"] | None = None, num_tokens: Int[Array, " B"] | None = None
-    ) -> tuple[CellTable, Int[Array, "B T"]]:
-        """Gives cells to new tokens. See `UnifiedCache.write`.
+    ) -> tuple[SlotTable, Int[Array, "B T"]]:
+        """Gives slots to new tokens. See `UnifiedCache.write`.
 
         Returns:
-          The new table, and the cell of each token: one past the end for a token that doesn't count or found no room.
+          The new table, and the slot of each token: one past the end for a token that doesn't count or found no room.
 
         Raises:
           ValueError: `num_new` below 1, sequences that the table hasn't, or counts of tokens that aren't there.
@@ -295,58 +295,58 @@ class CellTable:
 
     def allocate_to(
         self, sequences: Int[Array, " B"] | None, num_new: int, num_tokens: Any
-    ) -> tuple[CellTable, Int[Array, "B T"]]:
+    ) -> tuple[SlotTable, Int[Array, "B T"]]:
         """As `allocate`, with sequence numbers that have been checked."""
-        length, last_cell = of_sequences(self.lengths, sequences), of_sequences(self.last_cells, sequences)
+        length, last_slot = take_sequences(self.lengths, sequences), take_sequences(self.last_slots, sequences)
         counts = token_counts(num_tokens, num_new, length)
         if sequences is not None:
             counts = jnp.where(sequences < self.num_sequences, counts, 0)
         size, capacity, no_block = self.block_size, self.capacity, self.num_blocks
 
         # Each sequence's blocks: first the one that it is filling up (full where there is none), then free ones.
-        num_used = last_cell % size + 1
+        num_used = last_slot % size + 1
         num_taken = (num_used + counts - 1) // size
         most_taken = (size + num_new - 1) // size
         rank = jnp.arange(most_taken, dtype=jnp.int32)[None]
         # The n-th free block comes after all blocks up to which there are fewer than n; past the end if n aren't free.
-        num_free_so_far = jnp.cumsum((self.some_cell == 0).all(-1), dtype=jnp.int32)
+        num_free_so_far = jnp.cumsum((self.some_slot == 0).all(-1), dtype=jnp.int32)
         nth = (jnp.cumsum(num_taken) - num_taken)[:, None] + rank + 1
         taken = (num_free_so_far < nth[..., None]).sum(-1, dtype=jnp.int32)
         taken = jnp.where(rank < num_taken[:, None], taken, no_block)
-        filling = jnp.where(last_cell < 0, no_block, last_cell // size)
+        filling = jnp.where(last_slot < 0, no_block, last_slot // size)
         blocks = jnp.concatenate([filling[:, None], taken], axis=1).astype(jnp.int32)
 
         token = jnp.arange(num_new, dtype=jnp.int32)[None]
-        place = num_used[:, None] + token
-        block = jnp.take_along_axis(blocks, place // size, axis=1)
+        offset = num_used[:, None] + token
+        block = jnp.take_along_axis(blocks, offset // size, axis=1)
         counted = token < counts[:, None]
         fits = counted & (block < no_block)
-        # The writes are cheap where all cells are promised to differ, so those past the end differ too.
-        past_end = capacity + jnp.arange(place.size, dtype=jnp.int32).reshape(place.shape)
-        cells = jnp.where(fits, block * size + place % size, past_end)
+        # The writes are cheap where all slots are promised to differ, so those past the end differ too.
+        past_end = capacity + jnp.arange(offset.size, dtype=jnp.int32).reshape(offset.shape)
+        slots = jnp.where(fits, block * size + offset % size, past_end)
 
-        newest = jnp.take_along_axis(cells, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_cell)
+        newest = jnp.take_along_axis(slots, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+        newest = jnp.where(counts > 0, jnp.where(newest < capacity, newest, -1), last_slot)
         position, lost = length[:, None] + token, (counted & ~fits).sum(1, dtype=jnp.int32)
         owner = self._sets(numbered(sequences, self.num_sequences))
-        owner = jnp.broadcast_to(owner[:, None], (*cells.shape, owner.shape[-1]))
+        owner = jnp.broadcast_to(owner[:, None], (*slots.shape, owner.shape[-1]))
         table = dataclasses.replace(
             self,
-            positions=self.positions.at[cells].set(position, mode="drop", unique_indices=True),
-            owners=self.owners.at[cells].set(owner, mode="drop", unique_indices=True),
+            positions=self.positions.at[slots].set(position, mode="drop", unique_indices=True),
+            owners=self.owners.at[slots].set(owner, mode="drop", unique_indices=True),
             lengths=length + counts if sequences is None else self.lengths.at[sequences].add(counts, mode="drop"),
-            last_cells=newest if sequences is None else self.last_cells.at[sequences].set(newest, mode="drop"),
+            last_slots=newest if sequences is None else self.last_slots.at[sequences].set(newest, mode="drop"),
             num_dropped=self.num_dropped + lost
             if sequences is None
             else self.num_dropped.at[sequences].add(lost, mode="drop"),
         )
-        return table._summarized(blocks.reshape(-1)), cells
+        return table._summarized(blocks.reshape(-1)), slots
 
-    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> CellTable:
+    def free(self, sequences: Int[Array, " n"] | Sequence[int] | int) -> SlotTable:
         """Ends sequences. See `UnifiedCache.free`."""
         return self._free(sequence_numbers(sequences, self.num_sequences))
 
-    def _free(self, numbers: Int[Array, " n"]) -> CellTable:
+    def _free(self, numbers: Int[Array, " n"]) -> SlotTable:
         sets = jnp.where((numbers < self.num_sequences)[:, None], self._sets(numbers), 0)
         ended = jnp.bitwise_or.reduce(sets, axis=0)
         owners = self.owners & ~ended
@@ -355,12 +355,12 @@ class CellTable:
             positions=jnp.where((owners == 0).all(-1), -1, self.positions),
             owners=owners,
             lengths=self.lengths.at[numbers].set(0, mode="drop"),
-            last_cells=self.last_cells.at[numbers].set(-1, mode="drop"),
+            last_slots=self.last_slots.at[numbers].set(-1, mode="drop"),
             num_dropped=self.num_dropped.at[numbers].set(0, mode="drop"),
         )
         return table._summarized()
 
-    def share(self, source: int, target: int, num_tokens: int | None = None) -> CellTable:
+    def share(self, source: int, target: int, num_tokens: int | None = None) -> SlotTable:
         """Lets one sequence start with another's tokens. See `UnifiedCache.share`."""
         numbers = integers("source", source, ()), integers("target", target, ())
         givers, takers = (sequence_numbers(number, self.num_sequences) for number in numbers)
@@ -370,7 +370,7 @@ class CellTable:
             givers, takers = (jnp.where(are_two, x, self.num_sequences) for x in (givers, takers))
         elif numbers[0] == numbers[1]:
             raise ValueError(f"sequence {source} can't be replaced by its own start; give two different sequences")
-        length, lost = of_sequences(self.lengths, givers), of_sequences(self.num_dropped, givers)
+        length, lost = take_sequences(self.lengths, givers), take_sequences(self.num_dropped, givers)
         if num_tokens is not None:
             count = integers("num_tokens", num_tokens, ())
             if isinstance(count, np.ndarray):
@@ -396,31 +396,31 @@ class CellTable:
         lost = np.asarray(self.num_dropped)[chosen]
         if lost.any():
             raise CacheFull(
-                f"{lost.sum()} tokens of sequences {chosen[lost > 0].tolist()} found no room in {self.capacity} cells "
+                f"{lost.sum()} tokens of sequences {chosen[lost > 0].tolist()} found no room in {self.capacity} slots "
                 "and are lost; free these sequences, and ask check_room before tokens are written"
             )
-        num_used = np.asarray(self.last_cells)[chosen] % self.block_size + 1
+        num_used = np.asarray(self.last_slots)[chosen] % self.block_size + 1
         num_needed = int(((num_used + growth - 1) // self.block_size).sum())
-        num_free = int((np.asarray(self.some_cell) == 0).all(-1).sum())
+        num_free = int((np.asarray(self.some_slot) == 0).all(-1).sum())
         if num_needed > num_free:
             raise CacheFull(
                 f"{growth.sum()} more tokens of {len(chosen)} sequences need {num_needed} free blocks of "
-                f"{self.block_size} cells, but {num_free} of {self.num_blocks} are free; free a sequence, or make the "
+                f"{self.block_size} slots, but {num_free} of {self.num_blocks} are free; free a sequence, or make the "
                 f"cache with capacity={self.capacity + (num_needed - num_free) * self.block_size}"
             )
 
     def blocks(self, sequences: Int[Array, " B"] | None) -> BlockSummary:
-        """What each sequence finds in each block."""
+        """The summary of each sequence's blocks."""
         numbers = numbered(sequences, self.num_sequences)
-        some, every = (self._sees(sets, numbers) for sets in (self.some_cell, self.every_cell))
+        some, every = (self._sees(sets, numbers) for sets in (self.some_slot, self.every_slot))
         return BlockSummary(self.lowest[None], self.highest[None], some, every)
 
-    def cells(
-        self, sequences: Int[Array, " B"] | None, cells: Int[Array, "B c"] | None = None
+    def slots(
+        self, sequences: Int[Array, " B"] | None, slots: Int[Array, "B c"] | None = None
     ) -> tuple[Int[Array, "#B c"], Bool[Array, "B c"]]:
-        """Positions of some cells for each sequence, or of all, and whether it sees them."""
-        seen = self._sees(self.owners, numbered(sequences, self.num_sequences), cells)
-        return self.positions[None] if cells is None else self.positions[cells], seen
+        """Positions of some slots for each sequence, or of all, and whether it sees them."""
+        seen = self._sees(self.owners, numbered(sequences, self.num_sequences), slots)
+        return self.positions[None] if slots is None else self.positions[slots], seen
 
     def _sets(self, sequences: Int[Array, " n"]) -> UInt32[Array, "n W"]:
         """Each sequence as a set of its own."""
@@ -429,14 +429,15 @@ class CellTable:
         return jnp.where(is_its_word, jnp.uint32(1) << bit[:, None], jnp.uint32(0))
 
     def _sees(
-        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], places: Int[Array, "B c"] | None = None
+        self, sets: UInt32[Array, "n W"], sequences: Int[Array, " B"], slots: Int[Array, "B c"] | None = None
     ) -> Bool[Array, "B c"]:
-        """Whether each sequence is in each of the sets, or in those at its places; one past the end is in none."""
+        """True where a sequence is in a set: in each of the sets, or in those at its slots. A number past the end is in
+        none."""
         word, bit = sequences // _WORD_BITS, (sequences % _WORD_BITS).astype(jnp.uint32)
-        words = sets.T[word] if places is None else sets[places, word[:, None]]
+        words = sets.T[word] if slots is None else sets[slots, word[:, None]]
         return ((words >> bit[:, None]) & 1).astype(bool) & (sequences < self.num_sequences)[:, None]
 
-    def _summarized(self, blocks: Int[Array, " n"] | None = None) -> CellTable:
+    def _summarized(self, blocks: Int[Array, " n"] | None = None) -> SlotTable:
         """The table with a new summary of some blocks, or of all; numbers past the last block are left out."""
         blocks = jnp.arange(self.num_blocks, dtype=jnp.int32) if blocks is None else blocks
         positions, owners = (
@@ -447,6 +448,6 @@ class CellTable:
             self,
             lowest=self.lowest.at[blocks].set(jnp.where(positions >= 0, positions, _NO_LOWEST).min(-1), mode="drop"),
             highest=self.highest.at[blocks].set(positions.max(-1), mode="drop"),
-            some_cell=self.some_cell.at[blocks].set(jnp.bitwise_or.reduce(owners, axis=1), mode="drop"),
-            every_cell=self.every_cell.at[blocks].set(jnp.bitwise_and.reduce(owners, axis=1), mode="drop"),
+            some_slot=self.some_slot.at[blocks].set(jnp.bitwise_or.reduce(owners, axis=1), mode="drop"),
+            every_slot=self.every_slot.at[blocks].set(jnp.bitwise_and.reduce(owners, axis=1), mode="drop"),
         )

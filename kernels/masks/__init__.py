@@ -1,4 +1,4 @@
-"""Which pairs may attend: the mask algebra, every question that anybody asks of a mask, text and pictures."""
+"""Which pairs may attend: the mask algebra, text and pictures of masks."""
 
 from kernels.masks.algebra import AndMask, Mask, MultiHeadMask, NotMask, OrMask, require_mask
 from kernels.masks.dense import NumpyMask

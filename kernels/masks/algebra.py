@@ -1,10 +1,10 @@
-"""The mask algebra: what a mask is, everything that can be asked of one, and how masks combine.
+"""The mask algebra: the class `Mask`, its questions, and how masks combine.
 
 A mask is a frozen, hashable, shape-free description of which (query position, key/value position) pairs may attend:
 never an array, never T×T. It answers two questions, from which every other answer follows:
 
 - `mask(q_pos, kv_pos)`: allowed or not, elementwise over broadcast integer arrays;
-- `mask.classify(q_lo, q_hi, kv_lo, kv_hi)`: what a whole rectangle holds, in closed form.
+- `mask.classify(q_lo, q_hi, kv_lo, kv_hi)`: the tile kind of a whole rectangle, in closed form.
 
 Backends, layers and the trainer ask methods of `Mask`, and never which class a mask is.
 
@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels.instead import NO_BIAS
 from kernels.masks.drawing import block_map
 from kernels.masks.intervals import (
     LAST_POSITION,
@@ -49,6 +48,10 @@ from kernels.masks.intervals import (
     tightest,
 )
 
+NO_BIAS = (
+    "the kernels take no bias, a T×T array of numbers. Put what it forbids into a mask such as CausalMask() & "
+    "LocalMask(1023, 0), and padding and documents into segment ids; what it only weighs can't be served"
+)
 _logger = logging.getLogger(__name__)
 
 _PAIRS_PER_EVALUATION = 1 << 22
@@ -62,7 +65,7 @@ class Mask:
     operator: Literal["&", "|", "~"] | None = None
 
     def __call__(self, q_pos: Integers, kv_pos: Integers) -> Any:
-        """Whether each pair may attend.
+        """Evaluates the mask: True for each pair that may attend.
 
         Args:
           q_pos: query positions, integers of any shape.
@@ -75,7 +78,7 @@ class Mask:
         raise NotImplementedError
 
     def classify(self, q_lo: Integers, q_hi: Integers, kv_lo: Integers, kv_hi: Integers) -> Any:
-        """What rectangles of the attention matrix hold, in closed form.
+        """The tile kind of rectangles of the attention matrix, in closed form.
 
         Args:
           q_lo, q_hi: lowest and highest query position of each rectangle, inclusive.
@@ -92,7 +95,7 @@ class Mask:
 
     @property
     def band(self) -> Band | None:
-        """The closed form that the answers below come from, where one `Band` tells the whole mask.
+        """The closed form that the answers below come from, where one `Band` is the whole mask.
 
         For the masks of this package alone: everybody else asks the methods below.
         """
@@ -100,12 +103,12 @@ class Mask:
 
     @property
     def exact(self) -> bool:
-        """Whether `classify` answers PARTIAL only for rectangles that are mixed."""
+        """True if `classify` answers PARTIAL only for rectangles that are mixed."""
         return self.band is not None and self.band.exact
 
     @property
     def translation_invariant(self) -> bool:
-        """Whether adding one constant to query and key/value positions changes nothing."""
+        """True if adding one constant to query and key/value positions changes nothing."""
         if self.parts:
             return all(part.translation_invariant for part in self.parts)
         return self.band is not None and self.band.translation_invariant
@@ -116,7 +119,7 @@ class Mask:
         return tuple(value for value in vars(self).values() if isinstance(value, Mask)) if self.operator else ()
 
     def is_deeper_than(self, depth: int) -> bool:
-        """Whether a composition has more than `depth` levels of `&`, `|` and `~`."""
+        """True if a composition has more than `depth` levels of `&`, `|` and `~`."""
         level: list[Mask] = [self]
         for _ in range(depth + 1):
             level = [part for mask in level for part in mask.parts]
@@ -124,7 +127,7 @@ class Mask:
 
     @property
     def num_heads(self) -> int | None:
-        """How many heads the mask tells apart; None if it is the same for any number of heads."""
+        """Number of heads of a mask that differs between heads; None if the mask is the same for all heads."""
         return None
 
     def for_each_head(self, num_heads: int) -> tuple[Mask, ...]:
@@ -149,20 +152,20 @@ class Mask:
           q_pos: query positions, int32 in a NumPy or a JAX array of any shape.
 
         Returns:
-          (first, last), inclusive, of `q_pos`'s shape and namespace, or None if the mask's structure doesn't tell that
-          each query allows one interval. An empty interval has `last < first`; `first` may lie below 0. `first` never
-          falls as the position rises, and `last` falls only where all later intervals are empty.
+          (first, last), inclusive, of `q_pos`'s shape and namespace, or None if the mask's structure doesn't show
+          that each query allows one interval. An empty interval has `last < first`; `first` may lie below 0. `first`
+          never falls as the position rises, and `last` falls only where all later intervals are empty.
         """
         return None if self.band is None else self.band.interval(q_pos)
 
     @property
     def has_row_intervals(self) -> bool:
-        """Whether `row_interval` has an answer."""
+        """True if `row_interval` has an answer."""
         return self.row_interval(np.zeros(1, np.int32)) is not None
 
     @property
     def allows_all(self) -> bool:
-        """Whether every query may attend to every key."""
+        """True if every query may attend to every key."""
         return self.band == Band()
 
     @property
@@ -186,22 +189,22 @@ class Mask:
 
     @property
     def same_keys_for_all_queries(self) -> bool:
-        """Whether every query may attend to the same keys, as far as the mask's structure tells."""
+        """True if the mask's structure shows that all queries may attend to the same keys."""
         return self.band is not None and self.band == Band(kv_stop=self.band.kv_stop)
 
     @property
     def lookback(self) -> int | None:
-        """How many positions before its own a query may look at most; None if that has no bound, or isn't known."""
+        """How many positions before its own a query may look at most; None if there is no bound, or none is known."""
         return None if self.band is None else self.band.lookback
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a query may see a key at a later position; True as well where the structure doesn't tell."""
+        """True if a query may see a key at a later position; True also where the structure doesn't show it."""
         return self.band is None or self.band.right is None or self.band.right > 0
 
     @property
     def needs_lookup(self) -> bool:
-        """Whether evaluating the mask looks positions up in arrays, which a kernel can't do."""
+        """True if evaluating the mask looks positions up in arrays, which a kernel can't do."""
         return any(part.needs_lookup for part in self.parts)
 
     @property
@@ -232,7 +235,7 @@ class Mask:
             part.check_lengths(q_len, kv_len)
 
     def state(self) -> Hashable | None:
-        """What of the mask may change between calls, for a cache's key; None if that can't be told."""
+        """The part of the mask that may change between calls, for a cache's key; None if it can't be known."""
         states = tuple(part.state() for part in self.parts)
         return None if None in states else states
 
@@ -282,7 +285,7 @@ class Mask:
 
 
 def require_mask(mask: object) -> None:
-    """Raises ValueError for what isn't a mask."""
+    """Raises ValueError for anything but a mask."""
     if isinstance(mask, Mask):
         return
     got, remedy = type(mask).__name__, "wrap a dense boolean array in NumpyMask"
@@ -294,7 +297,7 @@ def require_mask(mask: object) -> None:
 
 
 def is_bias(array: object) -> bool:
-    """Whether an array that stands in a mask's place holds floats, as a bias does."""
+    """True if an array that was given as a mask holds floats, as a bias does."""
     return jnp.issubdtype(getattr(array, "dtype", bool), jnp.floating)
 
 

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from kernels.masks.intervals import LAST_POSITION, TileKind, tile_kind
 
-if TYPE_CHECKING:
-    from kernels.masks.algebra import Mask
-
 _SYMBOLS = np.array(["·", "▒", "█"])  # EMPTY, PARTIAL, FULL
 # Without a closed form a drawing evaluates the mask on every pair.
 _LONGEST_EVALUATED = 4096
+# A wider picture has letters too small to read at the width of a page.
+_MOST_COLUMNS = 2
 _LEGEND = "█ full  ▒ partial  · empty"
 
 
-def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *, num_tiles: int = 16) -> str:
+class DrawnMask(Protocol):
+    """A mask, as far as a drawing reads it: `kernels.masks.Mask` is one."""
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def num_heads(self) -> int | None: ...
+
+    @property
+    def largest_parameter(self) -> int: ...
+
+    def distinct_heads(self, num_heads: int) -> Mapping[Any, list[int]]: ...
+
+    def classify(self, q_lo: Any, q_hi: Any, kv_lo: Any, kv_hi: Any) -> Any: ...
+
+    def count_allowed(self, q_lo: Any, q_hi: Any, kv_lo: Any, kv_hi: Any) -> tuple[Any, Any]: ...
+
+
+def block_map(mask: DrawnMask, q_len: int | None = None, kv_len: int | None = None, *, num_tiles: int = 16) -> str:
     """The mask as text: one character a tile, queries downwards, keys to the right.
 
     Args:
@@ -51,7 +70,7 @@ def block_map(mask: Mask, q_len: int | None = None, kv_len: int | None = None, *
 
 
 def save_png(
-    mask: Mask,
+    mask: DrawnMask,
     path: str | os.PathLike[str],
     q_len: int | None = None,
     kv_len: int | None = None,
@@ -77,25 +96,30 @@ def save_png(
         raise ModuleNotFoundError("drawing a mask needs matplotlib: pip install -e '.[plots]' in the clone") from error
 
     distinct = list(mask.distinct_heads(mask.num_heads or 1))
-    figure = Figure(figsize=(5 * len(distinct), 5), layout="constrained")
-    for axes, each in zip(figure.subplots(1, len(distinct), squeeze=False)[0], distinct, strict=True):
+    num_columns = min(len(distinct), _MOST_COLUMNS)
+    num_lines = -(-len(distinct) // num_columns)
+    figure = Figure(figsize=(4.5 * num_columns, 4.5 * num_lines), layout="constrained")
+    panels = figure.subplots(num_lines, num_columns, squeeze=False).ravel()
+    for axes in panels[len(distinct) :]:
+        axes.set_axis_off()
+    for axes, each in zip(panels, distinct, strict=False):
         lengths = _lengths(each, q_len, kv_len, num_tiles)
         block = -(-max(lengths) // num_tiles)
-        kinds = _tile_kinds(each, *lengths, block)
+        tile_kinds = _tile_kinds(each, *lengths, block)
         axes.imshow(
-            kinds,
+            tile_kinds,
             cmap=ListedColormap(["#f4f4f4", "#9ecae1", "#08519c"]),
             vmin=0,
             vmax=2,
-            extent=(0, kinds.shape[1] * block, kinds.shape[0] * block, 0),
+            extent=(0, tile_kinds.shape[1] * block, tile_kinds.shape[0] * block, 0),
         )
         axes.set(xlabel="key position", ylabel="query position")
-        num_visited = np.count_nonzero(kinds != TileKind.EMPTY)
-        axes.set_title(f"{each!r}\n{num_visited:,} of {kinds.size:,} tiles visited", fontsize=9, wrap=True)
+        num_visited = np.count_nonzero(tile_kinds != TileKind.EMPTY)
+        axes.set_title(f"{each!r}\n{num_visited:,} of {tile_kinds.size:,} tiles visited", fontsize=9, wrap=True)
     figure.savefig(path, format="png", dpi=120)
 
 
-def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) -> tuple[int, int]:
+def _lengths(mask: DrawnMask, q_len: int | None, kv_len: int | None, num_tiles: int) -> tuple[int, int]:
     natural = 4 * mask.largest_parameter
     if not mask.exact:
         natural = min(natural, _LONGEST_EVALUATED)
@@ -104,15 +128,15 @@ def _lengths(mask: Mask, q_len: int | None, kv_len: int | None, num_tiles: int) 
     return q_len, kv_len or q_len
 
 
-def _tile_kinds(mask: Mask, q_len: int, kv_len: int, block: int) -> np.ndarray:
+def _tile_kinds(mask: DrawnMask, q_len: int, kv_len: int, block: int) -> np.ndarray:
     """`TileKind` of every tile, `[query tiles, key tiles]`: in closed form, and by evaluation where that is open."""
     q_lo, kv_lo = np.arange(0, q_len, block)[:, None], np.arange(0, kv_len, block)[None]
     q_hi, kv_hi = np.minimum(q_lo + block, q_len) - 1, np.minimum(kv_lo + block, kv_len) - 1
     corners = np.broadcast_arrays(q_lo, q_hi, kv_lo, kv_hi)
     with jax.ensure_compile_time_eval():
-        kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
+        tile_kinds = np.array(np.broadcast_to(np.asarray(mask.classify(*corners)), corners[0].shape))
     if not mask.exact:
-        is_open = kinds == TileKind.PARTIAL
+        is_open = tile_kinds == TileKind.PARTIAL
         counts, areas = mask.count_allowed(*(corner[is_open] for corner in corners))
-        kinds[is_open] = tile_kind(counts > 0, counts == areas)
-    return kinds
+        tile_kinds[is_open] = tile_kind(counts > 0, counts == areas)
+    return tile_kinds

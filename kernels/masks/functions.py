@@ -21,7 +21,7 @@ class MaskFn(Mask):
     The function may capture arrays (`lambda q, kv: document[q] == document[kv]`), if these are JAX's and aren't being
     traced. Kernels can't look arrays up: `mosaic_gpu` passes such masks over, and `splash` takes their PARTIAL tiles
     as arrays, like a `NumpyMask`'s. What the function captures may change from call to call: a plan is used again only
-    while the function computes the same, which its trace tells. It mustn't change between a call and its gradient, nor
+    while the function's trace stays the same. It mustn't change between a call and its gradient, nor
     under `jax.jit`, which like for any function keeps what was captured when it compiled.
 
     Args:

@@ -1,7 +1,7 @@
-"""The interval logic of masks: what a rectangle of the attention matrix holds, from its corners alone.
+"""The interval logic of masks: the tile kind of a rectangle of the attention matrix, from its corners alone.
 
 A rectangle of query positions `q_lo..q_hi` by key/value positions `kv_lo..kv_hi` (both inclusive) is
-EMPTY (no pair allowed), FULL (every pair allowed) or PARTIAL. The three kinds are the truth values of
+EMPTY (no pair allowed), FULL (every pair allowed) or PARTIAL. The three tile kinds are the truth values of
 Kleene's logic, ordered EMPTY < PARTIAL < FULL, so `&` is a minimum, `|` a maximum and `~` a reflection.
 
 Everything here is elementwise and takes Python integers, NumPy arrays and traced JAX arrays alike.
@@ -34,7 +34,7 @@ _OUT_OF_REACH = -(1 << 32)
 
 
 class TileKind(enum.IntEnum):
-    """What a rectangle of the attention matrix holds."""
+    """Which pairs of a rectangle of the attention matrix are allowed: none, some or all."""
 
     EMPTY = 0
     PARTIAL = 1
@@ -47,7 +47,7 @@ def array_namespace(*arrays):
 
 
 def tile_kind(nonempty, full):
-    """The kind of a rectangle from two truth values (scalars or arrays)."""
+    """The tile kind of a rectangle from two truth values (scalars or arrays)."""
     if array_namespace(nonempty, full) is np:
         return nonempty * 1 + (nonempty & full) * 1
     # JAX multiplies no truth value by a number under jax_numpy_dtype_promotion="strict".
@@ -55,17 +55,17 @@ def tile_kind(nonempty, full):
 
 
 def kleene_and(a, b):
-    """Kind of the intersection: exact for FULL; an empty intersection of two PARTIALs is answered PARTIAL."""
+    """Tile kind of the intersection: exact for FULL; an empty intersection of two PARTIALs is answered PARTIAL."""
     return array_namespace(a, b).minimum(a, b)
 
 
 def kleene_or(a, b):
-    """Kind of the union: exact for EMPTY; a full union of two PARTIALs is answered PARTIAL."""
+    """Tile kind of the union: exact for EMPTY; a full union of two PARTIALs is answered PARTIAL."""
     return array_namespace(a, b).maximum(a, b)
 
 
 def kleene_not(a):
-    """Kind of the complement, exact."""
+    """Tile kind of the complement, exact."""
     return 2 - a
 
 
@@ -76,7 +76,7 @@ def at_most(a: Integers, b: Integers, distance: int) -> Any:
     smaller, so nothing from 0 to the type's end wraps around. Larger ones, of more than half of what the type holds,
     cost a minimum or a maximum more, and wrap around nowhere.
     """
-    a, b = _of_one_kind(a, b)
+    a, b = _of_one_type(a, b)
     if distance > 0:
         return b >= (a - distance if _is_small(a, distance) else shifted(a, -distance))
     if _is_small(b, -distance):
@@ -86,11 +86,11 @@ def at_most(a: Integers, b: Integers, distance: int) -> Any:
 
 
 def shifted(position: Integers, distance: int) -> Any:
-    """position + distance, where what the position's type can't hold becomes its lowest or highest number."""
+    """position + distance, clamped to the numbers that the position's type can hold."""
     if isinstance(position, int):
         return position + distance
     xp, info = array_namespace(position), np.iinfo(position.dtype)
-    # The amount may be more than the type holds, so it is added by halves.
+    # The amount may be more than the type holds, so it is added in two steps.
     amount = min(abs(distance), info.max - info.min, 2 * info.max)
     half = amount // 2
     if distance > 0:
@@ -105,14 +105,14 @@ def chunk_start(position: Integers, size: int) -> Any:
 
 
 def _is_small(position: Integers, distance: int) -> bool:
-    """Whether a distance of at least 0 can be taken off positions without a thought of their type's lowest number."""
+    """True if `position - distance` can't wrap around, for a distance of at least 0."""
     if isinstance(position, int):
         return True
     info = np.iinfo(position.dtype)
     return info.min < 0 and distance <= info.max // 2
 
 
-def _of_one_kind(a: Integers, b: Integers) -> tuple[Any, Any]:
+def _of_one_type(a: Integers, b: Integers) -> tuple[Any, Any]:
     """Both as Python integers, as NumPy or as JAX arrays, so that neither is cut to the other's type unseen."""
     xp = array_namespace(a, b)
     if xp is np and isinstance(a, int) and isinstance(b, int):
@@ -123,7 +123,7 @@ def _of_one_kind(a: Integers, b: Integers) -> tuple[Any, Any]:
 
 
 def _at_most_constant(position: Integers, constant: int) -> Any:
-    """The lesser of a position and any integer; an integer below all that the type holds counts as its lowest."""
+    """The lesser of a position and any integer, which is clamped to the numbers that the position's type can hold."""
     if isinstance(position, int):
         return min(position, constant)
     info = np.iinfo(position.dtype)
@@ -131,7 +131,7 @@ def _at_most_constant(position: Integers, constant: int) -> Any:
 
 
 def _within_reach(width: int | None) -> int | None:
-    """A width as a band keeps it: None if no pair of positions is farther apart, one number if none is that near."""
+    """A width as a band keeps it: None if all pairs of positions are within it, `_OUT_OF_REACH` or more otherwise."""
     return None if width is None or width >= LAST_POSITION else max(width, _OUT_OF_REACH)
 
 
@@ -174,17 +174,17 @@ class Band:
 
     @property
     def unbounded_below(self) -> bool:
-        """Whether every row starts at the first key."""
+        """True if every row starts at the first key."""
         return self.left is None and not self.chunk_sizes
 
     @property
     def translation_invariant(self) -> bool:
-        """Whether the band depends on kv − q alone."""
+        """True if the band depends on kv − q alone."""
         return self.kv_stop is None and not self.chunk_sizes
 
     @property
     def lookback(self) -> int | None:
-        """How many positions back row q's first key may lie at most; None if that has no bound."""
+        """How many positions back row q's first key may lie at most; None if there is no bound."""
         left = None if self.left is None else max(self.left, 0)
         return tightest(left, *(size - 1 for size in self.chunk_sizes))
 
@@ -207,7 +207,7 @@ class Band:
 
     @property
     def exact(self) -> bool:
-        """Whether `classify` is exact for every rectangle.
+        """True if `classify` is exact for every rectangle.
 
         A chunk whose first rows look only at keys before it (`right < 0`) has empty rows at a period that
         the corners of a rectangle don't show; such a rectangle may be answered PARTIAL though it is EMPTY.
@@ -215,7 +215,7 @@ class Band:
         return not self.chunk_sizes or self.right is None or self.right >= 0
 
     def classify(self, q_lo: Integers, q_hi: Integers, kv_lo: Integers, kv_hi: Integers):
-        """Kind of the rectangle, elementwise over broadcast integers. See `Mask.classify`."""
+        """Tile kind of the rectangle, elementwise over broadcast integers. See `Mask.classify`."""
         never = self.left is not None and self.right is not None and self.left + self.right < 0
 
         # Rows past the last one whose interval isn't empty allow nothing: leave them out.

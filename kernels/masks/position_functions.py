@@ -1,7 +1,7 @@
-"""Functions of positions that users hand to `MaskFn`: what they return is checked, and what they capture is seen.
+"""Functions of positions that users give to `MaskFn`: checks of their results, and of the arrays that they capture.
 
 A function may read anything: closures, globals, attributes. All of it shows in what JAX traces of the function, so
-the trace, and nothing that is known of Python, tells what the function holds at a moment.
+the trace alone shows what the function computes at a moment.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _KIND_REMEDY = "TileKind.EMPTY, PARTIAL or FULL for each rectangle"
 
 
 class FunctionTrace(NamedTuple):
-    """What JAX traces of a function `fn(q_pos, kv_pos)`.
+    """The trace of a function `fn(q_pos, kv_pos)`.
 
     Attributes:
       captures: whether it captures arrays; a kernel can't look these up.
-      digest: of all that it computes, the contents of captured arrays included; None if that can't be told.
+      digest: of all that it computes, the contents of captured arrays included; None if it can't be known.
     """
 
     captures: bool
@@ -58,7 +58,7 @@ def trace(fn: Callable[[Any, Any], Any], name: str) -> FunctionTrace:
 
 
 def booleans(result: Any, q_pos: Any, kv_pos: Any, name: str) -> Any:
-    """What a function returned for some pairs, checked and broadcast over all of them."""
+    """A function's result for some pairs, checked and broadcast over all of them."""
     shape = np.broadcast_shapes(np.shape(q_pos), np.shape(kv_pos))
     _check(name, result, np.bool_, _BOOLEAN_REMEDY, shape)
     if np.shape(result) == shape:
@@ -68,7 +68,7 @@ def booleans(result: Any, q_pos: Any, kv_pos: Any, name: str) -> Any:
 
 
 def tile_kinds(result: Any, shape: tuple[int, ...], name: str) -> Any:
-    """What a function returned for some rectangles, checked (numbers where they are known) and broadcast over all."""
+    """A function's result for some rectangles, checked (values only if not traced) and broadcast over all of them."""
     _check(name, result, np.integer, _KIND_REMEDY, shape)
     if not isinstance(result, jax.core.Tracer):
         known = np.asarray(result)

@@ -4,7 +4,7 @@
 segment ids or positions are given. Both give `Rows`.
 """
 
-from kernels.plan.device import kinds_of_tiles, make_rows
+from kernels.plan.device import make_rows, tile_kinds_at
 from kernels.plan.host import BlockPlan, count_allowed_pairs, make_block_plan
 from kernels.plan.rows import Row, Rows, list_rows
 
@@ -13,8 +13,8 @@ __all__ = [
     "Row",
     "Rows",
     "count_allowed_pairs",
-    "kinds_of_tiles",
     "list_rows",
     "make_block_plan",
     "make_rows",
+    "tile_kinds_at",
 ]

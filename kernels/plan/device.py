@@ -1,9 +1,9 @@
 """The tiles that each row of tiles visits, for a call: `make_rows` is what backends call.
 
-Without segment ids and positions the plan is the host's (`host.py`). With them it is made on the device, where alone
-they are known. If each query of the mask allows one interval of keys, time and memory grow with the rows of tiles and
-not with the tiles: a tile's documents tell the interval of tokens that it may meet, and its lowest and highest position
-tell the interval of positions. For other masks every tile is classified, and rows are lists.
+Without segment ids and positions the plan is the host's (`host.py`). With them it is made on the device, because they
+are known there only. If each query of the mask allows one interval of keys, time and memory grow with the rows of tiles
+and not with the tiles: a tile's documents give the interval of tokens that it may attend to, and its lowest and highest
+position give the interval of positions. For other masks every tile is classified, and the plan is lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.plan.documents import Intervals, document_intervals
 from kernels.plan.host import BlockPlan, make_block_plan
 from kernels.plan.rows import Rows, list_rows
 from kernels.plan.search import search
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 
 def make_rows(
@@ -43,13 +43,13 @@ def make_rows(
     """
     if not (call.has_positions or call.has_segment_ids or only_intervals):
         return jax.tree.map(jnp.asarray, _host_plan(call, block_q, block_kv, transposed).rows)
-    plan = _rows_or_kinds(inputs, call, block_q, block_kv, transposed)
+    plan = _rows_or_tile_kinds(inputs, call, block_q, block_kv, transposed)
     if isinstance(plan, Rows):
         return plan
     return _hull(plan) if only_intervals else list_rows(plan)
 
 
-def kinds_of_tiles(
+def tile_kinds_at(
     inputs: AttentionInputs,
     call: AttentionCall,
     block_q: int,
@@ -62,9 +62,9 @@ def kinds_of_tiles(
 
     Args:
       inputs, call, block_q, block_kv, transposed: as for `make_rows`.
-      tiles: of each row.
+      tiles: their columns in each row of tiles.
     """
-    plan = _rows_or_kinds(inputs, call, block_q, block_kv, transposed)
+    plan = _rows_or_tile_kinds(inputs, call, block_q, block_kv, transposed)
     if not isinstance(plan, Rows):
         return jnp.take_along_axis(plan, jnp.asarray(tiles)[None], axis=2)
     start, full_start, full_stop, stop = (plan.bounds[..., i, None] for i in range(4))
@@ -76,24 +76,24 @@ def _host_plan(call: AttentionCall, block_q: int, block_kv: int, transposed: boo
     return plan.transpose() if transposed else plan
 
 
-def _rows_or_kinds(
+def _rows_or_tile_kinds(
     inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, transposed: bool
 ) -> Rows | Int[Array, "B R C"]:
-    """Rows where they are intervals, else the kind of every tile."""
+    """Rows where they are intervals, else the tile kind of every tile."""
     if call.has_positions:
         if call.mask.has_row_intervals:
             return _rows_by_position(inputs, call, block_q, block_kv, transposed)
-        kinds = _kinds_by_position(inputs, call, block_q, block_kv)
-        kinds = kinds.swapaxes(1, 2) if transposed else kinds
+        tile_kinds = _tile_kinds_by_position(inputs, call, block_q, block_kv)
+        tile_kinds = tile_kinds.swapaxes(1, 2) if transposed else tile_kinds
     else:
         plan = _host_plan(call, block_q, block_kv, transposed)
         if plan.rows.tiles is None:
             return _narrowed(plan.rows, inputs, call, block_q, block_kv, transposed)
-        kinds = jnp.asarray(plan.kinds())[None]
+        tile_kinds = jnp.asarray(plan.tile_kinds())[None]
     if call.has_segment_ids:
-        documents = _kinds_of_documents(inputs, block_q, block_kv)
-        kinds = kleene_and(kinds, documents.swapaxes(1, 2) if transposed else documents)
-    return kinds
+        documents = _tile_kinds_by_document(inputs, block_q, block_kv)
+        tile_kinds = kleene_and(tile_kinds, documents.swapaxes(1, 2) if transposed else documents)
+    return tile_kinds
 
 
 def _tiles_of_documents(
@@ -116,7 +116,7 @@ def _narrowed(
         return Rows(jnp.asarray(planned.bounds), None)
     documents = _tiles_of_documents(inputs, call, block_q, block_kv, transposed)
     start, full_start, full_stop, stop = (planned.bounds[..., i] for i in range(4))
-    return Rows.of_intervals(
+    return Rows.from_intervals(
         jnp.maximum(start, documents.start),
         jnp.maximum(full_start, documents.full_start),
         jnp.minimum(full_stop, documents.full_stop),
@@ -125,7 +125,7 @@ def _narrowed(
 
 
 class _Extents(NamedTuple):
-    """Lowest and highest of something of each tile, inclusive, int32 `[B, tiles]`."""
+    """Lowest and highest number of each tile, of its positions or of its segment ids: inclusive, int32."""
 
     lowest: Int[Array, "B tiles"]
     highest: Int[Array, "B tiles"]
@@ -158,8 +158,8 @@ def _rows_by_position(
         own, other, too_low, too_high = keys, reach, (within.highest, keys.highest), (within.lowest, keys.lowest)
     else:
         own, other, too_low, too_high = reach, keys, (keys.lowest, within.lowest), (keys.highest, within.highest)
-    # A column is met if it is high enough and low enough. A zigzag shard has two runs of positions, and a group at most
-    # of columns of both.
+    # A column is met if it is high enough and low enough. A zigzag shard has two spans of positions, and a group at
+    # most of columns of both.
     start, stop = search(
         jnp.stack([other.highest, ~other.lowest]),
         jnp.stack([own.lowest, ~own.highest]),
@@ -177,18 +177,18 @@ def _rows_by_position(
         last_tile = -(-call.kv_len // block_kv) - 1
         sticks_out = jnp.arange(shape[1], dtype=jnp.int32) == last_tile
         full_stop = jnp.where(sticks_out, 0, full_stop) if transposed else jnp.minimum(full_stop, last_tile)
-    return Rows.of_intervals(start, full_start, full_stop, stop)
+    return Rows.from_intervals(start, full_start, full_stop, stop)
 
 
 def _rows_of_counted_keys(
     inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int, reach: _Extents, within: _Extents
 ) -> Rows:
-    """Query tiles' intervals where keys count from 0: a key's position is its place."""
+    """Query tiles' intervals where keys count from 0: a key's position is its index."""
     last_key = call.kv_len - 1
     start, stop = jnp.maximum(reach.lowest, 0) // block_kv, jnp.minimum(reach.highest, last_key) // block_kv + 1
     full_start = -(-jnp.clip(within.lowest, 0, call.kv_len) // block_kv)
     full_stop = (jnp.minimum(within.highest, last_key) + 1) // block_kv
-    rows = Rows.of_intervals(start, full_start, full_stop, stop)
+    rows = Rows.from_intervals(start, full_start, full_stop, stop)
     return _narrowed(rows, inputs, call, block_q, block_kv, False)
 
 
@@ -206,39 +206,39 @@ def _reach(call: AttentionCall, queries: _Extents) -> tuple[_Extents, _Extents]:
     return reach, _Extents(highest[0], jnp.minimum(lowest[1], highest[1]))
 
 
-def _kinds_by_position(inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int):
-    """What the mask says of each tile `[B, R, C]`, from its lowest and highest positions."""
+def _tile_kinds_by_position(inputs: AttentionInputs, call: AttentionCall, block_q: int, block_kv: int):
+    """The tile kind of each tile `[B, R, C]` under the mask, from the tile's lowest and highest positions."""
     q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_positions, block_q))
     kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_positions, block_kv))
     shape = (call.batch, q_lo.shape[1], kv_lo.shape[2])
-    kinds = jnp.broadcast_to(call.mask.classify(q_lo, q_hi, kv_lo, kv_hi), shape)
-    return kinds.at[:, :, -1].min(TileKind.PARTIAL) if call.kv_len % block_kv else kinds
+    tile_kinds = jnp.broadcast_to(call.mask.classify(q_lo, q_hi, kv_lo, kv_hi), shape)
+    return tile_kinds.at[:, :, -1].min(TileKind.PARTIAL) if call.kv_len % block_kv else tile_kinds
 
 
-def _kinds_of_documents(inputs: AttentionInputs, block_q: int, block_kv: int) -> Int[Array, "B R C"]:
-    """What the documents say of each tile, from its lowest and highest segment id."""
+def _tile_kinds_by_document(inputs: AttentionInputs, block_q: int, block_kv: int) -> Int[Array, "B R C"]:
+    """The tile kind of each tile under the documents, from the tile's lowest and highest segment ids."""
     q_lo, q_hi = (corner[:, :, None] for corner in _extents(inputs.query_segment_ids, block_q))
     kv_lo, kv_hi = (corner[:, None, :] for corner in _extents(inputs.key_value_segment_ids, block_kv))
     one_document = (q_lo == q_hi) & (kv_lo == kv_hi) & (q_lo == kv_lo)
     return tile_kind((q_lo <= kv_hi) & (kv_lo <= q_hi), one_document)
 
 
-def _hull(kinds: Int[Array, "B R C"]) -> Rows:
+def _hull(tile_kinds: Int[Array, "B R C"]) -> Rows:
     """The intervals from each row's first tile that isn't EMPTY to its last."""
-    num_cols = kinds.shape[-1]
+    num_cols = tile_kinds.shape[-1]
     col = jnp.arange(num_cols, dtype=jnp.int32)
-    visited, full = kinds != TileKind.EMPTY, kinds == TileKind.FULL
+    visited, full = tile_kinds != TileKind.EMPTY, tile_kinds == TileKind.FULL
     start, full_start = (jnp.where(some, col, num_cols).min(-1) for some in (visited, full))
     stop, full_stop = (jnp.where(some, col + 1, 0).max(-1) for some in (visited, full))
     # Where other tiles are among the FULL ones, all are visited as PARTIAL ones.
     full_stop = jnp.where(full_stop - full_start == full.sum(-1, dtype=jnp.int32), full_stop, full_start)
-    return Rows.of_intervals(start, full_start, full_stop, stop)
+    return Rows.from_intervals(start, full_start, full_stop, stop)
 
 
 def _extents(tokens: Int[Array, "B L"] | None, block: int) -> _Extents:
     """Lowest and highest of each tile."""
     assert tokens is not None
-    # Repeating the last token adds nothing to what a tile's extent says.
+    # Repeating the last token doesn't change a tile's extent.
     filled = jnp.pad(tokens, [(0, 0), (0, -tokens.shape[1] % block)], mode="edge")
     by_tile = filled.reshape(tokens.shape[0], -1, block)
     return _Extents(by_tile.min(-1), by_tile.max(-1))

@@ -1,8 +1,9 @@
-"""Packed documents as intervals of places: where in one sequence the tokens lie that a token of the other may meet.
+"""Packed documents as intervals of indices: for a token of one sequence, the tokens of the other in its document.
 
-The intervals are data: a token may meet no more than those at `first ≤ place < stop`. That is what narrows a plan, and
-it costs what the tokens cost. Documents are one source of such intervals. A document that comes back after another one
-has the interval from its first token to its last, with tiles that may hold both; none of these is FULL then.
+The intervals are data: a token may attend to tokens at `first ≤ index < stop` only. The intervals narrow a plan. Their
+cost is proportional to the number of tokens. Documents are one source of such intervals. A document that comes back
+after another one has the interval from its first token to its last, with tiles that may hold both; none of these is
+FULL then.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kernels.varying import vary
+from kernels.tracing.mesh_axes import vary
 
 _NOWHERE = np.int32(-(2**31) + 1)
 _FEWEST_SLOTS = 1 << 16
 
 
 class Intervals(NamedTuple):
-    """For each tile of one sequence, places in the other one, or tiles. An empty interval has `stop ≤ start`.
+    """For each tile of one sequence, an interval of indices in the other one, of tokens or of tiles.
+
+    An empty interval has `stop ≤ start`.
 
     Attributes:
-      start, stop: some of the tile's tokens may meet tokens at `start:stop`, and none may meet any elsewhere.
-      full_start, full_stop: all of the tile's tokens may meet all tokens at `full_start:full_stop`.
+      start, stop: no token of the tile is in a document of a token outside `start:stop`.
+      full_start, full_stop: all of the tile's tokens are in one document with all tokens at `full_start:full_stop`.
     """
 
     start: Int[Array, "B R"]
@@ -34,7 +37,7 @@ class Intervals(NamedTuple):
     full_stop: Int[Array, "B R"]
 
     def in_tiles(self, block: int) -> Intervals:
-        """The tiles of `block` places that hold some of the places, and those that hold none but full ones."""
+        """The tiles of `block` tokens that overlap `start:stop`, and those that lie within `full_start:full_stop`."""
         return Intervals(
             self.start // block, -(-self.stop // block), -(-self.full_start // block), self.full_stop // block
         )
@@ -43,12 +46,12 @@ class Intervals(NamedTuple):
 def document_intervals(
     own: Int[Array, "B L"], block: int, others: Int[Array, "B M"], varying_axes: tuple[str, ...] = ()
 ) -> Intervals:
-    """The places of the tokens with the same segment ids.
+    """The interval of the tokens with the same segment ids.
 
     Args:
       own: segment ids of the sequence that is cut into tiles of `block` tokens.
-      others: segment ids of the sequence whose places are asked for.
-      varying_axes: mesh axes over which the ids differ (`kernels.varying`).
+      others: segment ids of the sequence that the intervals lie in.
+      varying_axes: mesh axes over which the ids differ (`kernels.tracing.mesh_axes`).
     """
     table, num_slots = _table_of_documents(others, varying_axes)
 
@@ -69,27 +72,27 @@ def document_intervals(
     first, last_start, last = (look_up(document)[..., i] for i in range(3))
     first = -first
     at_first = jnp.take_along_axis(others, jnp.minimum(first, others.shape[1] - 1), axis=1)
-    # Another document may have the slot, and if it is this one's too, then there are two runs in it.
-    is_one_run = (first == last_start) & (at_first == document) & (filled == document[..., None]).all(-1)
-    return Intervals(start, stop, jnp.where(is_one_run, first, 0), jnp.where(is_one_run, last + 1, 0))
+    # Another document may have the slot, and if it is this one's too, then there are two spans in it.
+    is_one_span = (first == last_start) & (at_first == document) & (filled == document[..., None]).all(-1)
+    return Intervals(start, stop, jnp.where(is_one_span, first, 0), jnp.where(is_one_span, last + 1, 0))
 
 
 def _table_of_documents(ids: Int[Array, "B M"], varying_axes) -> tuple[Int[Array, "B slots 3"], int]:
-    """Of the tokens whose ids share their lowest bits: −(first place), where the last run starts, last place.
+    """For the tokens whose ids share their lowest bits: −(first index), start of the last span, last index.
 
-    So many bits are taken that ids which count from 0 don't meet, and others seldom do. Where two do, the interval
-    holds both documents.
+    There are enough bits that ids which count from 0 have slots of their own, and others seldom share one. If two ids
+    share a slot, the interval holds both documents.
     """
     batch, length = ids.shape
     num_slots = max(_FEWEST_SLOTS, 1 << (length - 1).bit_length())
-    place = jnp.arange(length, dtype=jnp.int32)[None]
+    index = jnp.arange(length, dtype=jnp.int32)[None]
     differs, end = ids[:, 1:] != ids[:, :-1], jnp.ones((batch, 1), bool)
     is_start, is_end = jnp.concatenate([end, differs], axis=1), jnp.concatenate([differs, end], axis=1)
     entries = jnp.stack(
         [
-            jnp.where(is_start, -place, _NOWHERE),
-            jnp.where(is_start, place, _NOWHERE),
-            jnp.where(is_end, place, _NOWHERE),
+            jnp.where(is_start, -index, _NOWHERE),
+            jnp.where(is_start, index, _NOWHERE),
+            jnp.where(is_end, index, _NOWHERE),
         ],
         axis=-1,
     )

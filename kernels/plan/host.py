@@ -46,7 +46,7 @@ class BlockPlan:
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """What each query tile visits: intervals if every row is one, else lists."""
+        """The tiles that each query tile visits: intervals if every row is one, else lists."""
         return _rows_of(self.full, self.partial, self.num_rows)
 
     @property
@@ -74,12 +74,12 @@ class BlockPlan:
         """Number of tiles in which every pair is allowed: no mask needs to be evaluated there."""
         return _num_tiles(self.full)
 
-    def kinds(self) -> np.ndarray:
+    def tile_kinds(self) -> np.ndarray:
         """`TileKind` of every tile, int8 `[num_rows, num_cols]`: for drawings and small plans, not for kernels."""
-        kinds = np.full((self.num_rows, self.num_cols), TileKind.EMPTY, np.int8)
+        tile_kinds = np.full((self.num_rows, self.num_cols), TileKind.EMPTY, np.int8)
         for rectangles, kind in ((self.full, TileKind.FULL), (self.partial, TileKind.PARTIAL)):
-            kinds[_tiles_of(*_runs_of(rectangles))] = kind
-        return kinds
+            tile_kinds[_tiles_of(*_spans_of(rectangles))] = kind
+        return tile_kinds
 
     def transpose(self) -> BlockPlan:
         """The plan of the transposed mask: for each key/value tile the query tiles that see it.
@@ -154,13 +154,13 @@ def _make_block_plan(
     pending = np.array([[(0, -(-tokens // side)) for tokens, side in zip(length, block, strict=True)]])
     while len(pending):
         with jax.ensure_compile_time_eval():
-            kinds = np.asarray(mask.classify(*_positions(pending, length, block, offset)))
+            tile_kinds = np.asarray(mask.classify(*_positions(pending, length, block, offset)))
         sticks_out = pending[:, 1, 1] * block[1] > length[1]
-        kinds = np.where(sticks_out, np.minimum(kinds, TileKind.PARTIAL), kinds)
+        tile_kinds = np.where(sticks_out, np.minimum(tile_kinds, TileKind.PARTIAL), tile_kinds)
         single = (pending[..., 1] - pending[..., 0] == 1).all(-1)
-        full.append(pending[kinds == TileKind.FULL])
-        partial.append(pending[(kinds == TileKind.PARTIAL) & single])
-        pending = _quarter(pending[(kinds == TileKind.PARTIAL) & ~single])
+        full.append(pending[tile_kinds == TileKind.FULL])
+        partial.append(pending[(tile_kinds == TileKind.PARTIAL) & single])
+        pending = _quarter(pending[(tile_kinds == TileKind.PARTIAL) & ~single])
     if not mask.exact:
         # The mask is evaluated on the pairs of tiles that are still open.
         tiles = np.concatenate(partial)
@@ -184,9 +184,9 @@ def _positions(
     rectangles: Rectangles, length: tuple[int, int], block: tuple[int, int], offset: tuple[int, int]
 ) -> Int[np.ndarray, "4 n"]:
     """Lowest and highest query position, lowest and highest key position; cut off at the sequences' ends."""
-    places = rectangles * np.array(block)[:, None]
-    places[..., 1] = np.minimum(places[..., 1], length) - 1
-    return (places + np.array(offset)[:, None]).reshape(-1, 4).T
+    indices = rectangles * np.array(block)[:, None]
+    indices[..., 1] = np.minimum(indices[..., 1], length) - 1
+    return (indices + np.array(offset)[:, None]).reshape(-1, 4).T
 
 
 def _num_tiles(rectangles: Rectangles) -> int:
@@ -194,7 +194,7 @@ def _num_tiles(rectangles: Rectangles) -> int:
 
 
 def count_allowed_pairs(mask: Mask, q_len: int, kv_len: int) -> int:
-    """Number of (query, key) pairs that a mask allows: what its attention's FLOPs are counted from.
+    """Number of (query, key) pairs that a mask allows. The FLOPs of attention are counted from it.
 
     Args:
       mask: any mask; for a `MultiHeadMask` the pairs of all heads are added.
@@ -219,37 +219,37 @@ def _rows_of(full: Rectangles, partial: Rectangles, num_rows: int) -> Rows:
     unset = np.iinfo(np.int64).max
     start, full_start = np.full(num_rows, unset), np.full(num_rows, unset)
     stop, full_stop, num_full, num_partial = (np.zeros(num_rows, np.int64) for _ in range(4))
-    full_runs, partial_runs = _runs_of(full), _runs_of(partial)
-    for (row, run_start, run_stop), count in ((full_runs, num_full), (partial_runs, num_partial)):
-        np.minimum.at(start, row, run_start)
-        np.maximum.at(stop, row, run_stop)
-        np.add.at(count, row, run_stop - run_start)
-    np.minimum.at(full_start, full_runs[0], full_runs[1])
-    np.maximum.at(full_stop, full_runs[0], full_runs[2])
+    full_spans, partial_spans = _spans_of(full), _spans_of(partial)
+    for (row, span_start, span_stop), count in ((full_spans, num_full), (partial_spans, num_partial)):
+        np.minimum.at(start, row, span_start)
+        np.maximum.at(stop, row, span_stop)
+        np.add.at(count, row, span_stop - span_start)
+    np.minimum.at(full_start, full_spans[0], full_spans[1])
+    np.maximum.at(full_stop, full_spans[0], full_spans[2])
 
     num_tiles = num_full + num_partial
     start, full_start = np.where(num_tiles > 0, start, 0), np.where(num_full > 0, full_start, 0)
     if np.array_equal(stop - start, num_tiles) and np.array_equal(full_stop - full_start, num_full):
-        return Rows.of_intervals(*(vector[None] for vector in (start, full_start, full_stop, stop)))
+        return Rows.from_intervals(*(vector[None] for vector in (start, full_start, full_stop, stop)))
 
-    runs = np.concatenate([full_runs, partial_runs], axis=1)
-    is_full = np.arange(runs.shape[1]) < full_runs.shape[1]
-    _, tiles = _tiles_of(*runs[:, np.lexsort((runs[1], is_full, runs[0]))])
+    spans = np.concatenate([full_spans, partial_spans], axis=1)
+    is_full = np.arange(spans.shape[1]) < full_spans.shape[1]
+    _, tiles = _tiles_of(*spans[:, np.lexsort((spans[1], is_full, spans[0]))])
     first = np.cumsum(num_tiles) - num_tiles
     bounds = np.stack([first, num_partial, np.zeros_like(first), num_tiles], axis=-1)
     return Rows(bounds.astype(np.int32)[None], tiles.astype(np.int32)[None])
 
 
-def _runs_of(rectangles: Rectangles) -> Int[np.ndarray, "3 m"]:
-    """Rectangles cut into runs of one row each: row, first column, column after the last."""
+def _spans_of(rectangles: Rectangles) -> Int[np.ndarray, "3 m"]:
+    """Rectangles cut into spans of one row each: row, first column, column after the last."""
     height = rectangles[:, 0, 1] - rectangles[:, 0, 0]
-    first_run = np.cumsum(height) - height
-    row = np.arange(height.sum()) + np.repeat(rectangles[:, 0, 0] - first_run, height)
+    first_span = np.cumsum(height) - height
+    row = np.arange(height.sum()) + np.repeat(rectangles[:, 0, 0] - first_span, height)
     return np.stack([row, *np.repeat(rectangles[:, 1], height, axis=0).T])
 
 
 def _tiles_of(row: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each tile of some runs, int64."""
+    """(row, column) of each tile of some spans, int64."""
     length = stop - start
     first = np.cumsum(length) - length
     return np.repeat(row, length), np.repeat(start - first, length) + np.arange(length.sum())

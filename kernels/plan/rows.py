@@ -1,4 +1,4 @@
-"""The tiles that each row of tiles visits: what a plan is, whether the host or the device made it.
+"""The tiles that each row of tiles visits: the form of every plan, made on the host or on the device.
 
 A row is a query tile, and its tiles are key/value tiles; in a transposed plan it is a key/value tile, and its tiles
 are query tiles. A row's tiles are either an interval, which four numbers give, or a part of a list. Either way its
@@ -37,8 +37,8 @@ class Rows(NamedTuple):
         return self.bounds.shape[1]
 
     @staticmethod
-    def of_intervals(start: Integers, full_start: Integers, full_stop: Integers, stop: Integers) -> Rows:
-        """Rows from the intervals' bounds `[W, R]`, which need not be in order where a row has no tile of a kind."""
+    def from_intervals(start: Integers, full_start: Integers, full_stop: Integers, stop: Integers) -> Rows:
+        """Rows from the intervals' bounds `[W, R]`, in any order where a row has no FULL or no visited tiles."""
         xp = array_namespace(start, full_start, full_stop, stop)
         is_empty = stop <= start
         start, stop = xp.where(is_empty, 0, start), xp.where(is_empty, 0, stop)
@@ -88,13 +88,13 @@ class Row:
         return rank + jnp.where(rank < num_before, start, after)
 
 
-def list_rows(kinds: Int[Integers, "W R C"]) -> Rows:
+def list_rows(tile_kinds: Int[Integers, "W R C"]) -> Rows:
     """Lists of the tiles that aren't EMPTY, from the `TileKind` of every tile."""
-    xp = array_namespace(kinds)
-    batch, num_rows, num_cols = kinds.shape
-    order = xp.argsort(xp.where(kinds == TileKind.EMPTY, 3, kinds), axis=-1, stable=True).astype(xp.int32)
-    num_partial = (kinds == TileKind.PARTIAL).sum(-1, dtype=xp.int32)
-    num_tiles = (kinds != TileKind.EMPTY).sum(-1, dtype=xp.int32)
+    xp = array_namespace(tile_kinds)
+    batch, num_rows, num_cols = tile_kinds.shape
+    order = xp.argsort(xp.where(tile_kinds == TileKind.EMPTY, 3, tile_kinds), axis=-1, stable=True).astype(xp.int32)
+    num_partial = (tile_kinds == TileKind.PARTIAL).sum(-1, dtype=xp.int32)
+    num_tiles = (tile_kinds != TileKind.EMPTY).sum(-1, dtype=xp.int32)
     first = xp.broadcast_to(xp.arange(num_rows, dtype=xp.int32) * num_cols, num_tiles.shape)
     bounds = xp.stack([first, num_partial, xp.zeros_like(first), num_tiles], axis=-1)
     return Rows(bounds, order.reshape(batch, -1))

@@ -1,4 +1,4 @@
-"""The first and the last column in a range whose numbers are all large enough, for many rows at once.
+"""For each row of tiles, the first and the last column in a range whose numbers are all large enough.
 
 A row looks into the group of √C columns where its range begins, and at the largest numbers of all groups after it; then
 into the group that these lead to. So it compares with some √C columns at a time, and no array has an element for every

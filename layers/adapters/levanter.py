@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kernels import CausalMask, FullMask, LocalMask, Mask, Tuning
-from layers.adapters.shards import attend_in_shards
+from layers.adapters.shards import attend_in_shards, refuse
 
 _MASK_FIELDS = {
     "is_causal",
@@ -52,7 +52,7 @@ def dot_product_attention(
     attn_sink: Any = None,
     implementation: str | Tuning | None = None,
 ) -> Any:
-    """What `levanter.layers.attention.dot_product_attention` computes, in memory proportional to T, or a refusal.
+    """`levanter.layers.attention.dot_product_attention` in memory proportional to T, or a refusal.
 
     Args:
       QPos, KPos: axes of queries and of keys, or their names.
@@ -80,19 +80,22 @@ def dot_product_attention(
 
     Source: https://github.com/marin-community/marin, lib/levanter/src/levanter/layers/attention.py
     """
-    _refuse(
-        bias=bias is not None and "the kernels take no dense bias; use a mask, logits_soft_cap or attn_sink",
-        precision=precision is not None
-        and "the kernels have their own; leave it None and set jax.default_matmul_precision for the matmuls around",
-        use_flash=use_flash is False and "it asks for dense attention; set use_flash_attention=None in the config",
-        attn_backend=attn_backend not in (None, "default")
-        and "it names one of levanter's own; set attn_backend=None in the config, and implementation= here",
-        flash_block_size=flash_block_size is not None
-        and "it tunes levanter's own kernels; set flash_attention_block_size=None in the config, and a tuning object "
-        "as implementation= here",
-        dropout=dropout > 0.0
-        and not inference
-        and "attention weights are never stored; set attn_pdrop=0.0 in the config",
+    refuse(
+        {
+            "bias": bias is not None and "the kernels take no dense bias; use a mask, logits_soft_cap or attn_sink",
+            "precision": precision is not None
+            and "the kernels have their own; leave it None and set jax.default_matmul_precision for the matmuls around",
+            "use_flash": use_flash is False
+            and "it asks for dense attention; set use_flash_attention=None in the config",
+            "attn_backend": attn_backend not in (None, "default")
+            and "it names one of levanter's own; set attn_backend=None in the config, and implementation= here",
+            "flash_block_size": flash_block_size is not None
+            and "it tunes levanter's own kernels; set flash_attention_block_size=None in the config, and a tuning "
+            "object as implementation= here",
+            "dropout": dropout > 0.0
+            and not inference
+            and "attention weights are never stored; set attn_pdrop=0.0 in the config",
+        }
     )
     axes = _Axes.of(query, key, value, QPos, KPos, Key, mask, attn_sink)
     static_mask, arrays = _read_mask(mask, axes)
@@ -148,10 +151,10 @@ class _Axes(NamedTuple):
             raise ValueError(f"key and value have the axes {sorted(stray)}, which the query of {query.axes} lacks")
         # Both batch and key/value heads are in all three arrays. What a mask differs over is batch, what a sink differs
         # over are heads; without either, the query's first axis is its batch, as in levanter's own sorting.
-        of_mask = {axis.name for named in _named_parts(mask) for axis in named.axes}
-        of_sink = set() if attn_sink is None else {axis.name for axis in attn_sink.axes}
-        batch = [a for a in shared if a.name in of_mask or (a == query.axes[0] and a.name not in of_sink)]
-        if both := of_sink & {axis.name for axis in batch}:
+        mask_names = {axis.name for named in _named_parts(mask) for axis in named.axes}
+        sink_names = set() if attn_sink is None else {axis.name for axis in attn_sink.axes}
+        batch = [a for a in shared if a.name in mask_names or (a == query.axes[0] and a.name not in sink_names)]
+        if both := sink_names & {axis.name for axis in batch}:
             raise ValueError(f"attn_sink differs over {sorted(both)}, as the batch does; the kernels take one a head")
         heads = [axis for axis in shared if axis not in batch]
         groups = [axis for axis in free if axis not in shared]
@@ -199,10 +202,8 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, Any]]:
     for field in dataclasses.fields(mask):
         if field.name not in _MASK_FIELDS and getattr(mask, field.name) not in (None, False):
             raise ValueError(f"expected an AttentionMask of {sorted(_MASK_FIELDS)}, got one with {field.name}, too")
-    _refuse(
-        mask=mask.explicit_mask is not None
-        and "its explicit part is a T×T array; describe it by causal, sliding_window, segment_ids"
-    )
+    if mask.explicit_mask is not None:
+        refuse({"mask": "its explicit part is a T×T array; describe it by causal, sliding_window, segment_ids"})
 
     parts: list[Mask] = []
     arrays: dict[str, Any] = {}
@@ -226,10 +227,10 @@ def _read_mask(mask: Any, axes: _Axes) -> tuple[Mask, dict[str, Any]]:
             moved = _array(offset, axes.batch, "causal_offset").reshape(-1, 1)
             arrays["query_positions"] = moved.astype(jnp.int32) + jnp.arange(axes.query.size, dtype=jnp.int32)
     if mask.segment_ids is not None:
-        of_query, of_key = mask.segment_ids
-        if any(axis.name == axes.query.name for axis in of_key.axes):
-            of_key = of_key.rename({axes.query.name: axes.key.name})
-        for name, named, axis in (("query", of_query, axes.query), ("key_value", of_key, axes.key)):
+        query_ids, key_ids = mask.segment_ids
+        if any(axis.name == axes.query.name for axis in key_ids.axes):
+            key_ids = key_ids.rename({axes.query.name: axes.key.name})
+        for name, named, axis in (("query", query_ids, axes.query), ("key_value", key_ids, axes.key)):
             ids = _array(named, (*axes.batch, axis), f"{name}_segment_ids")
             arrays[f"{name}_segment_ids"] = ids.reshape(-1, axis.size)
     return functools.reduce(operator.and_, parts) if parts else FullMask(), arrays
@@ -255,9 +256,3 @@ def _array(named: Any, axes: tuple[Any, ...], what: str) -> jax.Array:
 
 def _size(axes: tuple[Any, ...]) -> int:
     return math.prod(axis.size for axis in axes)
-
-
-def _refuse(**reasons: str | bool) -> None:
-    for name, reason in reasons.items():
-        if reason:
-            raise ValueError(f"the kernels can't honour {name}: {reason}")

@@ -1,4 +1,4 @@
-"""Our kernels under MaxText's models: an `apply_attention` in the place of `AttentionOp`'s own.
+"""Our kernels under MaxText's models: an `apply_attention` that replaces `AttentionOp`'s own.
 
 Shapes: B batch, T query length, S key/value length, N query heads, K key/value heads, H head dim, V value dim.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, Mask, Tuning
-from layers.adapters.shards import attend_in_shards
+from layers.adapters.shards import attend_in_shards, refuse
 
 
 # The parameters are MaxText's, in its order, under its names.
@@ -40,7 +40,7 @@ def apply_attention(
     wv_product_einsum: Any,
     implementation: str | Tuning | None = None,
 ) -> tuple[Float[Array, "B T N V"], None, None]:
-    """What `AttentionOp.apply_attention` of `maxtext.layers.attention_op` computes in O(T) memory, or a refusal.
+    """`AttentionOp.apply_attention` of `maxtext.layers.attention_op` in O(T) memory, or a refusal.
 
     Training and prefill, for the attention types global, local_sliding, chunk, full and mla; heads and batch may be
     split over the mesh.
@@ -51,7 +51,7 @@ def apply_attention(
       key, value: of K heads, N a multiple of K; not quantised.
       decoder_segment_ids: document of each token; keys of a negative document are hidden from all.
       decoder_segment_ids_kv: those of the keys; None: `decoder_segment_ids`.
-      segment_positions: no mask of MaxText's depends on it where rows of tokens are whole.
+      segment_positions: no mask of MaxText's depends on it unless sequences are split.
       model_mode: "train" or "prefill".
       sinks: one logit for each query head.
       previous_chunk, bidirectional_mask, indexer_mask, compressed_mask, record_max_logits, pad_kv_total,
@@ -70,24 +70,18 @@ def apply_attention(
 
     Source: https://github.com/AI-Hypercomputer/maxtext, src/maxtext/layers/attention_op.py
     """
-    _refuse(
+    _refuse_layer(self)
+    refuse(
         {
-            "attention": self.attention_kernel != "autoselected"
-            and f"{self.attention_kernel!r} names one of MaxText's own kernels; set attention=autoselected",
             "model_mode": model_mode not in ("train", "prefill")
             and f"{model_mode!r} needs the unnormalised parts of two caches; decode with MaxText's own attention",
-            "dropout_rate": self.dropout_rate > 0.0 and "attention weights are never stored; set it to 0",
-            "matmul_precision": self.config.matmul_precision != "default"
-            and "the kernels have their own; set it to default",
-            "moba": self.config.moba and "its mask depends on keys and queries",
-            "use_mla_absorbed_mqa": self.is_absorbed_mqa and "its layout on the mesh is another one; set it to False",
             "previous_chunk": previous_chunk is not None and "chunked prefill isn't served; prefill at once",
             "bidirectional_mask": bidirectional_mask is not None
             and "a mask of tokens that the data decides isn't a mask of positions",
             "indexer_mask": indexer_mask is not None and "it is a T×T array",
             "compressed_mask": compressed_mask is not None and "it is an array of queries × blocks of keys",
             "record_max_logits": record_max_logits and "logits are never stored; turn QK-clip off",
-            "pad_kv_total": pad_kv_total != 0 and "keys that pad must be hidden, and nothing here tells which",
+            "pad_kv_total": pad_kv_total != 0 and "keys that pad must be hidden, and no argument says which they are",
             "compress_ratio": compress_ratio != 0 and "compressed attention isn't served",
             "kv_quant": any(einsum is not jnp.einsum for einsum in (qk_product_einsum, wv_product_einsum))
             and "the kernels take no quantised keys and values; set quantize_kvcache=False",
@@ -110,6 +104,21 @@ def apply_attention(
         implementation=implementation,
     )
     return out.astype(query.dtype), None, None
+
+
+def _refuse_layer(op: Any) -> None:
+    """Refuses settings of a layer, where `apply_attention` refuses arguments of a call."""
+    refuse(
+        {
+            "attention": op.attention_kernel != "autoselected"
+            and f"{op.attention_kernel!r} names one of MaxText's own kernels; set attention=autoselected",
+            "dropout_rate": op.dropout_rate > 0.0 and "attention weights are never stored; set it to 0",
+            "matmul_precision": op.config.matmul_precision != "default"
+            and "the kernels have their own; set it to default",
+            "moba": op.config.moba and "its mask depends on keys and queries",
+            "use_mla_absorbed_mqa": op.is_absorbed_mqa and "its layout on the mesh is another one; set it to False",
+        }
+    )
 
 
 def _mask(op: Any) -> Mask:
@@ -136,15 +145,15 @@ def _given(op: Any, name: str) -> int:
     return value
 
 
-def _segment_ids(of_query: jax.Array | None, of_key: jax.Array | None) -> dict[str, Any]:
-    if of_query is None:
-        _refuse({"decoder_segment_ids_kv": of_key is not None and "decoder_segment_ids must come with it"})
+def _segment_ids(query_ids: jax.Array | None, key_ids: jax.Array | None) -> dict[str, Any]:
+    if query_ids is None:
+        refuse({"decoder_segment_ids_kv": key_ids is not None and "decoder_segment_ids must come with it"})
         return {}
-    of_key = of_query if of_key is None else of_key
+    key_ids = query_ids if key_ids is None else key_ids
     # Keys of a negative document are hidden from all, those of its own document too.
     return {
-        "query_segment_ids": of_query,
-        "key_value_segment_ids": jnp.where(of_key < 0, jnp.iinfo(of_key.dtype).min, of_key),
+        "query_segment_ids": query_ids,
+        "key_value_segment_ids": jnp.where(key_ids < 0, jnp.iinfo(key_ids.dtype).min, key_ids),
     }
 
 
@@ -156,9 +165,9 @@ def _split_axes(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         split = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in entries]
         return [tuple(axis for axis in axes if op.mesh.shape.get(axis, 1) > 1) for axes in split]
 
-    batch, heads, *of_query = of(op.flash_axis_names_q)
-    kv_batch, kv_heads, *of_key = of(op.flash_axis_names_kv)
-    if split := sorted({axis for axes in (*of_query, *of_key) for axis in axes}):
+    batch, heads, *query_axes = of(op.flash_axis_names_q)
+    kv_batch, kv_heads, *key_axes = of(op.flash_axis_names_kv)
+    if split := sorted({axis for axes in (*query_axes, *key_axes) for axis in axes}):
         raise ValueError(
             f"the mesh's {', '.join(split)} splits tokens or head features, and this adapter splits batch and heads "
             "alone; set its size to 1"
@@ -169,9 +178,3 @@ def _split_axes(op: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
             f"{kv_heads}; change logical_axis_rules"
         )
     return batch, heads
-
-
-def _refuse(reasons: dict[str, str | bool]) -> None:
-    for name, reason in reasons.items():
-        if reason:
-            raise ValueError(f"the kernels can't honour {name}: {reason}")

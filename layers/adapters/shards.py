@@ -1,4 +1,4 @@
-"""An attention call on a mesh that splits its batch and its heads, and leaves rows of tokens whole.
+"""Shared by the adapters: refusals, and an attention call on a mesh that splits batch and heads, but no sequence.
 
 Shapes: B batch, T query length, S key/value length, N query heads, K key/value heads, H head dim, V value dim.
 """
@@ -6,7 +6,7 @@ Shapes: B batch, T query length, S key/value length, N query heads, K key/value 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels import Mask, dot_product_attention
+
+
+def refuse(reasons: Mapping[str, str | bool]) -> None:
+    """Raises ValueError for the first argument that has a reason why the kernels can't honour it."""
+    for name, reason in reasons.items():
+        if reason:
+            raise ValueError(f"the kernels can't honour {name}: {reason}")
 
 
 def attend_in_shards(
@@ -70,9 +77,9 @@ def attend_in_shards(
         if size % math.prod(sizes[axis] for axis in axes):
             split = " × ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(f"{what} {size} is not a multiple of the mesh's {split}; change one of them")
-    of_tokens, of_heads = PartitionSpec(batch), PartitionSpec(batch, None, heads)
-    specs = {name: PartitionSpec(heads) if name == "sinks" else of_tokens for name in given}
+    token_spec, head_spec = PartitionSpec(batch), PartitionSpec(batch, None, heads)
+    specs = {name: PartitionSpec(heads) if name == "sinks" else token_spec for name in given}
     # Kernels don't say over which mesh axes their outputs vary.
     return jax.shard_map(
-        attend, mesh=mesh, in_specs=(of_heads, of_heads, of_heads, specs), out_specs=of_heads, check_vma=False
+        attend, mesh=mesh, in_specs=(head_spec, head_spec, head_spec, specs), out_specs=head_spec, check_vma=False
     )(query, key, value, given)

@@ -19,12 +19,12 @@ class Keys:
 
     Args:
       values: the object.
-      place: where it comes from, for error messages.
+      path: of the file that has the object, for error messages.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str):
+    def __init__(self, values: Mapping[str, Any], path: str):
         self.values = values
-        self.place = place
+        self.path = path
 
     def __contains__(self, name: str) -> bool:
         return self.values.get(name) is not None
@@ -68,7 +68,7 @@ class Keys:
         return tuple(map(float, value))
 
     def choices(self, name: str, allowed: Sequence[Any], length: int) -> list[Any]:
-        """A list of so many values, each one of a few."""
+        """The first `length` values of a list, each one of `allowed`."""
         value = self.values.get(name)
         if not isinstance(value, list) or len(value) < length or not all(entry in allowed for entry in value[:length]):
             raise self.wrong(name, f"a list of {length} values, each one of {', '.join(map(repr, allowed))}")
@@ -79,11 +79,11 @@ class Keys:
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(name, "an object")
-        return None if value is None else Keys(value, f"{self.place}: {name}")
+        return None if value is None else Keys(value, f"{self.path}: {name}")
 
     def wrong(self, name: str, expected: str) -> ValueError:
         """The error of a key whose value can't be used."""
-        return ValueError(f"{self.place} has {name}={self.values.get(name)!r:.200}; expected {expected}")
+        return ValueError(f"{self.path} has {name}={self.values.get(name)!r:.200}; expected {expected}")
 
 
 def _is_number(value: Any) -> bool:

@@ -31,7 +31,7 @@ class Inexpressible(ValueError):
 
     Args:
       model_type: of the family.
-      differences: what it has in the place of what the model has.
+      differences: the family's values of the settings that differ, and the model's.
     """
 
     def __init__(self, model_type: str, differences: Sequence[str]):
@@ -41,7 +41,7 @@ class Inexpressible(ValueError):
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers calls a model type.
+    """A family of models: one model type of transformers.
 
     Args:
       model_type: as config.json names it.
@@ -71,20 +71,20 @@ class Family:
     quantization: str | None = None
     section: str | None = None
 
-    def read_config(self, values: Mapping[str, Any], place: str) -> GPTConfig:
+    def read_config(self, values: Mapping[str, Any], path: str) -> GPTConfig:
         """The config of a model.
 
         Args:
           values: a config.json's.
-          place: its path, for error messages.
+          path: of the file, for error messages.
 
         Raises:
           ValueError: a key is missing or has a value that this family can't have here.
         """
-        whole = Keys(values, place)
+        whole = Keys(values, path)
         keys = whole if self.section is None else whole.inner(self.section)
         if keys is None:
-            raise ValueError(f"{place} has no {self.section}, which describes the language model")
+            raise ValueError(f"{path} has no {self.section}, which describes the language model")
         # transformers 4 takes it from the section, and transformers 5 from the whole.
         if len({part.values.get("tie_word_embeddings", True) is True for part in (whole, keys)}) > 1:
             raise whole.wrong("tie_word_embeddings", f"what {self.section} has, as by default true")
@@ -104,11 +104,11 @@ class Family:
         try:
             return GPTConfig(**settings, moe=MoEConfig(**moe) if moe else None)
         except ValueError as error:
-            raise ValueError(f"{place} describes a model that can't be: {error!s:.300}") from None
+            raise ValueError(f"{path} describes a model that can't be: {error!s:.300}") from None
 
     @property
     def has_experts(self) -> bool:
-        """Whether its models are mixtures of experts."""
+        """True if the family's models are mixtures of experts."""
         return any(name.startswith("moe.") for key in self.keys for name in key.fields)
 
     def _check_values(self, keys: Keys, rules: Mapping[str, tuple[Any, ...]]) -> None:
@@ -124,7 +124,7 @@ class Family:
         method = None if found is None else found.values.get("quant_method")
         if method is None or method != self.quantization:
             raise ValueError(
-                f"{keys.place} has quantization_config.quant_method={method!r:.200}; expected weights that aren't "
+                f"{keys.path} has quantization_config.quant_method={method!r:.200}; expected weights that aren't "
                 f"quantized{f', or by {self.quantization}' if self.quantization else ''}; take the folder of the model "
                 "that they were made from"
             )
@@ -166,7 +166,7 @@ class Family:
         return written | self.rule.write(kinds_of(config))
 
     def is_unused(self, name: str) -> bool:
-        """Whether transformers doesn't use a tensor of this name either."""
+        """True if transformers doesn't use a tensor of this name either."""
         return any(name.startswith(part) or name.endswith(part) for part in self.unused)
 
 
@@ -176,34 +176,34 @@ def _setting(config: GPTConfig, name: str) -> Any:
 
 
 def _differences(config: GPTConfig, again: GPTConfig) -> list[str]:
-    """The fields of a config that was written and read again, where they aren't what the first one has."""
+    """The fields that differ between a config and the one that was read from its config.json."""
     skipped = _RUN_FIELDS | _LAYER_FIELDS | {"moe"} | ({"mlp_width"} if config.moe is not None else set())
     found = [
-        _told(f"model.{name}", getattr(again, name), getattr(config, name))
+        _difference(f"model.{name}", getattr(again, name), getattr(config, name))
         for name in (entry.name for entry in dataclasses.fields(config) if entry.name not in skipped)
     ]
     if config.moe is not None and again.moe is not None:
         found += [
-            _told(f"model.moe.{name}", getattr(again.moe, name), getattr(config.moe, name))
+            _difference(f"model.moe.{name}", getattr(again.moe, name), getattr(config.moe, name))
             for name in (entry.name for entry in dataclasses.fields(config.moe) if entry.name not in _TRAINING_FIELDS)
         ]
     first: dict[str, str] = {}  # each field's difference in the first layer that has one
     for layer, (theirs, ours) in enumerate(zip(kinds_of(again), kinds_of(config), strict=True)):
         if theirs != ours:
             where = f" in layer {layer}" if config.pattern_length > 1 else ""
-            fields = zip(_of_layer(theirs).items(), _of_layer(ours).values(), strict=True)
-            of_layer = {name: _told(f"model.{name}", value, own, where) for (name, value), own in fields}
-            first = {name: difference for name, difference in of_layer.items() if difference} | first
+            fields = zip(_layer_fields(theirs).items(), _layer_fields(ours).values(), strict=True)
+            layer_fields = {name: _difference(f"model.{name}", value, own, where) for (name, value), own in fields}
+            first = {name: difference for name, difference in layer_fields.items() if difference} | first
     found += first.values()
     return [difference for difference in found if difference]
 
 
-def _told(name: str, theirs: Any, ours: Any, where: str = "") -> str:
-    """A difference of one field, with values as on the command line; empty: there is none."""
+def _difference(name: str, theirs: Any, ours: Any, where: str = "") -> str:
+    """Describes the difference of one field, with values as on the command line; empty if there is none."""
     return "" if theirs == ours else f"{name}={theirs} (here {ours}{where})"
 
 
-def _of_layer(kind: LayerKind) -> dict[str, Any]:
+def _layer_fields(kind: LayerKind) -> dict[str, Any]:
     """A layer by the config's fields."""
     scaling = {f"rope_scaling.{name}": value for name, value in dataclasses.asdict(kind.rope.scaling).items()}
     rope = {"rope_base": kind.rope.base, "rope_fraction": kind.rope.fraction}

@@ -1,4 +1,4 @@
-"""What sets the layers of a pretrained model apart: windows and rotary embeddings, as config.json lists them.
+"""Settings that differ between the layers of a pretrained model: windows and rotary embeddings of config.json.
 
 `layer_types` names each layer "full_attention" or "sliding_attention"; older files leave it out, and each family has
 its own rule for that case.
@@ -44,7 +44,7 @@ class LayerRule:
       sliding_base_key: where files from before `rope_parameters` have its base; None: where the others have theirs.
       sliding_default_base: what transformers takes where that is absent.
       without_rope: the key that lists layers without a rotary embedding, by 0 and 1.
-      partial_rope: whether a part of the features may be turned.
+      partial_rope: True if the rotary embedding may turn a part of the features.
       longrope_alone: longrope is all the scaling that there is, and has Phi-3's ways; see `rope_keys`.
       default_scaling: what transformers takes where neither `rope_scaling` nor `rope_parameters` is there.
     """
@@ -88,7 +88,7 @@ class LayerRule:
             )
         if (full.fraction, sliding.fraction) != (1.0, 1.0) and not self.partial_rope:
             raise ValueError(
-                f"{keys.place} has partial_rotary_factor={min(full.fraction, sliding.fraction)}; expected 1, as "
+                f"{keys.path} has partial_rotary_factor={min(full.fraction, sliding.fraction)}; expected 1, as "
                 "transformers turns all features in this family"
             )
         ropes = [full if window is None else sliding for window in windows]
@@ -143,7 +143,7 @@ class LayerRule:
         return written | {"rope_parameters": parameters}
 
     def _write_longrope(self, scaling: RopeScaling, as_json: dict[str, Any]) -> dict[str, Any]:
-        """What transformers 4 needs beside; it takes the ratio of the two lengths for the factor."""
+        """The keys that transformers 4 needs, too; it takes the ratio of the two lengths for the factor."""
         length = round(scaling.original_context_length * scaling.factor)
         written: dict[str, Any] = {"max_position_embeddings": length}
         is_implied = length / scaling.original_context_length == scaling.factor

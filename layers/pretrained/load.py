@@ -40,7 +40,8 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
       directory: the folder.
 
     Returns:
-      What the model computes. How it runs (dtypes, backends, rematerialisation) has `GPTConfig`'s defaults.
+      The fields that the computation depends on. The others (dtypes, backends, rematerialisation) has `GPTConfig`'s
+      defaults.
 
     Raises:
       ValueError: there is no such file, or it describes no model of the families that are known.
@@ -53,8 +54,8 @@ def config_from_huggingface(directory: str | os.PathLike[str]) -> GPTConfig:
       >>> config_from_huggingface(".").attention_bias
       True
     """
-    family, values, place = _read_family(directory)
-    return family.read_config(values, place)
+    family, values, path = _read_family(directory)
+    return family.read_config(values, path)
 
 
 def read_params(
@@ -67,16 +68,15 @@ def read_params(
 ) -> dict[str, Any]:
     """Reads a Hugging Face folder's weights, each slice straight into its shard.
 
-    Every process reads what its own devices hold, once where its shards share their rows. At any time the host holds
-    some hundred megabytes of what is on its way.
+    Every process reads the shards of its own devices, and bytes that several of them share only once. The host holds a
+    few hundred megabytes of tensors at any time.
 
     Args:
       directory: the folder.
       config: of the model: the folder's own, with changes that leave parameters as they are.
       shardings: a nested dict of shardings, like the parameters'; None: everything on the first device.
       dtype: of the parameters; None: `config.param_dtype`.
-      progress: told after each piece how many of the folder's bytes that this process needs have been read, and how
-        many there are.
+      progress: called after each chunk with the bytes that this process has read so far, and the total that it needs.
 
     Returns:
       The parameters, a nested dict as `nnx.to_pure_dict` makes it.
@@ -143,9 +143,9 @@ def load_gpt(directory: str | os.PathLike[str], *, mesh: Mesh | None = None, **c
 
 def _read_family(directory: str | os.PathLike[str]) -> tuple[Family, dict[str, Any], str]:
     """The family of a folder's model, the values of its config.json, and where they come from."""
-    values, place = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
+    values, path = read_config(directory), str(os.path.join(directory, CONFIG_NAME))
     try:
-        return find_family(values.get("model_type"), place), values, place
+        return find_family(values.get("model_type"), path), values, path
     except ValueError as error:
         if "auto_map" not in values:
             raise

@@ -72,10 +72,10 @@ def _unpack(blocks: np.ndarray, scales: np.ndarray, pairs: np.ndarray) -> None:
     rows_at_once = max(1, _LOOKUPS_AT_ONCE // max(1, pairs.shape[1]))
     for first in range(0, len(pairs), rows_at_once):
         rows = slice(first, first + rows_at_once)
-        places = blocks[rows].astype(np.intp)
-        places += scales[rows, :, None].astype(np.intp) << 8
-        # All places are in bounds. The default mode, which checks them, writes to a copy of `out` first.
-        np.take(_pairs_of_values(), places.reshape(len(places), -1), out=pairs[rows], mode="clip")
+        indices = blocks[rows].astype(np.intp)
+        indices += scales[rows, :, None].astype(np.intp) << 8
+        # All indices are in bounds. The default mode, which checks them, writes to a copy of `out` first.
+        np.take(_pairs_of_values(), indices.reshape(len(indices), -1), out=pairs[rows], mode="clip")
 
 
 @functools.cache
@@ -88,7 +88,7 @@ def _pairs_of_values() -> np.ndarray:
 
 
 def with_unpacked_blocks(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors with one of bfloat16 in the place of each pair of blocks and scales.
+    """Replaces each pair of blocks and scales by one tensor of bfloat16.
 
     Args:
       tensors: a folder's, by their names.

@@ -104,15 +104,16 @@ def read_rope(
     is_scaled = old is not None and bool(old.values)
     is_old = is_scaled or old_base_key in keys.values or "rope_parameters" not in keys
     if scaled and old is not None and is_scaled:
-        # Where a file has both, transformers 5 has the old keys in the others' place, or over a layer type's others.
+        # Where a file has both, transformers 5 uses the old keys instead of the others, or merges them over a layer
+        # type's keys.
         under = {} if layer_type is None else {"rope_type": "default"} if inner is None else inner.values
-        inner = Keys({**under, **old.values}, old.place)
+        inner = Keys({**under, **old.values}, old.path)
     elif inner is None and default_scaling is not None:
         if "rope_scaling" in keys.values and old is None:
             raise keys.wrong("rope_scaling", "an object: transformers 4 scales nothing here, and transformers 5 does")
-        inner, is_old = Keys(default_scaling, keys.place), True
+        inner, is_old = Keys(default_scaling, keys.path), True
     if inner is None:
-        inner = Keys({}, keys.place)
+        inner = Keys({}, keys.path)
     base = inner.number("rope_theta", default_base if base_key is None else keys.number(base_key, default_base))
     old_base = keys.number(old_base_key, old_default_base or default_base)
     if is_old and base != old_base:
@@ -127,7 +128,7 @@ def read_rope(
 
 def _differs(keys: Keys, name: str, old: float, new: float) -> ValueError:
     return ValueError(
-        f"{keys.place} gives {name} as {old!r} to transformers 4 and as {new!r} to transformers 5; "
+        f"{keys.path} gives {name} as {old!r} to transformers 4 and as {new!r} to transformers 5; "
         "edit it so that both take the same"
     )
 
@@ -160,7 +161,7 @@ def _read_scaling(inner: Keys, keys: Keys, is_old: bool, *, is_nested: bool, lon
     known = ("default", "longrope") if longrope_alone else tuple(_KINDS)
     if rope_type not in known:
         raise ValueError(
-            f"{inner.place} has rope_type={rope_type!r:.200}; expected one of {', '.join(known)}"
+            f"{inner.path} has rope_type={rope_type!r:.200}; expected one of {', '.join(known)}"
             + (" ('dynamic' changes a text's keys while it grows)" if rope_type == "dynamic" else "")
         )
     kind, names = _KINDS[rope_type]
@@ -185,7 +186,7 @@ def _read_scaling(inner: Keys, keys: Keys, is_old: bool, *, is_nested: bool, lon
     try:
         return effective(RopeScaling(**found))
     except ValueError as error:
-        raise ValueError(f"{inner.place} can't be used: {error!s:.300}") from None
+        raise ValueError(f"{inner.path} can't be used: {error!s:.300}") from None
 
 
 def _original_length(

@@ -38,7 +38,7 @@ GENERATION_NAME = "generation_config.json"
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WRITTEN_DTYPES = tuple(map(jnp.dtype, ("float16", "bfloat16", "float32", "float64")))
-_SCALED = ("llama3", "yarn")  # to a length that config.json tells
+_SCALED = ("llama3", "yarn")  # to a length that config.json has
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -53,8 +53,8 @@ def family_of(config: GPTConfig, model_type: str | None = None) -> tuple[Family,
       The family and its config.json.
 
     Raises:
-      ValueError: no family, or not this one, can express the model; the message tells what the two nearest have, or
-        this one has, in the place of what the model has.
+      ValueError: no family, or not this one, can express the model; the message lists the settings
+        that the two nearest, or this one, have with other values.
     """
     if model_type is not None:
         family = find_family(model_type, "the argument model_type")
@@ -97,7 +97,8 @@ def write_huggingface(
 ) -> None:
     """Writes a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-    It is written beside its place and moved there when it is complete. The host holds one tensor at a time.
+    It is written under a temporary name beside `directory`, and renamed when it is complete. The host holds one tensor
+    at a time.
 
     Args:
       directory: the folder to make.
@@ -129,7 +130,7 @@ def write_huggingface(
     if target.exists() or target.is_symlink():
         raise ValueError(f"{target} exists already; name a folder that is to be made, or remove that one")
     if not target.parent.is_dir():
-        raise ValueError(f"{target.parent} is not a folder; make it, or choose another place")
+        raise ValueError(f"{target.parent} is not a folder; make it, or choose another folder")
     family, written = family_of(config, model_type)
     arrays = flat(params)
     shapes = _shapes_of(config)
@@ -143,7 +144,7 @@ def write_huggingface(
             f"tensors are written in {', '.join(map(str, _WRITTEN_DTYPES))}, not {', '.join(unwritten)}; give a dtype"
         )
     written = _more_keys(config, dtypes, generation_config, context_length) | written
-    pieces = _pieces(find_sources(family, config, shapes), arrays, dtypes)
+    tensors = _written_tensors(find_sources(family, config, shapes), arrays, dtypes)
     parts = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     os.mkdir(parts)  # with the permissions that the umask leaves; a temporary folder would be its owner's alone
     try:
@@ -154,7 +155,7 @@ def write_huggingface(
             for name in TOKENIZER_NAMES:
                 if (Path(tokenizer_dir) / name).exists():
                     shutil.copyfile(inside(tokenizer_dir, name), parts / name)
-        _write_tensors(parts, pieces, arrays, shard_size)
+        _write_tensors(parts, tensors, arrays, shard_size)
         os.rename(parts, target)
     except BaseException:
         shutil.rmtree(parts, ignore_errors=True)
@@ -178,8 +179,8 @@ def _more_keys(
     return keys | {"max_position_embeddings": max(lengths)} if lengths else keys
 
 
-class _Piece(NamedTuple):
-    """One tensor that is to be written: its parameters, and its position in their stacked dims."""
+class _WrittenTensor(NamedTuple):
+    """A tensor to write: the parameters that it is made of, and its position in their stacked dims."""
 
     source: Source
     position: tuple[int, ...]
@@ -196,48 +197,50 @@ class _Piece(NamedTuple):
         return self.source.row.into_file([part.astype(self.dtype, copy=False) for part in parts])
 
 
-def _pieces(
+def _written_tensors(
     sources: Mapping[str, Source], arrays: Mapping[str, Any], dtypes: Mapping[str, np.dtype]
-) -> dict[str, _Piece]:
-    pieces = {}
+) -> dict[str, _WrittenTensor]:
+    tensors = {}
     for path, source in sources.items():
         if source.which == 0:
             shape, stacked = source.row.shape_in_file(source.shapes), arrays[path].shape[: source.row.num_stacked]
             for position in np.ndindex(*stacked):
-                pieces[source.tensor_name(position)] = _Piece(source, position, shape, dtypes[path])
-    return pieces
+                tensors[source.tensor_name(position)] = _WrittenTensor(source, position, shape, dtypes[path])
+    return tensors
 
 
-def _write_tensors(folder: Path, pieces: Mapping[str, _Piece], arrays: Mapping[str, Any], shard_size: float) -> None:
-    files: list[dict[str, _Piece]] = [{}]
+def _write_tensors(
+    folder: Path, tensors: Mapping[str, _WrittenTensor], arrays: Mapping[str, Any], shard_size: float
+) -> None:
+    files: list[dict[str, _WrittenTensor]] = [{}]
     size = 0
-    for name, piece in pieces.items():
-        if files[-1] and size + piece.num_bytes > shard_size:
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.num_bytes > shard_size:
             files.append({})
             size = 0
-        files[-1][name] = piece
-        size += piece.num_bytes
+        files[-1][name] = tensor
+        size += tensor.num_bytes
     names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
     names = [WEIGHTS_NAME] if len(files) == 1 else names
     for file_name, contents in zip(names, files, strict=True):
         with open(folder / file_name, "xb") as file:
             file.write(_header(contents))
-            for piece in contents.values():
-                file.write(np.ascontiguousarray(piece.make(arrays)).reshape(-1).view(np.uint8).data)
+            for tensor in contents.values():
+                file.write(np.ascontiguousarray(tensor.make(arrays)).reshape(-1).view(np.uint8).data)
             _sync(file)
     if len(files) > 1:
         weight_map = {name: file_name for file_name, contents in zip(names, files, strict=True) for name in contents}
-        total_size = sum(piece.num_bytes for piece in pieces.values())
+        total_size = sum(tensor.num_bytes for tensor in tensors.values())
         _write_json(folder / INDEX_NAME, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
-def _header(contents: Mapping[str, _Piece]) -> bytes:
+def _header(contents: Mapping[str, _WrittenTensor]) -> bytes:
     # transformers asks for the format; readers want the data to begin at a multiple of 8.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, piece in contents.items():
-        offsets = [offset, offset := offset + piece.num_bytes]
-        header[name] = {"dtype": _DTYPE_NAMES[piece.dtype], "shape": piece.shape, "data_offsets": offsets}
+    for name, tensor in contents.items():
+        offsets = [offset, offset := offset + tensor.num_bytes]
+        header[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -246,7 +249,7 @@ def _header(contents: Mapping[str, _Piece]) -> bytes:
 def _take(array: Any, position: tuple[int, ...]) -> np.ndarray:
     if isinstance(array, Tensor):
         rest = tuple(array.shape[len(position) :])
-        return array.read((*(slice(place, place + 1) for place in position), *whole(rest))).reshape(rest)
+        return array.read((*(slice(index, index + 1) for index in position), *whole(rest))).reshape(rest)
     if isinstance(array, np.ndarray) or [device.platform for device in array.devices()] == ["cpu"]:
         return np.asarray(array)[position]  # a view
     # Traced, so that one program serves all layers.

@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from layers.pretrained.pieces import Bounds, Piece, find_pieces
+from layers.pretrained.chunks import Bounds, TensorChunk, find_chunks
 from layers.pretrained.safetensors_file import Tensor
 from layers.pretrained.table import Source
 
 Progress = Callable[[int, int], None]
 
-# What a thread reads at a time.
-_PIECE_BYTES = 1 << 24
-# What has been read, or is being read, and isn't on its way to the devices yet.
+# Bytes that a thread reads at a time.
+_CHUNK_BYTES = 1 << 24
+# Bytes that have been read, or are being read, before their transfer to the devices begins.
 _BYTES_AHEAD = 1 << 28
-# Arrays on their way at a time, each a piece or less.
-_NUM_ON_THEIR_WAY = 8
+# Transfers to devices at a time, each of a chunk or less.
+_NUM_TRANSFERS = 8
 # A shard of fewer bytes is made on the host, which spares compiling.
 _SMALL_BYTES = 1 << 24
 # One thread copies from the page cache at a fraction of what several do, and waits for a disk between reads.
@@ -89,7 +89,7 @@ class _Empty(NamedTuple):
 
 
 class _Growth(NamedTuple):
-    """A program that writes a piece into a shard: blocks in the file's order, of `part`'s sizes."""
+    """A program that writes a chunk into a shard: blocks in the file's order, of `part`'s sizes."""
 
     shard: _Empty
     num_stacked: int
@@ -115,32 +115,30 @@ class _Growth(NamedTuple):
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece of a parameter; `at_once`: its shards are small, and whole in it."""
+    """A chunk of a parameter; `at_once`: its shards are small, and whole in it."""
 
     parameter: Parameter
-    piece: Piece
+    chunk: TensorChunk
     at_once: bool
 
     @property
     def num_bytes(self) -> int:
-        """Of the piece, in the tensors."""
-        return self.parameter.stored_dtype.itemsize * self.piece.num_blocks * math.prod(_sizes(self.piece.box))
+        """Of the chunk, in the tensors."""
+        return self.parameter.stored_dtype.itemsize * self.chunk.num_blocks * math.prod(_sizes(self.chunk.box))
 
     def growth(self, shard: Bounds, device: jax.Device, dtype: np.dtype) -> _Growth:
-        """How the piece gets into one of its shards, which is of a dtype."""
-        in_file = _in_file(_sizes(self.piece.part_of(shard)), self.parameter.source.row.order)
+        """The program that writes the chunk into one of its shards, which has a dtype."""
+        in_file = _in_file(_sizes(self.chunk.part_of(shard)), self.parameter.source.row.order)
         return _Growth(
             _Empty(_sizes(shard), dtype, device),
-            len(self.piece.stacked),
-            (self.piece.num_blocks, *in_file),
+            len(self.chunk.stacked),
+            (self.chunk.num_blocks, *in_file),
             self.part_dtype(dtype),
             self.parameter.order,
         )
 
     def part_dtype(self, dtype: np.dtype) -> np.dtype:
-        """What travels to the devices. What is wider than the array is rounded on the host: devices may not know
-        float64.
-        """
+        """The dtype that is sent to devices: a wider one is rounded on the host, as devices may not have float64."""
         stored = self.parameter.stored_dtype
         return dtype if stored.itemsize > dtype.itemsize else stored
 
@@ -151,7 +149,7 @@ class ShardReader:
     Args:
       tensors: the folder's.
       dtype: of the arrays.
-      progress: told after each piece how many bytes have been read, and how many there are.
+      progress: called after each chunk with the bytes read so far and their total.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], dtype: jnp.dtype, progress: Progress | None):
@@ -165,7 +163,7 @@ class ShardReader:
         num_bytes = sum(parameter.num_bytes(shard) for parameter in parameters for shard in parameter.shards)
         num_read = 0
         arrays: dict[Parameter, dict[tuple[Bounds, jax.Device], jax.Array]] = {}
-        on_their_way: deque[jax.Array] = deque()
+        transfers: deque[jax.Array] = deque()
         with contextlib.ExitStack() as stack:
             readers = ThreadPoolExecutor(_NUM_READERS, "read_params")
             compilers = ThreadPoolExecutor(_NUM_COMPILERS, "read_params")
@@ -175,20 +173,20 @@ class ShardReader:
             for job, parts in self._read_ahead(readers, jobs):
                 num_read += job.num_bytes
                 shards = arrays.setdefault(job.parameter, {})
-                for shard, part in zip(job.piece.shards, parts, strict=True):
+                for shard, part in zip(job.chunk.shards, parts, strict=True):
                     for device in job.parameter.shards[shard]:
                         placed = jax.device_put(part, device)
-                        on_their_way.append(placed)
+                        transfers.append(placed)
                         if not job.at_once:
                             growth = job.growth(shard, device, self.dtype)
                             grown = shards.get((shard, device))
                             if grown is None:
                                 grown = programs[growth.shard].result()()
-                            starts = np.array(job.piece.starts_in(shard), np.int32)
+                            starts = np.array(job.chunk.starts_in(shard), np.int32)
                             placed = programs[growth].result()(grown, placed, starts)
                         shards[shard, device] = placed
-                while len(on_their_way) > _NUM_ON_THEIR_WAY:
-                    jax.block_until_ready(on_their_way.popleft())
+                while len(transfers) > _NUM_TRANSFERS:
+                    jax.block_until_ready(transfers.popleft())
                 if self.progress is not None:
                     self.progress(num_read, num_bytes)
         return [parameter.joined(arrays[parameter]) for parameter in parameters]
@@ -200,7 +198,7 @@ class ShardReader:
         has_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         programs: dict[_Empty | _Growth, Future[jax.stages.Compiled]] = {}
         for job in jobs:
-            for shard in () if job.at_once else job.piece.shards:
+            for shard in () if job.at_once else job.chunk.shards:
                 for device in job.parameter.shards[shard]:
                     growth = job.growth(shard, device, self.dtype)
                     for program in (growth.shard, growth):
@@ -218,22 +216,22 @@ class ShardReader:
                 first, parts = waiting.popleft()
                 num_bytes -= first.num_bytes
                 yield first, parts.result()
-            waiting.append((job, executor.submit(self._read_piece, job)))
+            waiting.append((job, executor.submit(self._read_chunk, job)))
             num_bytes += job.num_bytes
         for first, parts in waiting:
             yield first, parts.result()
 
-    def _read_piece(self, job: _Job) -> list[np.ndarray]:
-        """For each shard what it takes of a piece: the blocks with their dims in the file's order, or a small shard."""
-        source, piece, box = job.parameter.source, job.piece, _index(job.piece.box)
-        names = map(source.tensor_name, piece.positions())
+    def _read_chunk(self, job: _Job) -> list[np.ndarray]:
+        """Each shard's part of a chunk: the blocks with their dims in the file's order, or a whole small shard."""
+        source, chunk, box = job.parameter.source, job.chunk, _index(job.chunk.box)
+        names = map(source.tensor_name, chunk.positions())
         blocks = [source.row.read(self.tensors[name], source.which, source.shapes, box) for name in names]
         dtype = self.dtype if job.at_once else job.part_dtype(self.dtype)
         parts = []
-        for shard in piece.shards:
-            cut = _in_file(_index(piece.part_of(shard)), source.row.order)
-            of_blocks = [block[cut].astype(dtype, copy=False) for block in blocks]
-            part = np.stack(of_blocks) if len(blocks) > 1 else _owned(of_blocks[0])[None]
+        for shard in chunk.shards:
+            cut = _in_file(_index(chunk.part_of(shard)), source.row.order)
+            cut_blocks = [block[cut].astype(dtype, copy=False) for block in blocks]
+            part = np.stack(cut_blocks) if len(blocks) > 1 else _owned(cut_blocks[0])[None]
             if job.at_once:
                 part = part.transpose(job.parameter.order).reshape(_sizes(shard))
             parts.append(part)
@@ -246,9 +244,9 @@ def _jobs(parameter: Parameter) -> Iterator[_Job]:
     num_stacked, itemsize = parameter.source.row.num_stacked, parameter.stored_dtype.itemsize
     for at_once in (True, False):
         shards = [shard for shard in parameter.shards if (parameter.num_bytes(shard) <= _SMALL_BYTES) == at_once]
-        piece_bytes = sum(map(parameter.num_bytes, shards)) if at_once else _PIECE_BYTES
-        for piece in find_pieces(shards, num_stacked, outer, itemsize, piece_bytes):
-            yield _Job(parameter, piece, at_once)
+        chunk_bytes = sum(map(parameter.num_bytes, shards)) if at_once else _CHUNK_BYTES
+        for chunk in find_chunks(shards, num_stacked, outer, itemsize, chunk_bytes):
+            yield _Job(parameter, chunk, at_once)
 
 
 def _devices_of(sharding: Sharding, shape: tuple[int, ...]) -> dict[Bounds, list[jax.Device]]:
@@ -270,9 +268,9 @@ def _owned(part: np.ndarray) -> np.ndarray:
     return part if part.base is None or part.base.nbytes <= part.nbytes else part.copy()
 
 
-def _in_file(of_dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:
-    """What belongs to a parameter's dims, in the order of the file's."""
-    return tuple(of_dims[order.index(place)] for place in range(len(order)))
+def _in_file(dims: tuple[Any, ...], order: tuple[int, ...]) -> tuple[Any, ...]:
+    """Reorders entries of a parameter's dims to the order of the file's dims."""
+    return tuple(dims[order.index(dim)] for dim in range(len(order)))
 
 
 def _index(bounds: Bounds) -> tuple[slice, ...]:

@@ -54,7 +54,7 @@ class Pattern:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """For each dim of the parameter its place among the unmerged dims of the file's tensor."""
+        """For each dim of the parameter, its index among the unmerged dims of the file's tensor."""
         in_file = [name for group in self.groups for name in group]
         return tuple(in_file.index(name) for name in self.names)
 
@@ -132,7 +132,7 @@ class Divisible(Protocol):
     """A tensor that gives a part of itself for less than reading the whole."""
 
     def part(self, axis: int, start: int, size: int, step: int) -> Tensor:
-        """What `Part` is of other tensors."""
+        """The part as a tensor; the arguments are those of `Part`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A family's rows against a model's parameters and a folder's tensors: which tensor holds what of which parameter."""
+"""A family's table, matched with a model's parameters and a folder's tensors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def find_sources(family: Family, config: GPTConfig, shapes: Mapping[str, Shape])
     """The row of each parameter.
 
     Args:
-      family: whose table.
+      family: the family that has the table.
       config: of the model.
       shapes: of its parameters, by their paths.
 
@@ -111,14 +111,14 @@ def tensor_shapes(sources: Mapping[str, Source], shapes: Mapping[str, Shape]) ->
     return expected
 
 
-def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mapping[str, Tensor], place: str) -> None:
+def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mapping[str, Tensor], path: str) -> None:
     """Checks that a folder has exactly the tensors that are expected, of the same shapes.
 
     Args:
       family: of the model; it knows what transformers doesn't use either.
       expected: their shapes by their names.
       tensors: the folder's.
-      place: the folder, for the error message.
+      path: the folder, for the error message.
 
     Raises:
       ValueError: tensors are missing, unknown or misshapen; the message has them all.
@@ -142,7 +142,7 @@ def check_tensors(family: Family, expected: Mapping[str, Shape], tensors: Mappin
         problems.append(f"{len(integers)} of integers: {grouped(integers)}")
     if problems:
         raise ValueError(
-            f"the tensors of {place} aren't those of this {family.model_type} model: {'; '.join(problems)}. "
+            f"the tensors of {path} aren't those of this {family.model_type} model: {'; '.join(problems)}. "
             "If the config has changes on top of the folder's, take back those that change parameters"
         )
 

@@ -1,4 +1,4 @@
-"""The compile-time benchmark: cells in processes of their own, their limit, and what the table, ratios and plot say."""
+"""The compile-time benchmark: cases in processes of their own, their limit, and what the table, ratios and plot say."""
 
 import functools
 import importlib.util
@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 
 from experiments.benchmarks.compile_time.__main__ import Arguments, main
-from experiments.benchmarks.compile_time.cell import Cell
 from experiments.benchmarks.compile_time.masks import read_mask
+from experiments.benchmarks.compile_time.measure import CompileCase
 from experiments.benchmarks.compile_time.report import compare_tiles, describe_status, draw, ratios
-from experiments.benchmarks.compile_time.sweep import Limits, run_cell, sources_for, sweep
+from experiments.benchmarks.compile_time.sweep import Limits, run_case, sources_for, sweep
 from experiments.benchmarks.compile_time.upstream import attention, describe, lazy_mask, make_kernel
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MultiHeadMask, PrefixMask, dot_product_attention
 from tests.kernels.integer_masks import specs
-from trainer.process.resident_memory import peak_resident_bytes, reset_peak, resident_bytes
+from trainer.hardware import peak_resident_bytes, reset_peak, resident_bytes
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: the `tpu` extra, on Linux x86-64"
@@ -28,10 +28,10 @@ needs_libtpu = pytest.mark.skipif(
 LIMITS = Limits(seconds=120, resident_bytes=10**12)
 
 
-def cell_of(**changes):
+def case_of(**changes):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "num_repeats": 2}
-    cell = {"subject": "attention", "source": "ours", "mask": "causal", "length": 2048, "target": "v5e:1x1"}
-    return Cell(**(cell | {"config": "experiments/smoke.py"} | sizes | changes))
+    case = {"subject": "attention", "source": "ours", "mask": "causal", "length": 2048, "target": "v5e:1x1"}
+    return CompileCase(**(case | {"config": "experiments/smoke.py"} | sizes | changes))
 
 
 def row_of(source, length, trace_s, *, status="measured", gigabytes=1.0, **more):
@@ -82,30 +82,30 @@ def test_a_sweep_from_the_command_line_to_the_plot(tmp_path, capsys):
 
 
 def test_the_training_step_on_this_machine():
-    row = run_cell(cell_of(subject="train_step", target=None, length=256), LIMITS)
+    row = run_case(case_of(subject="train_step", target=None, length=256), LIMITS)
     assert row["status"] == "measured", row
     assert row["trace_s"] > 0
 
 
-def test_a_cell_that_takes_too_long_is_stopped_and_ends_its_series():
-    cells = [cell_of(target=None, length=length) for length in (1024, 2048)]
+def test_a_case_that_takes_too_long_is_stopped_and_ends_its_series():
+    cases = [case_of(target=None, length=length) for length in (1024, 2048)]
     started = []
-    rows = list(sweep([cells], Limits(0.2, LIMITS.resident_bytes), started.append))
+    rows = list(sweep([cases], Limits(0.2, LIMITS.resident_bytes), started.append))
     assert [row["status"] for row in rows] == ["stopped", "not tried"]
     told = ["stopped at 0.2 s", "not tried: 1,024 was stopped or failed"]
     assert [describe_status(row) for row in rows] == told
-    assert started == cells
+    assert started == cases
 
 
 @pytest.mark.skipif(resident_bytes() is None, reason="needs /proc, which tells what another process has resident")
-def test_a_cell_that_takes_too_much_memory_is_stopped():
-    row = run_cell(cell_of(target=None), Limits(LIMITS.seconds, 50_000_000))
+def test_a_case_that_takes_too_much_memory_is_stopped():
+    row = run_case(case_of(target=None), Limits(LIMITS.seconds, 50_000_000))
     assert describe_status(row) == "stopped at 50.0 MB"
     assert row["process_s"] < LIMITS.seconds
 
 
-def test_a_cell_that_fails_says_why_and_the_sweep_goes_on():
-    failing, good = cell_of(target=None, num_heads=3, num_kv_heads=2, length=128), cell_of(target=None, length=128)
+def test_a_case_that_fails_says_why_and_the_sweep_goes_on():
+    failing, good = case_of(target=None, num_heads=3, num_kv_heads=2, length=128), case_of(target=None, length=128)
     rows = list(sweep([[failing], [good]], LIMITS))
     assert describe_status(rows[0]) == "failed: ValueError: num_heads=3 is not a multiple of num_kv_heads=2"
     assert rows[1]["status"] == "measured"

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.benchmarks.context_bytes.__main__ import BytesArguments, ContextMesh, main
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
-from experiments.benchmarks.sequence_sharding import random_row
+from experiments.benchmarks.sequence_sharding import random_sequence
 from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, PrefixMask
 from kernels.context import shard_sequence
 from tests.host_cpus import environment_of_cpus
@@ -24,7 +24,7 @@ from trainer.errors import UserMistake
 )
 def test_missing_keys_are_those_of_the_dense_mask(mask, sequence_sharding, rng):
     length, num_ranks = 128, 4
-    ids, positions = random_row(length, lambda rng: rng.integers(1, 60), rng)
+    ids, positions = random_sequence(length, lambda rng: rng.integers(1, 60), rng)
     for documents in ({}, {"segment_ids": ids, "positions": positions}):
         token_order = shard_sequence(sequence_sharding, length, num_ranks, masks={mask: 1.0}, **documents)
         row = np.arange(length)
@@ -37,14 +37,16 @@ def test_missing_keys_are_those_of_the_dense_mask(mask, sequence_sharding, rng):
 
 def test_hops_reach_the_farthest_key_of_a_document(rng):
     length, num_ranks = 128, int(rng.choice([2, 4, 8]))
-    ids, _ = random_row(length, lambda rng: rng.integers(1, 60), rng)
+    ids, _ = random_sequence(length, lambda rng: rng.integers(1, 60), rng)
     queries, keys = np.nonzero(np.tri(length, dtype=bool) & (ids[:, None] == ids[None]))
     of_rank = length // num_ranks
     assert count_hops(ids, num_ranks) == 1 + (queries // of_rank - keys // of_rank).max()
 
 
 def test_a_mask_whose_rows_are_no_intervals_has_no_least():
-    with pytest.raises(ValueError, match=r"the rows of .* aren't intervals, so what a rank needs has no closed form"):
+    with pytest.raises(
+        ValueError, match=r"the rows of .* aren't intervals, so the keys that a rank needs have no closed form"
+    ):
         count_missing_keys(MaskFn(lambda q, kv: (q + kv) % 2 == 0), np.arange(8), 2)
 
 
@@ -79,10 +81,10 @@ def test_a_gather_moves_chunks_that_any_rank_needs_and_a_halo_the_keys_within_th
         is_once = passes == "forward_bytes" or is_shared
         # Rank 0's whole 4,096 tokens are within the reach of rank 1's, but for the first.
         assert gather[passes] == pytest.approx((1 if is_once else 2) * 3 * 4096 * of_token, rel=0.01)
-        num_runs = {"contiguous": 1, "zigzag": 2}[halo["sequence_sharding"]]
-        assert halo[passes] == pytest.approx((1 if is_once else 2) * 4095 * num_runs * of_token, rel=0.01)
+        num_spans = {"contiguous": 1, "zigzag": 2}[halo["sequence_sharding"]]
+        assert halo[passes] == pytest.approx((1 if is_once else 2) * 4095 * num_spans * of_token, rel=0.01)
     # Queries of a run look 4,095 tokens back, at those of another rank.
-    assert halo["least_greatest_bytes"] == [4095 * num_runs * 16 * 2 * 128 * size for size in (2, 2 + 4)]
+    assert halo["least_greatest_bytes"] == [4095 * num_spans * 16 * 2 * 128 * size for size in (2, 2 + 4)]
     assert halo["least_mean_bytes"][0] < halo["least_greatest_bytes"][0]  # a row's first run looks at none
     printed = capsys.readouterr().out
     assert f"window, local, 4 ranks, 16,384 tokens, halo, {halo['sequence_sharding']}: " in printed

@@ -46,7 +46,7 @@ def dense():
 def test_every_form_attends_to_its_cache(form, dense):
     """A form's steps, against the dense ones over slabs filled with what the form holds for each sequence."""
     contender = compile_form(form, WORK, None)
-    # Two blocks of 128 cells for each sequence, in order.
+    # Two blocks of 128 slots for each sequence, in order.
     own = [slice(None) if form == "per_sequence" else slice(256 * row, 256 * row + WORK.length) for row in range(2)]
     slabs = [
         tuple(jnp.stack([x[row] if x.ndim == 4 else x[own[row]] for row in range(2)]) for x in layer)

@@ -14,7 +14,7 @@ import pytest
 from experiments import continue_pretrained, gpt_1b_32k, gpt_1m, gpt_32k, gpt_32k_window, gpt_128k, smoke
 from kernels import CausalMask
 from layers import GPTConfig
-from layers.pretrained import read_params
+from layers.pretrained import config_from_huggingface, read_params
 from layers.pretrained.table import parameter_shapes
 from trainer.__main__ import main
 from trainer.checkpoints.training_state import Checkpoints
@@ -146,7 +146,7 @@ def test_every_page_can_be_exported(name, platform, monkeypatch, tmp_path, rng, 
     checkpoints.close()
     assert export(["--workdir", str(workdir.path), "--output", str(tmp_path / "model")]) == 0
     assert f" as {model_type}: " in capsys.readouterr().out
-    found = GPTConfig.from_huggingface(tmp_path / "model")
+    found = config_from_huggingface(tmp_path / "model")
     of_layers = [[each.layer(index).mask.lookback for index in range(4)] for each in (found, model)]
     assert of_layers[0] == of_layers[1]
     of_the_run = {"remat": model.remat, "scan_layers": model.scan_layers, "compute_dtype": model.compute_dtype}

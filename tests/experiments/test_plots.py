@@ -1,5 +1,6 @@
 """The documentation's pictures: what they show of the rows, and that the kept ones show the rows that are kept."""
 
+import json
 import re
 
 import pytest
@@ -33,6 +34,13 @@ def test_the_kept_plots_show_the_rows_that_are_kept():
         assert drawn_digest(name) == plots.digest(plots.attention_speeds(read_rows(KEPT.results / rows))), again
     seconds = plots.trace_seconds(read_rows(KEPT.results / "compile_time_v5p.jsonl"))
     assert drawn_digest("trace_time.svg") == plots.digest(seconds), again
+
+
+def test_the_losses_are_those_of_the_record():
+    record = json.loads((KEPT.results / "gpt_32k_cpu.json").read_text())
+    *_, last = (KEPT.results / "gpt_32k_cpu_metrics.jsonl").read_text().splitlines()
+    name = "validation_nats_per_token"
+    assert (json.loads(last)["step"], json.loads(last)[name]) == (record["step"], record["evaluation"][name])
 
 
 def test_the_command_draws_every_picture(tmp_path, capsys):

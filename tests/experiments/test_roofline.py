@@ -1,4 +1,4 @@
-"""What bounds an attention call on a device, against sums made by hand."""
+"""Lower bounds on an attention call's time, against sums made by hand."""
 
 import pytest
 

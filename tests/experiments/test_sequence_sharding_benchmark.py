@@ -10,31 +10,31 @@ from experiments.benchmarks.sequence_sharding import (
     MASKS,
     ShardingArguments,
     main,
-    random_row,
-    shard_row,
+    measure_sharding,
+    random_sequence,
 )
 
 
 def test_a_run_writes_a_row_for_each_distribution_and_number_of_ranks(tmp_path, capsys):
     output = tmp_path / "new" / "rows.jsonl"
     names = ("log-normal, median 300", "all of 1,000")
-    main(ShardingArguments(rows=3, ranks=(2, 4), length=8192, distributions=names, output=output))
+    main(ShardingArguments(num_sequences=3, ranks=(2, 4), length=8192, distributions=names, output=output))
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     expected = [(name, ranks) for name in names for ranks in (2, 4)]
     assert [(row["distribution"], row["num_ranks"]) for row in rows] == expected
     for row in rows:
-        assert row["num_rows"] == 3
+        assert row["num_sequences"] == 3
         assert 1 <= row["imbalance_mean"] <= row["imbalance_max"]
         assert 1 <= row["imbalance_small_tiles_mean"] <= row["imbalance_small_tiles_max"]
-        assert row["num_ranks"] <= row["num_runs_median"] <= 8192 // 512
+        assert row["num_ranks"] <= row["num_spans_median"] <= 8192 // 512
         assert 0 <= row["short_documents_parted"] <= 1
         assert row["seconds_median"] > 0
-    assert "3 rows each of 8,192 tokens" in capsys.readouterr().out
+    assert "3 sequences each of 8,192 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_rows_are_documents_and_then_padding(name, rng):
-    ids, positions = random_row(8192, DISTRIBUTIONS[name], rng)
+def test_sequences_are_documents_and_then_padding(name, rng):
+    ids, positions = random_sequence(8192, DISTRIBUTIONS[name], rng)
     num_tokens = int((ids != 0).sum())
     assert 8192 - 81 <= num_tokens <= 8192
     assert not ids[num_tokens:].any()
@@ -49,10 +49,10 @@ def test_rows_are_documents_and_then_padding(name, rng):
 def test_a_document_on_two_ranks_is_parted():
     """Documents of 300 and 724 tokens on two ranks of 512: the first is shorter than a chunk, and whole."""
     positions = np.concatenate([np.arange(300), np.arange(724)]).astype(np.int32)
-    whole = shard_row((np.repeat([1, 2], [300, 724]).astype(np.int32), positions), MASKS["global"], 2)
-    assert (whole.parted, whole.num_runs) == (0.0, 2)
+    whole = measure_sharding((np.repeat([1, 2], [300, 724]).astype(np.int32), positions), MASKS["global"], 2)
+    assert (whole.parted, whole.num_spans) == (0.0, 2)
     three = np.repeat([1, 2, 3], [400, 224, 400]).astype(np.int32)
-    middle = shard_row((three, np.concatenate([np.arange(n) for n in (400, 224, 400)])), MASKS["global"], 2)
+    middle = measure_sharding((three, np.concatenate([np.arange(n) for n in (400, 224, 400)])), MASKS["global"], 2)
     assert middle.parted == pytest.approx(1 / 3)
     assert middle.imbalance >= 1
 
@@ -62,7 +62,7 @@ def test_a_document_on_two_ranks_is_parted():
     [
         ({"distributions": ("uniform",)}, r"unknown distributions \['uniform'\]; expected some of log-normal"),
         ({"masks": "none"}, "masks='none' is not one of global, window and global"),
-        ({"rows": 0}, "rows=0 must be at least 1"),
+        ({"num_sequences": 0}, "num_sequences=0 must be at least 1"),
         ({"length": 100}, "length=100 is not a multiple of 64"),
     ],
 )

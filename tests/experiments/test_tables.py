@@ -108,7 +108,13 @@ def test_training_has_the_last_run_and_the_mfu_of_all_runs_of_its_day():
 
 
 def test_an_exchange_has_the_sharding_that_is_best_for_it():
-    row = {"case": "packed_131k", "num_devices": 4, "device": "NVIDIA H200", "date": "2026-11-26", "exchange": "all_gather"}
+    row = {
+        "case": "packed_131k",
+        "num_devices": 4,
+        "device": "NVIDIA H200",
+        "date": "2026-11-26",
+        "exchange": "all_gather",
+    }
     row |= {"traced": {"received_bytes": 5e6}, "exposed_s": 0.002, "predicted_exposed_s": 0.001}
     rows = [
         row | {"sequence_sharding": "balanced", "efficiency": 0.71},

@@ -101,12 +101,12 @@ def test_a_workload_is_measured(rng):
 
 
 def test_a_workload_is_told_how_to_run():
-    told = {"chunk_size": 64, "remat": "none", "exchange": "ring", "collectives": "xla", "loss_implementation": "xla"}
-    config = measure.override(tiny_config(), mesh={"data": 2, "fsdp": 2}, implementation=None, **told)
+    given = {"chunk_size": 64, "remat": "none", "exchange": "ring", "collectives": "xla", "loss_implementation": "xla"}
+    config = measure.override(tiny_config(), mesh={"data": 2, "fsdp": 2}, implementation=None, **given)
     assert config.batch_size == 4
     assert config.mesh == MeshConfig(data=2, fsdp=2)
     found = (config.loss.chunk_size, config.model.remat, config.context.exchange, config.tensor.collectives)
-    assert (*found, config.loss.implementation) == tuple(told.values())
+    assert (*found, config.loss.implementation) == tuple(given.values())
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +170,8 @@ def test_a_trace_is_summed_by_part_and_its_gaps_are_idle(step_module):
             Kernel("Memcpy D2D", None, start + 3.25e6, start + 3.75e6),
         ]
     result = break_down(kernels, step_module, num_steps=2)
-    told = {part: ms for part, ms in result.parts.items() if ms}
-    assert told == pytest.approx({"loss": 1.0, "optimizer": 0.5, "copies and transposes": 0.5})
+    shown = {part: ms for part, ms in result.parts.items() if ms}
+    assert shown == pytest.approx({"loss": 1.0, "optimizer": 0.5, "copies and transposes": 0.5})
     # 2 ms in each step, and 6.25 ms between the two.
     assert result.idle == pytest.approx((2 + 2 + 6.25) / 2)
     assert result.kernels[0] == ("a", "loss", loss.op_name, 1.0, 1.0)

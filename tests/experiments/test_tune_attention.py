@@ -21,8 +21,8 @@ from kernels.backends.mosaic_gpu import tuning as tunings
 from kernels.backends.mosaic_gpu.search_space import SEARCH_SPACES, SearchSpace, backend_tuning, known_tiles, variations
 from kernels.backends.mosaic_gpu.shared_memory import MAX_BYTES, shared_memory_bytes
 from kernels.backends.mosaic_gpu.tuning import TunedCall, resolve
+from kernels.backends.tuning import MosaicGpuTuning
 from kernels.call import make_call
-from kernels.tuning import MosaicGpuTuning
 
 SMALL = Case(1, 256, 2, 1, 16, CausalMask(), "float32")
 ROW = {"device": "NVIDIA H200", "jax": "0.11.2", "date": "2026-11-21", "chosen": True}

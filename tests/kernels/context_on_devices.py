@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import AxisType
 
 from kernels import CausalMask, ChunkedCausalMask, LocalMask, MaskFn, MultiHeadMask, PrefixMask
+from kernels.backends.tuning import Tuning
 from kernels.context import MeshLayout, attend_over_mesh, shard_sequence
-from kernels.tuning import Tuning
 
 AXES = ("data", "tensor", "context")
 SEQUENCE_SHARDINGS = ("contiguous", "zigzag", "balanced")

@@ -178,10 +178,10 @@ def empty_cache(form: str, dtype=jnp.float32, *, capacity: int = LONGEST, block_
 
 @jax.jit
 def poisoned(cache):
-    """The cache with NaN and infinity in every cell that holds no sequence's token."""
+    """The cache with NaN and infinity in every slot that holds no sequence's token."""
     if isinstance(cache, SlabCache):
         rows = jnp.arange(cache.num_sequences)
-        held = cache.cells(rows, jnp.broadcast_to(jnp.arange(cache.capacity), (len(rows), cache.capacity)))[1]
+        held = cache.slots(rows, jnp.broadcast_to(jnp.arange(cache.capacity), (len(rows), cache.capacity)))[1]
     else:
         held = cache.table.positions >= 0
     held = held[..., None, None]
@@ -192,7 +192,7 @@ def poisoned(cache):
 
 def with_nan_key(cache, sequence: int):
     """The cache with NaN in the first head's key of a sequence's newest token."""
-    position, seen = cache.cells(jnp.asarray([sequence]))
+    position, seen = cache.slots(jnp.asarray([sequence]))
     newest = (seen & (position == cache.lengths[sequence] - 1))[0].argmax()
     place = (sequence, newest, 0) if isinstance(cache, SlabCache) else (newest, 0)
     return dataclasses.replace(cache, key=cache.key.at[place].set(jnp.nan))

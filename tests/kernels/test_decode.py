@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kernels import LocalMask, MultiHeadMask, TritonDecodeTuning, TritonTuning, decode_attention, slab_capacity
-from kernels.decode.blocks import BlockSummary, block_kinds
+from kernels.decode.blocks import BlockSummary, block_tile_kinds
 from kernels.masks import TileKind
 from kernels.plan import list_rows
 from tests.kernels.decode_session import (
@@ -60,8 +60,8 @@ def test_a_ring_keeps_what_the_mask_sees(name, rng):
 
 @pytest.mark.parametrize("implementation", ["blockwise", "dense"])
 @pytest.mark.parametrize("form", ["slab", "unified"])
-def test_no_sequence_reads_anothers_cells(form, implementation, rng):
-    """All of a neighbour's cells hold NaN or infinity; what a sequence gets doesn't change by a bit."""
+def test_no_sequence_reads_anothers_slots(form, implementation, rng):
+    """All of a neighbour's slots hold NaN or infinity; what a sequence gets doesn't change by a bit."""
     session = Session(rng, empty_cache(form), CAUSAL)
     session.start({0: 20, 1: 13, 2: 9})
     query, _ = session.append({0: 4, 1: 4, 2: 4}, STEP_ROOM)
@@ -70,7 +70,7 @@ def test_no_sequence_reads_anothers_cells(form, implementation, rng):
         neighbours = np.zeros((NUM_SEQUENCES, 1), bool)
         neighbours[1] = True
     else:
-        neighbours = np.asarray(session.cache.cells(jnp.array([1]), jnp.arange(session.cache.capacity)[None])[1][0])
+        neighbours = np.asarray(session.cache.slots(jnp.array([1]), jnp.arange(session.cache.capacity)[None])[1][0])
         assert neighbours.sum() == 13 + 4
     neighbours = neighbours[..., None, None]
     cache = dataclasses.replace(
@@ -110,24 +110,24 @@ def test_a_key_that_is_nan_shows(form, implementation, rng):
 
 
 @pytest.mark.parametrize("form", ["slab", "unified"])
-def test_visits_are_the_blocks_that_hold_an_allowed_cell(form, rng):
-    """Against the mask of every cell: no block is left out, none is read in vain, FULL ones need no mask."""
+def test_visits_are_the_blocks_that_hold_an_allowed_slot(form, rng):
+    """Against the mask of every slot: no block is left out, none is read in vain, FULL ones need no mask."""
     session = Session(rng, empty_cache(form, capacity=32), WINDOW)
     session.start({0: 20, 1: 7, 2: 24})
     for _ in range(20):
         session.append({0: 1, 2: 1}, 1)
     cache, window = session.cache, LocalMask(15, 0)
-    places = np.asarray(cache.lengths)[:, None] - 1
+    newest = np.asarray(cache.lengths)[:, None] - 1
 
     @jax.jit
     def look(cache):
-        cells = jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity))
-        return list_rows(block_kinds(window, jnp.asarray(places), cache.blocks(None))[:, None]), cache.cells(
-            None, cells
+        slots = jnp.broadcast_to(jnp.arange(cache.capacity), (NUM_SEQUENCES, cache.capacity))
+        return list_rows(block_tile_kinds(window, jnp.asarray(newest), cache.blocks(None))[:, None]), cache.slots(
+            None, slots
         )
 
     plan, (position, seen) = look(cache)
-    allowed = np.asarray(seen & window(places, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
+    allowed = np.asarray(seen & window(newest, position)).reshape(NUM_SEQUENCES, -1, cache.block_size)
     counts = plan.bounds[:, 0, 1::2].tolist()
     assert counts == [[0, 2], [1, 1], [2, 3]], "of 40, 7 and 44 tokens"
     for sequence, (num_partial, num_visited) in enumerate(counts):
@@ -138,11 +138,11 @@ def test_visits_are_the_blocks_that_hold_an_allowed_cell(form, rng):
 
 def test_a_block_counts_for_all_heads_together():
     summary = BlockSummary(*(jnp.array([[start, start + 7]])[:, :1] for start in (0, 7)), *[jnp.ones((1, 1), bool)] * 2)
-    kinds = [
-        block_kinds(mask, jnp.array([[9]]), summary).item()
+    tile_kinds = [
+        block_tile_kinds(mask, jnp.array([[9]]), summary).item()
         for mask in (CAUSAL, LocalMask(1, 0), LocalMask(3, 0), MultiHeadMask([CAUSAL, LocalMask(1, 0)]))
     ]
-    assert kinds == [TileKind.FULL, TileKind.EMPTY, TileKind.PARTIAL, TileKind.PARTIAL]
+    assert tile_kinds == [TileKind.FULL, TileKind.EMPTY, TileKind.PARTIAL, TileKind.PARTIAL]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The two forms of cache: which cells tokens go to, what the table knows of them, what has no room."""
+"""The two forms of cache: which slots tokens go to, what the table knows of them, what has no room."""
 
 import functools
 import re
@@ -32,9 +32,9 @@ free, share = jax.jit(UnifiedCache.free), jax.jit(UnifiedCache.share)
 
 @jax.jit
 def look(cache, sequence):
-    """Positions, keys and values of all cells, and whether a sequence sees them."""
-    row, cells = sequence[None], jnp.arange(cache.capacity)[None]
-    return [x.ravel() for x in (*cache.cells(row, cells), *cache.read(row, cells))]
+    """Positions, keys and values of all slots, and whether a sequence sees them."""
+    row, slots = sequence[None], jnp.arange(cache.capacity)[None]
+    return [x.ravel() for x in (*cache.slots(row, slots), *cache.read(row, slots))]
 
 
 def tokens(rng, rows: int, count: int):
@@ -56,11 +56,11 @@ def held(cache, sequence: int) -> dict[int, tuple[float, float]]:
     """Position → (key, value) of what a sequence sees."""
     position, seen, key, value = map(np.asarray, look(cache, jnp.asarray(sequence)))
     assert len(set(position[seen])) == seen.sum(), "no position is held twice"
-    return {int(position[cell]): (key[cell], value[cell]) for cell in np.flatnonzero(seen)}
+    return {int(position[slot]): (key[slot], value[slot]) for slot in np.flatnonzero(seen)}
 
 
 def check_summary(cache: UnifiedCache):
-    """What the table keeps of its blocks, against its cells."""
+    """Compares the table's summary of its blocks with its slots."""
     summary = BlockSummary(*map(np.asarray, cache.blocks(None)))
     for sequence in range(cache.num_sequences):
         position, seen, *_ = (np.asarray(x).reshape(-1, BLOCK) for x in look(cache, jnp.asarray(sequence)))
@@ -71,7 +71,7 @@ def check_summary(cache: UnifiedCache):
             assert summary.highest[0, block] >= position[block][seen[block]].max()
 
 
-def test_a_shared_cache_gives_and_takes_cells(rng):
+def test_a_shared_cache_gives_and_takes_slots(rng):
     """A random life of many sequences, against a dict of what each wrote."""
     num_sequences, num_blocks = 37, 40  # More than one word of sequences.
     cache = UnifiedCache.empty(num_sequences, num_blocks * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
@@ -116,14 +116,14 @@ def test_a_shared_prompt_outlives_the_sequence_it_came_from(rng):
     assert cache.lengths.tolist() == [0, 8, 7]
     check_summary(cache)
     # The prompt's two blocks hold what the others still see, and each of them wrote a block of its own.
-    assert (cache.table.some_cell == 0).all(-1).sum() == 8 - 4
-    assert (free(free(cache, 1), 2).table.some_cell == 0).all()
+    assert (cache.table.some_slot == 0).all(-1).sum() == 8 - 4
+    assert (free(free(cache, 1), 2).table.some_slot == 0).all()
 
 
 def test_layers_share_one_table(rng):
     cache = UnifiedCache.empty(2, 4 * BLOCK, 1, 1, dtype=jnp.float32, block_size=BLOCK)
-    table, cells = jax.jit(lambda table: table.allocate(3))(cache.table)
-    layers = [cache.store(table, cells, *tokens(rng, 2, 3)) for _ in range(2)]
+    table, slots = jax.jit(lambda table: table.allocate(3))(cache.table)
+    layers = [cache.store(table, slots, *tokens(rng, 2, 3)) for _ in range(2)]
     alone = write(cache, tokens(rng, 2, 3), None, None)
     for layer in layers:
         assert held(layer, 1).keys() == held(alone, 1).keys() == {0, 1, 2}
@@ -147,7 +147,7 @@ def test_a_ring_holds_the_newest_tokens(capacity, rng):
 
 
 def test_tokens_written_one_by_one_are_those_of_one_write(rng):
-    """One token of one sequence takes a path of its own, round a ring of five cells."""
+    """One token of one sequence takes a path of its own, round a ring of five slots."""
     empty, (key, value) = SlabCache.empty(1, 5, 1, 1, dtype=jnp.float32), tokens(rng, 1, 13)
     one_by_one = empty
     for at in range(13):
@@ -172,7 +172,7 @@ def test_a_full_shared_cache(rng):
     cache = write(cache, tokens(rng, 2, 5), None, jnp.array([5, 2]))
     cache.check_room(2)
     message = (
-        "8 more tokens of 2 sequences need 1 free blocks of 4 cells, but 0 of 3 are free; "
+        "8 more tokens of 2 sequences need 1 free blocks of 4 slots, but 0 of 3 are free; "
         "free a sequence, or make the cache with capacity=16"
     )
     with pytest.raises(CacheFull, match=re.escape(message)):
@@ -181,7 +181,7 @@ def test_a_full_shared_cache(rng):
     kept = held(cache, 1)
     cache = write(cache, tokens(rng, 2, 5), None, jnp.array([5, 5]))
     assert held(cache, 1).items() >= kept.items(), "what was there stays"
-    with pytest.raises(CacheFull, match=r"5 tokens of sequences \[0, 1\] found no room in 12 cells and are lost; free"):
+    with pytest.raises(CacheFull, match=r"5 tokens of sequences \[0, 1\] found no room in 12 slots and are lost; free"):
         cache.check_room(0)
 
 
@@ -197,7 +197,7 @@ def test_a_sequence_that_lost_tokens_is_refused_until_it_ends(rng):
     cache.check_room(BLOCK, sequences=[1, 2, 3])
 
 
-def test_cells_that_no_table_gives_are_left_out(rng):
+def test_slots_that_no_table_gives_are_left_out(rng):
     cache = filled()
     stored = cache.store(cache.table, jnp.array([[-1], [cache.capacity]]), *tokens(rng, 2, 1))
     jax.tree.map(np.testing.assert_array_equal, stored, cache)
@@ -209,12 +209,12 @@ def test_a_slab_that_is_no_ring_for_the_mask(rng):
     cache.check_room(2, CausalMask())
     cache.check_room(100, LocalMask(6, 0), tokens_per_step=4)
     message = (
-        "sequence 0 holds 8 tokens and is to gain 3, for which this mask needs 11 cells of its 10; "
+        "sequence 0 holds 8 tokens and is to gain 3, for which this mask needs 11 slots of its 10; "
         "end the sequence, or make the cache with capacity=11"
     )
     with pytest.raises(CacheFull, match=re.escape(message)):
         cache.check_room(3, CausalMask())
-    with pytest.raises(CacheFull, match="needs 11 cells"):
+    with pytest.raises(CacheFull, match="needs 11 slots"):
         cache.check_room([0, 100], LocalMask(6, 0), tokens_per_step=5)
 
 
@@ -330,11 +330,11 @@ def test_slab_capacity(mask, capacity):
         ),
         (
             lambda: filled().store(UnifiedCache.empty(2, 128, 1, 1).table, jnp.zeros((2, 1), int), *ONES),
-            "cells [2, 1] of a table of 128 don't fit [2, 1] tokens and 32 cells",
+            "slots [2, 1] of a table of 128 don't fit [2, 1] tokens and 32 slots",
         ),
         (
             lambda: filled().store(filled().table, jnp.zeros(2, int), *ONES),
-            "cells [2] of a table of 32 don't fit [2, 1]",
+            "slots [2] of a table of 32 don't fit [2, 1]",
         ),
         (
             lambda: decode_attention(ONES[0], filled(), query_positions=[[2**31], [0]]),

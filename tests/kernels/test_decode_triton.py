@@ -40,15 +40,15 @@ KEPT_BY_INTERVALS = [name for name in MASKS if name not in ("sink_tokens", "comp
 
 
 # So many that all of them aren't read.
-MANY_CELLS = 1 << 20
+MANY_SLOTS = 1 << 20
 
 
-def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100, num_cells=MANY_CELLS, scale=None):
+def call_of(mask=CAUSAL, *, dtype=jnp.bfloat16, block_size=16, target=A100, num_slots=MANY_SLOTS, scale=None):
     """A call as compiled for a target."""
     cache = empty_cache("slab", dtype, block_size=block_size)
     query = jnp.ones((NUM_SEQUENCES, 1, HEADS, HEAD_DIM), dtype)
     nothing = dict.fromkeys(("sequences", "query_positions", "logits_soft_cap", "sinks"))
-    return make_decode_call(query, cache, mask, scale=scale, **nothing)[1]._replace(target=target, num_cells=num_cells)
+    return make_decode_call(query, cache, mask, scale=scale, **nothing)[1]._replace(target=target, num_slots=num_slots)
 
 
 @pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_session_on_the_gpu(name, form, dtype, rng):
     ("form", "mask", "cap", "has_sinks"), [("slab", MASKS["per_head"], 3.0, True), ("unified", CAUSAL, None, False)]
 )
 def test_kernels_in_the_interpreter(form, mask, cap, has_sinks, rng):
-    """Every kernel, against the blockwise form; neighbours' cells hold NaN and infinity, and one head's newest key."""
+    """Every kernel, against the blockwise form; neighbours' slots hold NaN and infinity, and one head's newest key."""
     package = pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, for x86 Linux")
     if not package.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 isn't set: the kernels are compiled, for a GPU")
@@ -119,22 +119,22 @@ def test_refusals(change, reason, monkeypatch):
 def test_a_small_cache_is_read_whole_on_gpus(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for small in (
-        call_of(num_cells=160),
-        call_of(dtype=jnp.float32, num_cells=64),
-        call_of(num_cells=1280)._replace(one_slab=True),
-        call_of(num_cells=1280)._replace(batch=1),
+        call_of(num_slots=160),
+        call_of(dtype=jnp.float32, num_slots=64),
+        call_of(num_slots=1280)._replace(one_slab=True),
+        call_of(num_slots=1280)._replace(batch=1),
     ):
         assert select_backend(small) == ("dense", ())
     for large, name, reason in (
-        (call_of(), "triton", "reads all 1048576 cells of each sequence; over 160, skipping blocks is faster"),
-        (call_of(num_cells=1281)._replace(one_slab=True), "triton", "reads all 1281 cells in the slab; over 1280"),
+        (call_of(), "triton", "reads all 1048576 slots of each sequence; over 160, skipping blocks is faster"),
+        (call_of(num_slots=1281)._replace(one_slab=True), "triton", "reads all 1281 slots in the slab; over 1280"),
         (
-            call_of(num_cells=160)._replace(num_new=2000),
+            call_of(num_slots=160)._replace(num_new=2000),
             "triton",
-            "24000 query rows × 160 cells × 20 are 76800000 multiplications; over 12582912",
+            "24000 query rows × 160 slots × 20 are 76800000 multiplications; over 12582912",
         ),
         (
-            call_of(num_cells=64, target=Target("cpu", "cpu", None)),
+            call_of(num_slots=64, target=Target("cpu", "cpu", None)),
             "blockwise",
             "is faster on GPUs only, not on cpu",
         ),

@@ -1,6 +1,6 @@
 """Caches given any numbers at all: each call refuses them, or does what a model of plain lists does.
 
-The model keeps each sequence as a list of its tokens and attends to it in float64. Freed cells keep what a sequence
+The model keeps each sequence as a list of its tokens and attends to it in float64. Freed slots keep what a sequence
 left there, so a key that gets within another's reach shows in what comes out.
 """
 
@@ -178,7 +178,7 @@ def test_a_sequence_ends_at_the_last_position(form, rng):
         cache.check_room(3, sequences=[0])
     cache = write(cache, new, jnp.arange(2), jnp.array([3, 3]))
     assert cache.lengths[:2].tolist() == [MOST, MOST]
-    position, seen = cache.cells(jnp.array([0]))
+    position, seen = cache.slots(jnp.array([0]))
     assert sorted(np.asarray(position)[seen].tolist())[-2:] == [MOST - 2, MOST - 1]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import Target
-from kernels.exp_logits import ExpLogits, unsupported_reason
+from kernels.loss.exp_logits import ExpLogits, unsupported_reason
 
 HOPPER = Target("gpu", "NVIDIA H200", 9.0, 132)
 

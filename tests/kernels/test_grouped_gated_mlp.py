@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kernels import Target
-from kernels.grouped_matmul import (
+from kernels.experts import (
     GatedMatrices,
     choose_grouped_matmul,
     copy_rows,

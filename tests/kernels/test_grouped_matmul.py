@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kernels import Target
-from kernels.grouped_matmul import choose_grouped_matmul, group_rows, grouped_matmul, multiply
+from kernels.experts import choose_grouped_matmul, group_rows, grouped_matmul, multiply
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 

@@ -23,6 +23,12 @@ def test_each_distinct_head_is_drawn_once():
 
 def test_png(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots extra isn't installed")
-    path = tmp_path / "mask.png"
-    save_png(MultiHeadMask([CausalMask(), LocalMask(100, 0)]), path, 4096)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    sizes = []
+    for num_masks in (1, 2, 3):
+        path = tmp_path / f"{num_masks}.png"
+        save_png(MultiHeadMask([LocalMask(100 * (i + 1), 0) for i in range(num_masks)]), path, 4096)
+        content = path.read_bytes()
+        assert content.startswith(b"\x89PNG")
+        sizes.append(tuple(int.from_bytes(content[at : at + 4]) for at in (16, 20)))
+    # Two panels in a line at most: a page shrinks wider pictures until nobody can read them.
+    assert sizes == [(540, 540), (1080, 540), (1080, 1080)]

@@ -179,7 +179,7 @@ def test_state_that_changes_between_calls_is_seen(of, rng):
         window.width = window.array[0] = width
         dense = np.tri(LENGTH, dtype=bool) & ~np.tri(LENGTH, k=-width, dtype=bool)
         plan = make_block_plan(mask, LENGTH, LENGTH, 16, 16)
-        np.testing.assert_array_equal(plan.kinds() != TileKind.EMPTY, dense.reshape(3, 16, 3, 16).any((1, 3)))
+        np.testing.assert_array_equal(plan.tile_kinds() != TileKind.EMPTY, dense.reshape(3, 16, 3, 16).any((1, 3)))
         assert make_block_plan(mask, LENGTH, LENGTH, 16, 16) is plan, "made once for each state"
     output = dot_product_attention(*x, mask, implementation=SMALL)
     np.testing.assert_allclose(output, attention_of(dense, *x), atol=1e-5)
@@ -226,10 +226,10 @@ def test_functions_that_ignore_positions_elsewhere(fn, dense):
             np.testing.assert_array_equal(mask(position[:, None], position), dense)
     assert MaskFn(fn)(3, 4) == dense[3, 4]
     plan = make_block_plan(MaskFn(fn), LENGTH, LENGTH, 1, 1)
-    np.testing.assert_array_equal(plan.kinds() == TileKind.FULL, dense)
+    np.testing.assert_array_equal(plan.tile_kinds() == TileKind.FULL, dense)
     assert len(block_map(MaskFn(fn), 16).splitlines()) == 17
-    query, cell = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 1, 1, 16))
-    cache = SlabCache.empty(1, 16, 1, 16, dtype=jnp.float32).write(cell, cell)
+    query, token = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 1, 1, 16))
+    cache = SlabCache.empty(1, 16, 1, 16, dtype=jnp.float32).write(token, token)
     _, lse = decode_attention(query, cache, MaskFn(fn), query_positions=jnp.array([[0, 1]]), return_lse=True)
     np.testing.assert_array_equal(np.isfinite(lse[0, :, 0]), dense[:2, 0])
 
@@ -251,13 +251,13 @@ REFUSED = {
 
 @pytest.mark.parametrize(("fn", "message"), REFUSED.values(), ids=REFUSED)
 def test_functions_that_are_refused_before_tracing(fn, message, rng):
-    x, cell = operands(rng), jnp.ones((1, 1, 1, 16))
+    x, token = operands(rng), jnp.ones((1, 1, 1, 16))
     cache = SlabCache.empty(1, 16, 1, 16, dtype=jnp.float32)
     for mask in (MaskFn(fn), CausalMask() & ~MaskFn(fn)):
         for call in (
             lambda mask: dot_product_attention(*x, mask),
             jax.jit(lambda mask: dot_product_attention(*x, mask), static_argnums=0),
-            lambda mask: decode_attention(cell, cache, mask),
+            lambda mask: decode_attention(token, cache, mask),
             lambda mask: attention_fn(mask)(*x),
         ):
             with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What a mask answers about itself, against the pairs that it allows; and nobody asks which class it is."""
+"""A mask's answers about itself, against the pairs that it allows; and no caller asks for a mask's class."""
 
 import ast
 from dataclasses import dataclass

@@ -114,7 +114,7 @@ def test_plans_of_any_part_of_the_matrix(spec, starts, q_len, kv_len):
     q_offset, kv_offset = min(starts[0], LAST + 1 - q_len), min(starts[1], LAST + 1 - kv_len)
     plan = make_block_plan(spec.mask(), q_len, kv_len, 4, 5, q_offset=q_offset, kv_offset=kv_offset)
     dense = spec.dense(range(q_offset, q_offset + q_len), range(kv_offset, kv_offset + kv_len))
-    for (i, j), kind in np.ndenumerate(plan.kinds()):
+    for (i, j), kind in np.ndenumerate(plan.tile_kinds()):
         tile = dense[4 * i : 4 * i + 4, 5 * j : 5 * j + 5]
         full = tile.all() and 5 * j + 5 <= kv_len
         assert kind == (TileKind.FULL if full else TileKind.PARTIAL if tile.any() else TileKind.EMPTY)
@@ -173,7 +173,7 @@ def test_plans_refuse_positions_that_int32_does_not_hold():
 @settings(max_examples=25)
 @given(spec=specs, q_pos=few_positions, kv_pos=few_positions)
 def test_intervals_of_rows(spec, q_pos, kv_pos):
-    """What the Triton kernels evaluate in a mask's place."""
+    """The intervals that the Triton kernels evaluate instead of a mask."""
     for q in (np.asarray(q_pos, np.int32), jnp.asarray(q_pos, jnp.int32)):
         interval = spec.mask().row_interval(q)
         assume(interval is not None)
@@ -267,6 +267,6 @@ def test_decoding_at_the_last_positions(implementation, rng):
     for row, length in enumerate(lengths):
         held = np.arange(max(0, length - 32), length)
         dense = np.stack([spec.dense(range(length - 3, length), held) for spec in heads])
-        cells = held % 32
-        expected = attention_of(dense, query[row : row + 1], key[row : row + 1, cells], value[row : row + 1, cells])
+        slots = held % 32
+        expected = attention_of(dense, query[row : row + 1], key[row : row + 1, slots], value[row : row + 1, slots])
         np.testing.assert_allclose(output[row : row + 1], expected, rtol=0, atol=1e-2 if dtype == jnp.float16 else 1e-5)

@@ -11,7 +11,7 @@ from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.masks import TileKind
 from kernels.plan import make_rows
 from tests.kernels.gpu_calls import call_of
-from tests.kernels.tile_kinds import dense_kinds, visited
+from tests.kernels.tile_kinds import dense_tile_kinds, visited
 
 WITH_GAPS = CausalMask() & ~LocalMask(150, -50)
 # Its rows are intervals of keys, its columns aren't intervals of queries.
@@ -24,7 +24,9 @@ def test_kernels_visit_the_plans_tiles(mask, transposed):
     inputs, call = call_of(mask)
     kinds = visited(make_rows(inputs, call, 64, 32, transposed=transposed), 1, 8 if transposed else 16)
     position = np.arange(512)
-    expected = dense_kinds(np.broadcast_to(np.asarray(mask(position[:, None], position[None])), (512, 512)), 64, 32)
+    expected = dense_tile_kinds(
+        np.broadcast_to(np.asarray(mask(position[:, None], position[None])), (512, 512)), 64, 32
+    )
     np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
 
 
@@ -38,8 +40,8 @@ def test_packed_documents_narrow_what_is_visited(mask, transposed, rng):
     for batch in range(2):
         kinds = visited(rows, batch, 8 if transposed else 16)
         same = np.asarray(ids[batch][:, None] == ids[batch][None])
-        planned = dense_kinds(np.asarray(mask(position[:, None], position[None])), 64, 32)
-        expected = np.minimum(planned, dense_kinds(same, 64, 32))
+        planned = dense_tile_kinds(np.asarray(mask(position[:, None], position[None])), 64, 32)
+        expected = np.minimum(planned, dense_tile_kinds(same, 64, 32))
         np.testing.assert_array_equal(kinds.T if transposed else kinds, expected)
 
 
@@ -108,7 +110,7 @@ def test_a_backward_tells_each_warpgroup_what_a_tile_holds_for_it(mask, document
         by_documents = np.broadcast_to(documents is None or ids[0][batch][:, None] == ids[1][batch], (q_len, kv_len))
         # Rows and columns that fill the last tiles hold nothing.
         of_mask, of_documents, exact = (
-            dense_kinds(padded.T if transposed else padded, 64, 32)
+            dense_tile_kinds(padded.T if transposed else padded, 64, 32)
             for allowed in (by_mask, by_documents, by_mask & by_documents)
             for padded in [np.pad(allowed, [(0, -length % 64) for length in (q_len, kv_len)])]
         )
@@ -155,7 +157,7 @@ def test_unsorted_documents_lose_no_pair(mask, returns, rng):
     position = np.arange(512)
     for batch in range(2):
         allowed = np.asarray((ids[batch][:, None] == ids[batch][None]) & mask(position[:, None], position[None]))
-        kinds, exact = visited(rows, batch, 16), dense_kinds(allowed, 64, 32)
+        kinds, exact = visited(rows, batch, 16), dense_tile_kinds(allowed, 64, 32)
         assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
         assert (exact[kinds == TileKind.FULL] == TileKind.FULL).all()
 
@@ -164,7 +166,9 @@ def test_positions_are_classified_on_the_device(rng):
     positions = jnp.asarray(rng.permutation(512))
     inputs, call = call_of(LocalMask(40, 0), query_positions=jnp.arange(512) + 7, key_value_positions=positions)
     kinds = visited(make_rows(inputs, call, 64, 32), 0, 16)
-    exact = dense_kinds(np.asarray(LocalMask(40, 0)(np.arange(512)[:, None] + 7, np.asarray(positions)[None])), 64, 32)
+    exact = dense_tile_kinds(
+        np.asarray(LocalMask(40, 0)(np.arange(512)[:, None] + 7, np.asarray(positions)[None])), 64, 32
+    )
     assert ((kinds > TileKind.EMPTY) | (exact == TileKind.EMPTY)).all()
 
 

@@ -26,8 +26,7 @@ from kernels import (
     dot_product_attention,
 )
 from kernels.context import MeshLayout, attend_over_mesh
-from kernels.exp_logits import ExpLogits
-from kernels.grouped_matmul import (
+from kernels.experts import (
     GatedMatrices,
     choose_grouped_matmul,
     copy_rows,
@@ -36,7 +35,8 @@ from kernels.grouped_matmul import (
     grouped_matmul,
     sum_copies,
 )
-from kernels.number_types import at_least_float32
+from kernels.loss.exp_logits import ExpLogits
+from kernels.tracing.number_types import at_least_float32
 
 
 @pytest.fixture(autouse=True)

@@ -35,7 +35,8 @@ from trainer.compile.hlo import parse_module
 from trainer.compile.topology import parse_topology
 from trainer.config import ContextConfig, DataConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
-from trainer.step.attention_plan import attention_calls, describe_attention, plan_attention, plan_sequence_sharding
+from trainer.step.attention_plan import attention_calls, describe_attention, plan_context_parallelism
+from trainer.step.plan import make_plan
 
 LENGTH = 131_072
 TINY = TrainConfig(name="tiny", num_steps=1000, model=GPTConfig(num_layers=1, num_heads=4, num_kv_heads=4, width=256))
@@ -284,7 +285,7 @@ def test_more_ranks_than_four_are_refused_before_devices_are_known():
     with pytest.raises(
         UserMistake, match=r"it is for meshes of 2 to 4 devices, all of them along context, not for .*2"
     ):
-        plan_sequence_sharding(four, None)
+        plan_context_parallelism(four, None)
 
 
 @pytest.mark.jax_0_11
@@ -305,14 +306,14 @@ def test_the_trainer_plans_what_the_layers_choose():
             1, 1, 1, 2
         ),
     )
-    (plan,) = plan_attention(config, mesh)
+    (plan,) = make_plan(config, mesh).attention
     assert plan.exchange.name == "peer"
     layout = MeshLayout(mesh, ("data", "fsdp"), "context", "tensor", plan.exchange.sequence_sharding)
     (call,) = attention_calls(config, Target.of(mesh.devices.flat[0]))
     whole = call._replace(q_len=config.sequence_length, kv_len=config.sequence_length)
     assert local_call(layout, whole, None, None)[0] == "peer"
     mesh.devices = mesh.devices[..., ::-1]
-    (plan,) = plan_attention(config, mesh)
+    (plan,) = make_plan(config, mesh).attention
     assert plan.exchange.name != "peer"
     assert "  peer passed over: is for the process's first 2 GPUs in their order, not for [1, 0]" in describe_attention(
         [plan]

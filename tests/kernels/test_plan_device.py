@@ -11,7 +11,7 @@ from kernels import CausalMask, ChunkedCausalMask, FullMask, LocalMask, MaskFn, 
 from kernels.call import make_call
 from kernels.masks import TileKind
 from kernels.plan import make_rows
-from tests.kernels.tile_kinds import dense_kinds, visited
+from tests.kernels.tile_kinds import dense_tile_kinds, visited
 
 # Of each mask its pairs, spelled out once more: (query positions, key positions) → allowed.
 INTERVAL_MASKS = {
@@ -102,7 +102,7 @@ def test_no_pair_is_lost_and_full_is_true(positions, documents, rng):
         allowed = np.broadcast_to(rule(q[:, None].astype(np.int64), k[None].astype(np.int64)), (q_len, kv_len))
         if q_ids is not None:
             allowed = allowed & (q_ids[:, None] == kv_ids[None])
-        exact = dense_kinds(allowed, block_q, block_kv)
+        exact = dense_tile_kinds(allowed, block_q, block_kv)
         for only_intervals in (False, True):
             rows = make_rows(inputs, call, block_q, block_kv, transposed=transposed, only_intervals=only_intervals)
             assert rows.tiles is None or not (only_intervals or name in INTERVAL_MASKS)
@@ -137,7 +137,7 @@ def test_intervals_are_tight(positions, documents, keys_are_counted, rng):
         allowed = np.broadcast_to(rule(q[:, None], k[None]), (length, length))
         if ids is not None:
             allowed = allowed & (ids[:, None] == ids[None])
-        exact = dense_kinds(allowed, block, block)
+        exact = dense_tile_kinds(allowed, block, block)
         exact = exact.T if transposed else exact
         kinds = visited(make_rows(inputs, call, block, block, transposed=transposed), 0, length // block)
         np.testing.assert_array_equal(kinds != TileKind.EMPTY, hull(exact), err_msg=name)
@@ -194,6 +194,6 @@ def test_the_plans_of_three_passes_in_one_program_are_each_their_own(rng):
         for b, rows in enumerate(np.asarray(bounds)):
             for r, (start, _, _, stop) in enumerate(rows):
                 first, last = r * own, (r + 1) * own - 1
-                (places,) = np.nonzero((ids[b] >= ids[b, first]) & (ids[b] <= ids[b, last]))
-                lowest, highest = (first, places[-1]) if transposed else (places[0], last)
+                (indices,) = np.nonzero((ids[b] >= ids[b, first]) & (ids[b] <= ids[b, last]))
+                lowest, highest = (first, indices[-1]) if transposed else (indices[0], last)
                 assert (start, stop) == (lowest // other, highest // other + 1), (name, b, r)

@@ -43,8 +43,8 @@ def true_kinds(mask, q_len, kv_len, block_q, block_kv, q_offset=0, kv_offset=0):
 def test_plans_of_any_composition_are_exact(mask, q_len, kv_len, block_q, block_kv):
     plan = make_block_plan(mask, q_len, kv_len, block_q, block_kv)
     expected = true_kinds(mask, q_len, kv_len, block_q, block_kv)
-    np.testing.assert_array_equal(plan.kinds(), expected)
-    np.testing.assert_array_equal(plan.transpose().kinds(), expected.T)
+    np.testing.assert_array_equal(plan.tile_kinds(), expected)
+    np.testing.assert_array_equal(plan.transpose().tile_kinds(), expected.T)
     assert plan.num_visited == (expected != TileKind.EMPTY).sum()
     assert plan.num_full == (expected == TileKind.FULL).sum()
     assert plan.num_tiles == expected.size
@@ -64,24 +64,24 @@ def test_plans_of_the_interval_family_are_exact_at_any_offset(
 ):
     plan = make_block_plan(mask, q_len, kv_len, block_q, block_kv, q_offset=q_offset, kv_offset=kv_offset)
     expected = true_kinds(mask, q_len, kv_len, block_q, block_kv, q_offset, kv_offset)
-    np.testing.assert_array_equal(plan.kinds(), expected)
+    np.testing.assert_array_equal(plan.tile_kinds(), expected)
 
 
 @given(mask=any_masks, q_len=lengths, kv_len=lengths)
 def test_rows_name_each_tile_once_and_partial_ones_first(mask, q_len, kv_len):
     plan = make_block_plan(mask, q_len, kv_len, 32, 16)
-    kinds = plan.kinds()
-    for rows in (plan.rows, list_rows(kinds[None])):
+    tile_kinds = plan.tile_kinds()
+    for rows in (plan.rows, list_rows(tile_kinds[None])):
         for i in range(plan.num_rows):
             row = rows.read(0, i)
             tiles = [int(row.tile(rank)) for rank in range(int(row.num_tiles))]
-            assert sorted(tiles) == list(np.flatnonzero(kinds[i]))
-            assert list(kinds[i, tiles]) == sorted(kinds[i, tiles])
-            assert (kinds[i, tiles] == TileKind.PARTIAL).sum() == row.num_partial
+            assert sorted(tiles) == list(np.flatnonzero(tile_kinds[i]))
+            assert list(tile_kinds[i, tiles]) == sorted(tile_kinds[i, tiles])
+            assert (tile_kinds[i, tiles] == TileKind.PARTIAL).sum() == row.num_partial
     if plan.rows.tiles is None:
         for i, (start, full_start, full_stop, stop) in enumerate(plan.rows.bounds[0]):
-            assert list(range(start, stop)) == list(np.flatnonzero(kinds[i]))
-            assert list(range(full_start, full_stop)) == list(np.flatnonzero(kinds[i] == TileKind.FULL))
+            assert list(range(start, stop)) == list(np.flatnonzero(tile_kinds[i]))
+            assert list(range(full_start, full_stop)) == list(np.flatnonzero(tile_kinds[i] == TileKind.FULL))
 
 
 @given(mask=any_masks, q_len=lengths, kv_len=lengths)

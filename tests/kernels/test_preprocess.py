@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import MosaicGpuTuning
-from kernels.backends.mosaic_gpu.machine import machine_of
 from kernels.backends.mosaic_gpu.preprocess import preprocess
+from kernels.hopper.machine import machine_of
 from tests.kernels.gpu_calls import call_of
 
 pytestmark = pytest.mark.jax_0_11
@@ -19,7 +18,7 @@ def written_columns(delta, lse, call) -> np.ndarray:
     """The columns that the kernel writes for some queries, which are padded to whole programs."""
     padding = [(0, 0), (0, 0), (0, -delta.shape[-1] % 64)]
     given = [None if x is None else jnp.pad(jnp.asarray(x, jnp.float32), padding) for x in (delta, lse)]
-    (columns,) = preprocess(*given, None, call, machine_of(MosaicGpuTuning(interpret=True)))
+    (columns,) = preprocess(*given, None, call, machine_of(interpret=True))
     assert columns.dtype == call.dtype
     return np.asarray(columns, np.float64)[..., : delta.shape[-1], :]
 
@@ -61,7 +60,7 @@ def test_the_preprocess_kernel_writes_offsets_and_zeros(dtype, has_lse, rng):
         jnp.asarray(np.where(attends_to_nothing, -np.inf, lse), jnp.float32) if has_lse else None,
         zeros_shape,
         call,
-        machine_of(MosaicGpuTuning(interpret=True)),
+        machine_of(interpret=True),
     )
     # The interpreter fills memory with NaN.
     np.testing.assert_array_equal(np.asarray(zeros), np.zeros(zeros_shape, np.float32))

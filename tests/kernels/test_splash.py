@@ -1,4 +1,4 @@
-"""What the splash backend promises beyond values: the tiles that it visits, what tracing it costs, and refusals."""
+"""Properties of the splash backend beyond values: the tiles that it visits, the cost of tracing, and refusals."""
 
 import functools
 import inspect
@@ -74,10 +74,10 @@ def call_of(mask, length=2048, *, kv_len=None, dtype=jnp.bfloat16, heads=2, **ch
 
 
 def all_passes(call, splash_tuning):
-    yield passes.forward_pass(call, splash_tuning)
-    yield passes.d_key_value_pass(call, splash_tuning)
+    yield tuning.forward_pass(call, splash_tuning)
+    yield tuning.backward_dkv_pass(call, splash_tuning)
     if splash_tuning.backward == "split":
-        yield passes.d_query_pass(call, splash_tuning)
+        yield tuning.backward_dq_pass(call, splash_tuning)
 
 
 @pytest.mark.parametrize("backward", ["split", "fused"])
@@ -120,7 +120,7 @@ def test_documents_skip_the_tiles_between_them(transposed):
     call = call_of(CausalMask(), 1024, has_segment_ids=True)
     ids = jnp.asarray(np.repeat([1, 2, 3], [384, 256, 384]))
     sizes = SplashTuning.square(128)
-    walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
+    walk = tuning.backward_dkv_pass(call, sizes) if transposed else tuning.forward_pass(call, sizes)
     info = passes.planned_mask(call, walk, passes.Tokens(ids, ids)).info
     alone = passes.planned_mask(call, walk, NO_TOKENS).info
     assert int((np.asarray(alone.block_mask) > 0).sum()) == 8 * 9 // 2
@@ -129,8 +129,8 @@ def test_documents_skip_the_tiles_between_them(transposed):
 
 def visited_tiles(info, transposed):
     """(mask, query tile, key/value tile) of each visited step."""
-    kinds, tiles = np.asarray(info.block_mask), np.asarray(info.data_next)
-    steps = [(int(m), int(i), int(j)) for m, i, j in np.argwhere(kinds > 0)]
+    tile_kinds, tiles = np.asarray(info.block_mask), np.asarray(info.data_next)
+    steps = [(int(m), int(i), int(j)) for m, i, j in np.argwhere(tile_kinds > 0)]
     return sorted((m, tiles[m, i, j], j) if transposed else (m, i, tiles[m, i, j]) for m, i, j in steps)
 
 
@@ -160,7 +160,7 @@ def test_the_tiles_visited_at_given_positions_are_those_with_a_pair(keys, mask, 
     call = call_of(mask, length, kv_len=kv_len, has_query_positions=True, has_key_value_positions=True)
     call = call._replace(has_segment_ids=with_documents)
     sizes = SplashTuning(block_q, block_kv, block_kv, block_q, block_kv, block_kv, block_q, block_kv)
-    walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
+    walk = tuning.backward_dkv_pass(call, sizes) if transposed else tuning.forward_pass(call, sizes)
     positions = {"query_positions": q_pos, "key_value_positions": kv_pos}
     tokens = passes.Tokens(**jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), ids | positions))
     found = visited_tiles(jax.jit(lambda tokens: passes.planned_mask(call, walk, tokens).info)(tokens), transposed)
@@ -185,13 +185,13 @@ def test_heads_with_few_tiles_load_no_more_for_sharing_a_grid(transposed):
     mask = MultiHeadMask([CausalMask(), CausalMask() & LocalMask(255, 0)])
     call = call_of(mask, 2048)
     sizes = SplashTuning.square(128)
-    walk = passes.d_key_value_pass(call, sizes) if transposed else passes.forward_pass(call, sizes)
+    walk = tuning.backward_dkv_pass(call, sizes) if transposed else tuning.forward_pass(call, sizes)
     made = passes.planned_mask(call, walk, NO_TOKENS)
     assert made.mask_of_head == (0, 1)
     tables = np.asarray(made.info.data_next), np.asarray(made.info.block_mask)
-    tiles, kinds = (table.swapaxes(1, 2) if transposed else table for table in tables)
+    tiles, tile_kinds = (table.swapaxes(1, 2) if transposed else table for table in tables)
     assert tiles.shape == (2, 16, 16)
-    visited = (kinds > 0).sum(axis=(1, 2))
+    visited = (tile_kinds > 0).sum(axis=(1, 2))
     assert list(visited) == [16 * 17 // 2, 16 * 3 - 3]
     loads = 1 + (np.diff(tiles.reshape(2, -1), axis=1) != 0).sum(axis=1)
     assert (loads <= visited).all()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kernels import SlabCache, decode_attention, dot_product_attention
-from kernels.static_numbers import checked_scale, checked_soft_cap
+from kernels.arguments.static_numbers import checked_scale, checked_soft_cap
 
 X = jnp.ones((1, 4, 2, 8))
 CACHE = SlabCache.empty(1, 8, 2, 8, dtype=jnp.float32)

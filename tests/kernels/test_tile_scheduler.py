@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler
+from kernels.hopper.tile_scheduler import TileScheduler
 
 
 def visits(scheduler: TileScheduler, program):

@@ -113,12 +113,12 @@ def attention(
 
     head_dim, group = query.shape[-1], query.shape[1] // key.shape[1]
     scale = head_dim**-0.5 if config.query_scale is None else config.query_scale
-    mask, places = config.masks[index % len(config.masks)], np.arange(len(x))
+    mask, indices = config.masks[index % len(config.masks)], np.arange(len(x))
     outputs = np.zeros_like(query)
     for head in range(query.shape[1]):
         of_head = mask.masks[head] if isinstance(mask, MultiHeadMask) else mask
         logits = soft_cap(query[:, head] @ key[:, head // group].T * scale, config.logits_soft_cap)
-        weights = np.exp(logits) * of_head(places[:, None], places[None, :])
+        weights = np.exp(logits) * of_head(indices[:, None], indices[None, :])
         total = weights.sum(-1) + (np.exp(layer["sinks"][head]) if config.sinks else 0.0)
         outputs[:, head] = weights @ value[:, head // group] / total[:, None]
     return np.tensordot(outputs, layer["output"]["kernel"], 2) + layer["output"].get("bias", 0.0)

@@ -1,4 +1,4 @@
-"""What layers on a mesh refuse, and how they tell documents apart."""
+"""Refusals of layers on a mesh, and their documents."""
 
 import dataclasses
 

@@ -28,7 +28,7 @@ def randomize(layer, rng):
 
 
 def dense(layer, inputs, segment_ids, positions, *, scale=HEAD_DIM**-0.5):
-    """What the layer should compute, with its T×T array, in float64."""
+    """The layer's expected output, with its T×T array, in float64."""
     parameter = lambda module: np.asarray(module[...], np.float64)  # noqa: E731
     inputs = np.asarray(inputs, np.float64)
     query, key, value = (

@@ -74,8 +74,8 @@ def inputs(rng):
     "mask", [None, CausalMask(), CausalMask() & LocalMask(6, 0), CausalMask() | PrefixMask(5)], ids=repr
 )
 def test_mask_object_does_what_the_dense_mask_does(run, inputs, mask):
-    places = np.arange(LENGTH)
-    dense = None if mask is None else jnp.asarray(mask(places[:, None], places[None, :]))[None, None]
+    indices = np.arange(LENGTH)
+    dense = None if mask is None else jnp.asarray(mask(indices[:, None], indices[None, :]))[None, None]
     ours = run(attention_fn(mask), inputs)
     assert_same(ours, run(FLAX_DENSE[run], inputs, {"mask": dense}))
 
@@ -103,9 +103,9 @@ def test_concrete_dense_mask_is_honoured(run, inputs):
 
 @both_flaxes
 def test_concrete_dense_mask_combines_with_the_mask_object(run, inputs):
-    places = np.arange(LENGTH)
-    window = np.abs(places[:, None] - places) <= 3
-    both = window & (places[:, None] >= places)
+    indices = np.arange(LENGTH)
+    window = np.abs(indices[:, None] - indices) <= 3
+    both = window & (indices[:, None] >= indices)
     ours = run(attention_fn(CausalMask()), inputs, {"mask": window[None, None]})
     assert_same(ours, run(FLAX_DENSE[run], inputs, {"mask": jnp.asarray(both)[None, None]}))
 

@@ -122,14 +122,14 @@ def test_a_token_is_told_while_the_next_is_made(rng, draw, monkeypatch):
         generator, "_step", lambda *arguments, **options: steps.append(None) or step(*arguments, **options)
     )
     tokens = generator.generate(params, [random_request(rng, 4, 100)] * 3, CHOICE)
-    told = [next(tokens).request for _ in range(6)]
-    assert told == [0, 1, 2, 0, 1, 2]
+    order = [next(tokens).request for _ in range(6)]
+    assert order == [0, 1, 2, 0, 1, 2]
     assert len(steps) == 2
     tokens.close()
 
 
 def test_caches_are_written_in_place(rng, draw):
-    """What a step gives back lies where its caches lay: no second copy of them exists."""
+    """A step's results lie where its caches lay: no second copy of them exists."""
     generator, params = draw
     texts = generator._no_texts([random_request(rng, 4, 20_000)] * 3)
     step = generator._step.lower(params, texts, _numbers(CHOICE), context_length=20_224)

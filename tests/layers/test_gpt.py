@@ -200,7 +200,7 @@ def test_remat_policies_recompute_what_they_say(on_mesh):
 
 @pytest.mark.parametrize("num_layers", [1, 4], ids=["layer by itself", "loop"])
 def test_what_is_offloaded_waits_in_the_hosts_memory(num_layers):
-    """What a policy sends to the host is what it names, and is fetched again once."""
+    """A policy sends the activations that it names to the host, and they are fetched again once."""
     config = dataclasses.replace(CONFIG, num_layers=num_layers, masks=(CausalMask(),), implementation="blockwise")
     hidden, output, lse = (1, 32, 16), (1, 32, 4, 4), (1, 32, 4)
     for scan_layers in {True, num_layers > 1}:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from kernels import Target
-from kernels.grouped_matmul import choose_grouped_matmul, copy_rows, group_rows
+from kernels.experts import choose_grouped_matmul, copy_rows, group_rows
 from layers import MoEConfig, experts
 from layers.moe import MoE, RouterSums
 

@@ -27,9 +27,9 @@ def make_mesh(sizes):
 def packed_documents(rng):
     """Two documents a row, cut where no shard boundary is."""
     first = rng.integers(3, LENGTH - 3, (BATCH, 1))
-    places = np.arange(LENGTH)[None]
-    segment_ids = np.where(places < first, 1, 2).astype(np.int32)
-    return segment_ids, np.where(places < first, places, places - first).astype(np.int32)
+    indices = np.arange(LENGTH)[None]
+    segment_ids = np.where(indices < first, 1, 2).astype(np.int32)
+    return segment_ids, np.where(indices < first, indices, indices - first).astype(np.int32)
 
 
 def check_module(make_module, sizes, inputs, rng):
@@ -87,17 +87,17 @@ def test_attention(sizes, has_documents, options, rng):
     check_module(make_attention, sizes, (inputs, *(packed_documents(rng) if has_documents else ())), rng)
 
 
-def test_tokens_know_their_places_within_a_shard_map():
+def test_tokens_know_their_positions_within_a_shard_map():
     sharding = ActivationSharding(make_mesh((1, 2, 2, 2)))
     assert sharding.token_order(8).tolist() == [[*range(8)]]
     assert sharding.whole_length(8) == 8
 
-    def places(tokens):
+    def indices(tokens):
         assert sharding.whole_length(tokens.shape[1]) == 8
         return sharding.token_order(tokens.shape[1])
 
     tokens = PartitionSpec(None, "context")
-    mapped = jax.shard_map(places, mesh=sharding.mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+    mapped = jax.shard_map(indices, mesh=sharding.mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
     assert jax.jit(mapped)(jnp.zeros((1, 8))).tolist() == [[*range(8)]]
 
 

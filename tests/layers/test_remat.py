@@ -22,7 +22,7 @@ def test_which_policies_need_the_hosts_memory():
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("ful", r"'ful' is not one of none, .*, nor of the form save\(NAME, .*; did you mean full\?"),
         ("", "'' is not one of"),
@@ -35,8 +35,8 @@ def test_which_policies_need_the_hosts_memory():
         ("save(layer_input) & offload(layer_input)", "layer_input stands twice; save it, or offload it"),
     ],
 )  # fmt: skip
-def test_what_is_no_policy_is_refused(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_no_policy_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
         parse_remat(text)
 
 

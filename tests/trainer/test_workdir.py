@@ -32,13 +32,13 @@ from trainer.data.tokenizers import ByteTokenizer
 from trainer.data.unigram import UnigramEstimate
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.files.atomic import write_atomically
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
+from trainer.loop.training_loop import TrainingLoop
 from trainer.observers.metrics import LoggedEntries, MetricsFile
 from trainer.observers.observer import VALIDATION_DIGEST, VALIDATION_LOSS, Start, make_entry
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.terminal.console import Console
-from trainer.train import TrainingLoop
 from trainer.workdir import claim_workdir
 
 CONFIG = TrainConfig(
@@ -101,7 +101,8 @@ def start() -> Iterator[Callable[[Path], Started]]:
         )
         loop = TrainingLoop(setup, workdir, this)
         try:
-            loop.restore_and_compile()
+            loop.restore()
+            loop.compile()
             for _ in range(5):
                 next(setup.batches)
             loop.progress.step += 5
@@ -113,7 +114,7 @@ def start() -> Iterator[Callable[[Path], Started]]:
         return Started(loop, json.loads((path / "record.json").read_text()), entries, console.notes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.train.compile_steps", compile_nothing)
+        patch.setattr("trainer.loop.training_loop.compile_steps", compile_nothing)
         yield run
 
 
@@ -125,7 +126,7 @@ def resumed_once(start, tmp_path_factory) -> Path:
     entries = [make_entry(step, {"loss": 1.0}) for step in range(1, 6)]
     evaluation = make_entry(5, {VALIDATION_LOSS: 1.0}) | {VALIDATION_DIGEST: "d"}
     log = MetricsFile(path / "metrics.jsonl", Watched())
-    log.started(Start(5, CONFIG.num_steps, [*entries, evaluation], []))
+    log.observe(Start(5, CONFIG.num_steps, [*entries, evaluation], []))
     log.close()
     again = Path(shutil.copytree(path, path.with_name("again")))  # whose lock nobody holds
     start(again)
@@ -353,7 +354,7 @@ def test_what_is_no_row_of_the_metrics_is_left_out_and_kept_aside(tmp_path, bad)
     def start(console: Watched) -> list[dict]:
         entries, log = LoggedEntries(metrics, 2, console), MetricsFile(metrics, console)
         logged = list(entries)
-        log.started(Start(2, CONFIG.num_steps, entries, []))
+        log.observe(Start(2, CONFIG.num_steps, entries, []))
         log.close()
         return logged
 

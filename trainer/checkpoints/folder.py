@@ -1,4 +1,4 @@
-"""What lies in `checkpoints/`: which entries are checkpoints, whether they are whole, and their metadata.
+"""The folder `checkpoints/`: which entries are checkpoints, whether they are whole, and their metadata.
 
 Nothing here reads the training state, so nothing here imports JAX or Orbax.
 """
@@ -40,7 +40,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Listing:
-    """The entries of a `checkpoints/`, told apart by their names and types."""
+    """The entries of a `checkpoints/`, by their names and types."""
 
     steps: tuple[int, ...]
     """Steps that have a checkpoint, ascending. `find_damage` says whether it is whole. A symbolic link to a folder with
@@ -91,7 +91,7 @@ def owner(name: str) -> int:
 
 
 def find_damage(path: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str | None:
-    """What is wrong with a checkpoint, by its digests; None if every file is as it was written.
+    """The damage of a checkpoint, by its digests; None if every file is as it was written.
 
     Args:
       path: the checkpoint.
@@ -192,7 +192,7 @@ class Hold:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def is_there(self) -> bool:
-        """Whether the folder that was opened still has the checkpoint's name."""
+        """True while the folder that was opened has the checkpoint's name."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
         except OSError:

@@ -47,7 +47,7 @@ class FoundCheckpoint:
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
     is_chosen: bool
-    """Whether its step was asked for, so that no other will do."""
+    """True: its step was asked for, so that no other will do."""
     digest: str
     """SHA-256 of its list of digests, and so of the whole checkpoint."""
     hold: Hold

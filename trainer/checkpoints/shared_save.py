@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 
 from trainer.errors import TrainingFailed
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 
 
 class SharedSave:
-    """What the processes say to each other about one save. Nothing of it runs on a device, so any thread may say it.
+    """The messages of the processes about one save. None of them runs on a device, so any thread may send them.
 
     Args:
       peers: the processes.

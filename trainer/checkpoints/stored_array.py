@@ -23,7 +23,7 @@ class UnreadableArray(Exception):
 class StoredArray:
     """An array of a checkpoint; a `Tensor` of `layers.pretrained`.
 
-    Chunks are compressed and can only be read whole. So a slice brings in all rows of the chunks that it touches, and
+    Chunks are compressed and can only be read whole. So a slice reads all rows of the chunks that it touches, and
     they are kept until the last one has been read: slices in ascending order read each chunk once.
 
     Args:

@@ -54,7 +54,7 @@ from trainer.checkpoints.shared_save import SharedSave
 from trainer.compile.out_of_memory import reason_of
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import set_aside, sync, write_atomically
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 
 _ROW_BYTES = 1 << 18
 _NUM_REMOVALS = 10
@@ -65,7 +65,7 @@ _BETWEEN_REMOVALS_S = 0.1
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint held."""
+    """The content of a checkpoint."""
 
     path: Path
     step: int
@@ -74,7 +74,7 @@ class Restored:
     data_state: Any
     """The data iterator's state, as JSON values."""
     config_history: Any
-    """What `save` was given, as JSON values; None: saved before checkpoints held it."""
+    """As given to `save`, as JSON values; None: saved before checkpoints held it."""
     damaged: tuple[Damaged, ...]
     """Newer checkpoints that were passed over."""
 
@@ -271,7 +271,7 @@ class Checkpoints:
         self._share.barrier(key, timeout_ms / 1000)
 
     def _find_damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint. Each process looks at a share of the files, and all come to the same."""
+        """The damage of a checkpoint. Each process looks at a share of the files, and all return the same."""
         count, index = self._peers.count, self._peers.index
         reason = find_damage(path, lambda name: owner(name) % count == index)
         reasons = self._peers.exchange(f"restore/{path.name}", reason or "")

@@ -1,4 +1,4 @@
-"""What the commands beside training share: they run in one process, and what ends them is told in one message."""
+"""The frame of the commands beside training: they run in one process, and one message tells why they end."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 from flax_longcontext import ForeignPackage, require_ours
 from trainer.errors import TrainingFailed, UserMistake, name_flags
-from trainer.hosts.launch import refuse_several
-from trainer.process.exit_status import FAILED, INTERRUPTED, MISTAKE
+from trainer.launch.launcher import refuse_several
+from trainer.launch.process_exit import FAILED, INTERRUPTED, MISTAKE
 
 
 def run_command(program: str, arguments: Sequence[str], run: Callable[[], int]) -> int:
@@ -21,7 +21,8 @@ def run_command(program: str, arguments: Sequence[str], run: Callable[[], int]) 
       run: does what it asks for, and returns the exit status. It imports what takes seconds itself.
 
     Returns:
-      The exit status: that of `run`; 2 for a mistake, 1 for a failure, each told on standard error; 130 for Ctrl-C.
+      The exit status: that of `run`; 2 for a mistake and 1 for a failure, with a message on standard error; 130 for
+      Ctrl-C.
     """
     try:
         require_ours("trainer", importer=__name__)

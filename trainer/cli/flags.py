@@ -20,7 +20,7 @@ from trainer.config.suggestions import did_you_mean_field
 from trainer.config.words import WordReader, value_types
 from trainer.errors import UserMistake
 from trainer.files.paths import refuse_url
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
 
 # Every field takes a value, as in the config file: --model.tie-embeddings True.
 _TYRO = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
@@ -139,13 +139,13 @@ class _OfTheConfig(int):
 
 
 def _any_config() -> TrainConfig:
-    """What the help shows without a config file: no field is required on the command line, since every file has it."""
+    """The config of a help without a config file: no field is required on the command line, since every file has it."""
     number = _OfTheConfig(1000)
     return TrainConfig(name=str(number), model=GPTConfig(), num_steps=number)
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-    """Whether the command line asks for nothing but its help."""
+    """True if the command line asks for nothing but its help."""
     return "-h" in arguments or "--help" in arguments
 
 

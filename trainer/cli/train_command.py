@@ -53,7 +53,7 @@ class TrainCommand:
     workdir: Path
     """Where the run's files go."""
     distributed: str
-    """Whether several processes train together: auto (where SLURM, Open MPI or a TPU slice has started several), on
+    """One process or several: auto (several, where SLURM, Open MPI or a TPU slice has started several), on
     (where JAX finds them in another way, as in a Kubernetes Job), off, or HOST:PORT,PROCESSES,INDEX: process 0's
     address, the number of processes, and which one this is."""
     profile_steps: str | None

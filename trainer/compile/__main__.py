@@ -2,7 +2,7 @@
 
 Exit status: 0 the step compiles and fits in the devices' memory, or that memory is unknown; 3 it doesn't fit, whether
 or not a change was found with which it does (with `--compare`: one of the variants doesn't fit; with
-`--longest-context`: no length does); 2 a mistake in the command or the config, told in one message; 1 the compiler
+`--longest-context`: no length does); 2 a mistake in the command or the config, in one message; 1 the compiler
 failed; 130 Ctrl-C. Every compilation happens in a process of its own. So this process starts no device, and the
 compiler's environment is set for the other one alone.
 """
@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from trainer.cli.command import run_command
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.exit_status import COMPLETED
+from trainer.launch.process_exit import COMPLETED
+from trainer.terminal.streams import reader_may_leave
 
 DOES_NOT_FIT = 3
 

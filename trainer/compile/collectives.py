@@ -79,7 +79,7 @@ def count_collectives(module: Module, unknown_trips: int = 1) -> tuple[Collectiv
 
 
 def received_share(operation: str, num_ranks: int) -> float:
-    """What a device receives of a collective's bytes, among this many ranks.
+    """The share of a collective's bytes that a device receives, among this many ranks.
 
     A gathered array holds the device's own part, which doesn't travel, and so does one that is scattered. An all-reduce
     is a reduce-scatter and an all-gather.
@@ -89,7 +89,7 @@ def received_share(operation: str, num_ranks: int) -> float:
 
 
 def received_bytes(computation: Computation, num_ranks: int) -> float:
-    """What a device receives in one run of a computation by itself, in collectives among this many ranks.
+    """The bytes that a device receives in one run of a computation by itself, in collectives among this many ranks.
 
     Kernels aren't counted: their rows hold the device's own part, too, and documents decide what else is read.
     """
@@ -119,7 +119,7 @@ def _operation(computation: Computation, instruction: Instruction) -> str | None
 
 
 def _stays_on_device(attributes: str) -> bool:
-    """Whether each group of devices that a collective works on is one device."""
+    """True if each group of devices that a collective works on is one device."""
     if re.search(r"replica_groups=\{(\{\d+\},?)+\}", attributes) or re.search(
         r"replica_groups=\[\d+,1\]<=", attributes
     ):

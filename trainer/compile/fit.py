@@ -29,7 +29,7 @@ class StateMemory:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a program fits."""
+    """The memory that a program needs on a device, beside the memory that there is."""
 
     needed: int
     """Bytes on each device."""
@@ -124,7 +124,7 @@ def state_memory(functions: StepFunctions) -> StateMemory:
 
 
 def judge(memory: MemoryReport, available: DeviceMemory | None) -> Fit:
-    """Whether a compiled program fits."""
+    """The verdict on a compiled program."""
     return Fit(memory.peak, available)
 
 

@@ -109,7 +109,7 @@ class Try:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has tried."""
+    """The changes that a search has tried."""
 
     tries: tuple[Try, ...]
     """In the order of trying."""

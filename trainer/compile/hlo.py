@@ -33,7 +33,7 @@ class Instruction:
     operands: tuple[str, ...]
     """Names."""
     arguments: str
-    """What stands between the opcode's parentheses: a constant's value, a parameter's number."""
+    """The text between the opcode's parentheses: a constant's value, a parameter's number."""
     attributes: str
     is_root: bool
 

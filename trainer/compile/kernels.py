@@ -4,7 +4,7 @@ XLA compiles the kernels of a program one after another. It keeps them by their 
 program they are of and whichever thread compiles it (seen in jaxlib 0.11.2). So the program finds its kernels there if
 programs of one kernel each were compiled before, in threads of their own.
 
-No thread lowers a kernel here: see `kernels.backends.mosaic_gpu.one_thread`.
+No thread lowers a kernel here: see `kernels.hopper.begin_kernel`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 PROGRAM_NAME = "mosaic_gpu_kernel"
 """Of the programs of one kernel each."""
 CALL_TARGET = "mosaic_gpu_v2"
-"""What HLO calls a Mosaic GPU kernel by."""
+"""The name of a Mosaic GPU kernel's custom call in HLO."""
 
 
 def compile_kernels(lowered: jax.stages.Lowered, device: jax.Device) -> None:

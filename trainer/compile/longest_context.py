@@ -23,7 +23,7 @@ _SHORTEST, _LONGEST = 128, 2**30
 
 @dataclass
 class Bounds:
-    """What is known of the longest context that fits."""
+    """Bounds of the longest context that fits."""
 
     tokens: int | None = None
     """The longest that is known to fit; None: none is."""
@@ -61,7 +61,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LongestContext:
-    """What a search has found."""
+    """The result of a search."""
 
     as_is: Bounds
     """With nothing but the length changed."""

@@ -22,7 +22,7 @@ from trainer.compile.fit import device_memory, parse_refusal
 from trainer.compile.fit_search import single_remedies
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.process.resident_memory import peak_resident_bytes
+from trainer.hardware import peak_resident_bytes
 from trainer.terminal.units import format_bytes
 
 # Messages of the allocators of XLA's CPU and GPU clients, of CUDA, and of libtpu, when compiling and when running.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from trainer.compile.out_of_memory import running
 from trainer.compile.recompilation import OnRecompile, RecompilingFunction
 from trainer.compile.stages import CompileReport, compile_in_stages
-from trainer.step.functions import StepFunctions, TrainState
+from trainer.step.functions import StepFunctions
+from trainer.step.train_step import TrainState
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class CompiledSteps:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether one of them is being compiled again. Any thread may ask."""
+        """True while one of them is being compiled again. Any thread may ask."""
         return self.train_step.is_compiling or self.eval_step.is_compiling
 
 

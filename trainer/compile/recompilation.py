@@ -48,7 +48,7 @@ OnRecompile = Callable[[CompileReport, Sequence[ArgumentChange]], None]
 
 @dataclass(frozen=True)
 class _Leaf:
-    """What a program is compiled for in the place of one array. Weak types make no difference."""
+    """The properties of one array that a program is compiled for. Weak types make no difference."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -85,7 +85,7 @@ class RecompilingFunction:
       name: the function's name in reports.
       on_recompile: called after each further compilation, before its program first runs, with the report and what
         changed since the previous call.
-      static_argnames: the static arguments that `jax.jit` was told of. They have to be passed by keyword.
+      static_argnames: the static arguments of `jax.jit`. They have to be passed by keyword.
 
     Raises:
       ValueError: in a call, that an array is bound to another sharding than the one that the jitted function declares
@@ -121,12 +121,12 @@ class RecompilingFunction:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some thread is inside a compilation of this function."""
+        """True while some thread is inside a compilation of this function."""
         return self._compiling_thread is not None
 
     @property
     def is_compiling_here(self) -> bool:
-        """Whether the calling thread is inside a compilation of this function."""
+        """True while the calling thread is inside a compilation of this function."""
         return self._compiling_thread == threading.get_ident()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ class RecompilingFunction:
     def _signature(
         self, args: tuple[Any, ...], dynamic: Mapping[str, Any], static: Mapping[str, Any], *settled: Any
     ) -> _Signature:
-        """What a program has to be compiled for to take these arguments.
+        """The signature of a program that takes these arguments.
 
         Args:
           *settled: the tree of shardings, if known, that the program expects where the arguments leave them open.
@@ -225,8 +225,8 @@ def _static_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
         # 1 == 1.0 == True, but each is traced to its own program.
         old, new = ((name in values, type(values.get(name)), values.get(name)) for values in (before, after))
         if old != new:
-            told = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
-            changes.append(ArgumentChange(name, "static value", *told))
+            shown = (_shorten(repr(values[name])) if name in values else _ABSENT for values in (before, after))
+            changes.append(ArgumentChange(name, "static value", *shown))
     return changes
 
 

@@ -53,7 +53,7 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling one function cost."""
+    """The cost of compiling one function."""
 
     name: str
     trace_s: float
@@ -63,7 +63,7 @@ class CompileReport:
     compile_s: float
     """StableHLO to a device's program, its kernels included, or the time to read that from the cache."""
     cache_hit: bool
-    """Whether the program came from the persistent cache."""
+    """True: the program came from the persistent cache."""
     memory: MemoryReport | None
     """None where the backend can't tell."""
 
@@ -154,7 +154,7 @@ def compile_lowering(lowering: Lowering, *, name: str) -> tuple[jax.stages.Compi
 
 
 def memory_report(compiled: jax.stages.Compiled) -> MemoryReport | None:
-    """What a compiled program takes on each device, or None where the backend can't tell."""
+    """The memory that a compiled program takes on each device, or None where the backend can't tell."""
     stats = compiled.memory_analysis()
     if stats is None:
         return None
@@ -200,7 +200,7 @@ def _count_cache_hits() -> Iterator[list[str]]:
 def watch_compilations(on_compiled: Callable[[str, float], None]) -> Iterator[None]:
     """Calls a function for everything that is compiled inside, by any thread. Cache hits count.
 
-    Kernels that are compiled ahead of their program are a part of it, and aren't told.
+    Kernels that are compiled ahead of their program are a part of it, and aren't counted apart.
 
     Args:
       on_compiled: called in the compiling thread with the name of the jitted function and XLA's seconds.

@@ -10,20 +10,16 @@ from typing import Any
 
 import jax
 
-from kernels import Target
 from trainer.compile.collectives import CollectiveTotal, count_collectives
 from trainer.compile.fit import Fit, StateMemory, device_memory, judge, judge_refusal, parse_refusal, state_memory
 from trainer.compile.hlo import parse_module
 from trainer.compile.stages import CompileReport, Lowering, compile_lowering, lower_in_stages
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
-from trainer.process.resident_memory import peak_resident_bytes
-from trainer.step.attention_plan import AttentionPlan, plan_attention
-from trainer.step.expert_plan import ExpertPlan, plan_experts
+from trainer.hardware import peak_resident_bytes
 from trainer.step.functions import make_step_functions
-from trainer.step.loss_plan import LossPlan, plan_loss
+from trainer.step.plan import Plan, make_plan
 from trainer.step.sharding import make_mesh
-from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What is known about a training step that was compiled, or refused for lack of memory."""
+    """A training step that was compiled, or refused for lack of memory: its plan, costs and sizes."""
 
     platform: str
     device_kind: str
@@ -59,14 +55,9 @@ class StepProfile:
     """Sizes of the axes; their product is the number of devices used."""
     num_parameters: int
     tokens_per_step: int
-    attention: tuple[AttentionPlan, ...]
-    experts: ExpertPlan | None
-    """None: no mixture of experts."""
-    tensor: TensorPlan | None
-    """None: nothing is split over `mesh.tensor`."""
-    loss: LossPlan
+    plan: Plan
     compiled: CompileReport
-    """What compiling cost. If the program was refused: the time until then, and no memory."""
+    """The cost of compiling. If the program was refused: the time until then, and no memory."""
     size: ProgramSize | None
     """None: refused."""
     collectives: tuple[CollectiveTotal, ...]
@@ -95,8 +86,8 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
     num_needed = config.mesh.data * config.mesh.fsdp * config.mesh.tensor * config.mesh.context
     mesh = make_mesh(config.mesh, devices if devices is None else devices[:num_needed])
     device = mesh.devices.flat[0]
-    attention, tensor = plan_attention(config, mesh), plan_tensor(config, mesh)
-    functions = make_step_functions(config, mesh)
+    plan = make_plan(config, mesh)
+    functions = make_step_functions(config, mesh, plan)
     available = device_memory(device, mesh.size)
     start = peak_resident_bytes()
     lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
@@ -124,10 +115,7 @@ def profile_step(config: TrainConfig, devices: Sequence[Any] | None = None) -> S
         mesh=dict(mesh.shape),
         num_parameters=functions.num_parameters,
         tokens_per_step=config.batch_size * config.sequence_length,
-        attention=attention,
-        experts=plan_experts(config, Target.of(device)),
-        tensor=tensor,
-        loss=plan_loss(config, Target.of(device)),
+        plan=plan,
         compiled=compiled,
         size=size,
         collectives=collectives,

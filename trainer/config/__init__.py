@@ -1,4 +1,4 @@
-"""Everything that a run can be told: the config classes, which a config page imports from here."""
+"""All settings of a run: the config classes, which a config page imports from here."""
 
 from layers.token_choice import TokenChoice
 from trainer.config.train_config import (

@@ -282,18 +282,18 @@ def _describe_misfit(value: Any, hint: Any) -> str:
         nearest = did_you_mean(value, choices) if isinstance(value, str) else ""
         return f" is not one of {', '.join(map(str, get_args(hint)))}{nearest}"
     expected = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
-    told = f" is of type {type(value).__name__}; expected {expected}"
+    wrong_type = f" is of type {type(value).__name__}; expected {expected}"
     is_whole = isinstance(value, float) and value.is_integer() and int in (hint, *get_args(hint))
-    return f"{told}; write {int(value)}" if is_whole else told  # 1e3 is a float in Python
+    return f"{wrong_type}; write {int(value)}" if is_whole else wrong_type  # 1e3 is a float in Python
 
 
 def is_text(value: Any) -> bool:
-    """Whether a file name, a terminal and a tokenizer can take a string; True for what is none."""
+    """True if a file name, a terminal and a tokenizer can take a string, and for all that is no string."""
     return not isinstance(value, str) or not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the annotated type; covers the annotations that configs use."""
+    """True if a value has the annotated type; covers the annotations that configs use."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return any(isinstance(value, type(choice)) and value == choice for choice in arguments)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from layers import GPTConfig
+from layers.pretrained import config_from_huggingface
 from layers.pretrained.folder import inside
 from trainer.config.file import load_saved_config
 from trainer.config.train_config import DataConfig, TrainConfig, check_path
@@ -28,13 +29,13 @@ _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight")
 
 
 def is_workdir(folder: Path) -> bool:
-    """Whether a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
+    """True if a folder that a run begins with is another run's workdir, and not a Hugging Face model's."""
     return os.path.isdir(folder / "checkpoints")  # unlike Path's, it answers for any path, be it forbidden
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a folder says about its model; no tensor has been looked at."""
+    """The model that a folder describes; no tensor has been looked at."""
 
     folder: Path
     model: GPTConfig
@@ -89,19 +90,19 @@ class InitialModel:
             raise UserMistake(str(refused)) from None
 
     def _refuse_other_model(self, given: Mapping[str, Any]) -> None:
-        told = [
+        differing = [
             f"model.{name}={value} (there {getattr(self.model, name)})"
             for name, value in given.items()
             if name.partition(".")[0] not in (*_OF_THE_RUN, *_OF_THE_CONTEXT) and not self._agrees(name, value)
         ]
-        if told:
+        if differing:
             raise UserMistake(
-                f"init_from={str(self.folder)!r} holds another model than the config asks for: {', '.join(told)}; "
-                f"leave {'these' if len(told) > 1 else 'this'} out: a model's shape comes with its parameters"
+                f"init_from={str(self.folder)!r} holds another model than the config asks for: {', '.join(differing)}; "
+                f"leave {'these' if len(differing) > 1 else 'this'} out: a model's shape comes with its parameters"
             )
 
     def _agrees(self, name: str, value: Any) -> bool:
-        """Whether a field says what the folder says, up to the weights of losses, which are the run's to choose."""
+        """True if a field is as in the folder, up to the weights of losses, which are the run's to choose."""
         theirs = getattr(self.model, name)
         if name == "moe" and value is not None and theirs is not None:
             return value == dataclasses.replace(theirs, **{weight: getattr(value, weight) for weight in _LOSS_WEIGHTS})
@@ -112,7 +113,7 @@ class InitialModel:
             return data  # another tokenizer may have other delimiters, too
         tokenizer, own = self.tokenizer, str(self.folder / "tokenizer.json")
         if tokenizer is None and flags.get("data.source", data.source) != "bin":
-            tokenizer = own  # is told to be missing where the data is opened
+            tokenizer = own  # the data refuses it where it is missing
         if tokenizer == own:
             self._check_tokenizer()
         own_delimiters = {
@@ -179,7 +180,7 @@ def read_initial_model(init_from: str) -> InitialModel:
         end, begin = held.data.end_of_document_token, held.data.begin_of_document_token
         return InitialModel(folder, held.model, tokenizer, end, begin)
     try:
-        model = GPTConfig.from_huggingface(folder)
+        model = config_from_huggingface(folder)
     except (ValueError, OSError) as refused:
         raise UserMistake(f"init_from={init_from!r}: {refused}") from refused
     tokenizer_file = folder / "tokenizer.json"

@@ -35,11 +35,11 @@ class Page:
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is a run's config.json, which says every field, instead of a Python page."""
+        """True: it is a run's config.json, which has every field, and no Python page."""
         return self.path.suffix == ".json"
 
     def call(self, get_config: Callable[..., Any]) -> Any:
-        """What the page's `get_config` returns for the arguments.
+        """The config that the page's `get_config` returns for the arguments.
 
         Raises:
           UserMistake: it takes no such argument, or another type of value, or needs one that wasn't given.
@@ -77,8 +77,8 @@ class Page:
             except UserMistake as mistake:
                 raise self._mistake(str(mistake)) from None
 
-    def _mistake(self, told: str) -> UserMistake:
-        return UserMistake(f"config {self.path}: {told}")
+    def _mistake(self, reason: str) -> UserMistake:
+        return UserMistake(f"config {self.path}: {reason}")
 
 
 def find_page(named: str) -> Page:

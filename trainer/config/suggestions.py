@@ -47,8 +47,8 @@ def did_you_mean_field(name: str, fields: Iterable[str]) -> str:
     # A config class knows its own fields without their section.
     meant = [ours] if ours in known else [field for field in known if field == _word(ours)]
     meant += [field for field in known if _word(field) == word]
-    if told := " or ".join(known[field] for field in meant[:2]):
-        return f"; did you mean {told}?"
+    if candidates := " or ".join(known[field] for field in meant[:2]):
+        return f"; did you mean {candidates}?"
     # Of a known section, only the word in it can be wrong.
     section = typed[: -len(word)]
     siblings = {_word(field): field for field in known if section and field.startswith(section)}
@@ -67,5 +67,5 @@ def _field(name: str) -> str:
 
 
 def _word(field: str) -> str:
-    """What a field is called within its section."""
+    """The name of a field within its section."""
     return field.rpartition(".")[2]

@@ -1,13 +1,14 @@
-"""Everything that a run can be told, as nested frozen dataclasses.
+"""All settings of a run, as nested frozen dataclasses.
 
-A field's docstring is its help text on the command line. Each class validates itself on construction,
-so a config that exists is one that can be run; what needs a look at the devices (does the mesh fit
-them?) is checked in `trainer.step.sharding`, what needs a look at the corpus in `trainer.data`.
+A field declares its default, its bounds, and the consequence of a change when a run resumes (`options.py`); its
+docstring is its help text on the command line. Each class validates itself on construction, so a config that exists is
+one that can be run. `trainer.step.sharding` checks whether the mesh fits the devices, and `trainer.data` the corpus.
+
+A new field also needs the consent of `test_the_number_of_fields` in tests/trainer/config/test_changes.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from dataclasses import dataclass, field
@@ -17,43 +18,67 @@ from typing import Literal
 from kernels.collectives import Collectives
 from kernels.context import Exchange, SequenceSharding
 from layers import GPTConfig
-from layers.checks import check_choice, check_numbers
+from layers.checks import check_choice
 from layers.token_choice import TokenChoice
+from trainer.config.options import (
+    AT_LEAST_1,
+    DECAY,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bound,
+    check_options,
+    option,
+    rules,
+)
 from trainer.errors import name_some
 from trainer.files.paths import refuse_url
+
+_SEED = Bound(lambda x: x < 0, "must not be negative")
+_COUNTED_IN_INT32 = Bound(lambda x: x >= 2**31, "must be less than 2**31: the state counts steps in 32 bits")
+_SECONDS = POSITIVE._replace(text="must be positive and finite; watchdog.enabled False watches nothing")
+_STOPS_AT_FIRST = AT_LEAST_1._replace(text="must be at least 1, which stops at the first update that is skipped")
+_MULTIPLE_OF_MEAN = Bound(
+    lambda x: not 1 < x < math.inf,
+    "must be more than 1 and finite, as it is a multiple of the mean; None skips no gradient that is finite",
+)
 
 
 @dataclass(frozen=True)
 class DataConfig:
     """Where the documents come from and how they become tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "bin"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "bin"] = option("stdlib", "corpus")
     """stdlib: the Python standard library's own sources; the others read `files`."""
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = option((), "corpus")
     """Globs (`**` allowed) of the training files."""
-    validation_files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = option((), "corpus")
     """Globs of the validation files; when empty, documents are split by a hash."""
-    validation_fraction: float = 0.05
+    validation_fraction: float = option(
+        0.05, "corpus", Bound(lambda x: not 0.0 < x < 1.0, "must lie strictly between 0 and 1")
+    )
     """Fraction of documents held out when `validation_files` is empty; one at least, of a single one its end."""
-    text_field: str = "text"
+    text_field: str = option("text", "corpus")
     """Name of the text field (jsonl) or column (parquet)."""
-    tokenizer: str | None = None
+    tokenizer: str | None = option(None, "corpus")
     """`byte`, or the path of a Hugging Face `tokenizer.json`. None: byte, but unknown for `bin`."""
-    end_of_document_token: int | str | None = None
+    end_of_document_token: int | str | None = option(None, "tokenizer")
     """Token (text or id) that ends a document; `none`: none does. None: the tokenizer's own; for `bin` without one
     50256, in llm.c's Llama 3 files 128000, and none where no file has it."""
-    begin_of_document_token: int | str | None = None
+    begin_of_document_token: int | str | None = option(None, "corpus")
     """Token (text or id) that begins a document; `none`: none does. None: the one that the tokenizer puts before a
     text, or else the one that ends a document."""
-    token_cache_dir: str = "~/.cache/flax-longcontext/tokens"
+    token_cache_dir: str = option("~/.cache/flax-longcontext/tokens", "free")
     """Folder of the tokens of text, jsonl and parquet files and the index of bin files: made once, then checked."""
-    token_cache_gib: float = 100.0
+    token_cache_gib: float = option(
+        100.0, "free", Bound(lambda x: not 0 <= x < math.inf, "must be at least 0 and finite")
+    )
     """Size to which that folder is held: past it, what was unused for longest is removed, never what a run is using."""
-    keep_documents_apart: bool = True
+    keep_documents_apart: bool = option(True, "evaluation")
     """Attention and positions stay within a document. False: a packed sequence is read as one text, as nanoGPT does."""
-    num_prefetch_batches: int = 4
+    num_prefetch_batches: int = option(4, "free", AT_LEAST_1)
     """Batches prepared ahead of the step."""
-    allow_changed: bool = False
+    allow_changed: bool = option(False, "free")
     """When a run resumes: go on although the documents are other ones (more files, say), with a new epoch. False: stop
     and tell."""
 
@@ -68,84 +93,56 @@ class DataConfig:
                 _refuse_url(f"data.{name}", pattern)
         if self.source != "stdlib" and not self.files:
             raise ValueError(f"data.source={self.source!r} needs data.files, one or more globs; got none")
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(f"data.validation_fraction={self.validation_fraction} must lie strictly between 0 and 1")
-        if not 0 <= self.token_cache_gib < math.inf:
-            raise ValueError(f"data.token_cache_gib={self.token_cache_gib} must be at least 0 and finite")
-        if self.num_prefetch_batches < 1:
-            raise ValueError(f"data.num_prefetch_batches={self.num_prefetch_batches} must be at least 1")
+        check_options(self, "data.")
         check_path("data.token_cache_dir", self.token_cache_dir)
         if self.tokenizer is not None:
             check_path("data.tokenizer", self.tokenizer)
-        check_numbers(self, "data.")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW or Muon, with warm-up and a cosine or warm-up–stable–decay schedule."""
 
-    learning_rate: float = 6e-4
+    learning_rate: float = option(6e-4, "schedule", POSITIVE)
     """Peak learning rate."""
-    schedule: Literal["cosine", "wsd"] = "cosine"
+    schedule: Literal["cosine", "wsd"] = option("cosine", "schedule")
     """Shape after the warm-up: cosine to the end, or stable then linear decay."""
-    num_warmup_steps: int = 100
+    num_warmup_steps: int = option(100, "schedule", NOT_NEGATIVE)
     """Steps of linear warm-up from 0."""
-    decay_fraction: float = 0.2
+    decay_fraction: float = option(0.2, "schedule", FRACTION)
     """wsd only: fraction of the steps spent in the final linear decay, which has at least one."""
-    final_learning_rate_fraction: float = 0.1
+    final_learning_rate_fraction: float = option(0.1, "schedule", FRACTION)
     """Learning rate at the last step, as a fraction of the peak."""
-    beta1: float = 0.9
+    beta1: float = option(0.9, "training", DECAY)
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = option(0.95, "training", DECAY)
     """Decay of the second moment."""
-    epsilon: float = 1e-8
+    epsilon: float = option(1e-8, "training", POSITIVE)
     """Added to the root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: float = option(0.1, "training", NOT_NEGATIVE)
     """Decoupled decay of matrices and embeddings; norms, biases and sinks have none."""
-    clip_norm: float = 1.0
+    clip_norm: float = option(1.0, "training", POSITIVE)
     """Global gradient norm above which gradients are scaled down."""
-    skip_grad_norm_above: float | None = None
+    skip_grad_norm_above: float | None = option(None, "training", _MULTIPLE_OF_MEAN)
     """Skip an update whose gradient norm is more than this many times the mean of recent ones. None: never."""
-    max_skipped_in_a_row: int = 8
+    max_skipped_in_a_row: int = option(8, "free", _STOPS_AT_FIRST)
     """Updates skipped in a row, as not finite or by `skip_grad_norm_above`, at which the run stops; 1: at the first."""
-    kind: Literal["adamw", "muon"] = "adamw"
+    kind: Literal["adamw", "muon"] = option("adamw", "optimizer")
     """adamw (arXiv:1711.05101); muon (kellerjordan.github.io/posts/muon): matrices of blocks move along orthogonalised
     momentum, with updates of AdamW's size (arXiv:2502.16982), and all else by AdamW."""
-    momentum: float = 0.95
+    momentum: float = option(0.95, "training", DECAY)
     """muon only: decay of the block matrices' momentum, which is Nesterov's."""
-    offload_moments: bool = False
+    offload_moments: bool = option(False, "free")
     """Keep the moments in the host's pinned memory, and have them on the devices only for the update."""
 
     def __post_init__(self):
-        for name in ("learning_rate", "epsilon", "clip_norm"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be positive and finite")
-        for name in ("decay_fraction", "final_learning_rate_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must lie between 0 and 1")
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1 - 2**-24:  # nearer to 1 is 1 in float32
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be at least 0 and less than 1")
-        for name in ("weight_decay", "num_warmup_steps"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)} must be finite and not negative")
-        if self.skip_grad_norm_above is not None and not 1 < self.skip_grad_norm_above < math.inf:
-            raise ValueError(
-                f"optimizer.skip_grad_norm_above={self.skip_grad_norm_above} must be more than 1 and finite, as it is "
-                "a multiple of the mean; None skips no gradient that is finite"
-            )
-        if self.max_skipped_in_a_row < 1:
-            raise ValueError(
-                f"optimizer.max_skipped_in_a_row={self.max_skipped_in_a_row} must be at least 1, which stops at the "
-                "first update that is skipped"
-            )
+        check_options(self, "optimizer.")
         if self.schedule == "wsd" and self.decay_fraction == 0 and self.final_learning_rate_fraction < 1:
             raise ValueError(
                 "optimizer.decay_fraction=0 leaves no step in which the learning rate could fall to "
                 f"optimizer.final_learning_rate_fraction={self.final_learning_rate_fraction} of the peak; "
                 "set that to 1 to hold the peak to the end, or the decay_fraction to more than 0"
             )
-        check_numbers(self, "optimizer.")
 
     def num_decay_steps(self, num_steps: int) -> int:
         """Steps in which the learning rate falls, the last of a run.
@@ -169,59 +166,54 @@ class OptimizerConfig:
 
 
 LossImplementation = Literal["mosaic_gpu", "xla"]
-"""What the head's matmul leaves for the gradient: exponentials, by our kernel, or logits."""
+"""The values that the head's matmul stores for the gradient: exponentials, by our kernel, or logits."""
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Cross-entropy over the vocabulary, computed a chunk of the sequence at a time."""
 
-    chunk_size: int = 2048
+    chunk_size: int = option(2048, "free", AT_LEAST_1)
     """Tokens whose logits exist at one time."""
-    z_loss: float = 1e-4
+    z_loss: float = option(
+        1e-4, "training", NOT_NEGATIVE._replace(text="must be finite and not negative; 0 turns it off")
+    )
     """Weight of the squared log-partition penalty (PaLM, arXiv:2204.02311); 0 turns it off."""
-    implementation: LossImplementation | None = None
+    implementation: LossImplementation | None = option(None, "free")
     """mosaic_gpu: by a kernel that stores exponentials of logits; xla: by logits. None: the kernel where it serves."""
 
     def __post_init__(self):
         if self.implementation is not None:
             check_choice("loss.implementation", self.implementation, LossImplementation)
-        if self.chunk_size < 1:
-            raise ValueError(f"loss.chunk_size={self.chunk_size} must be at least 1")
-        if not 0 <= self.z_loss < math.inf:
-            raise ValueError(f"loss.z_loss={self.z_loss} must be finite and not negative; 0 turns it off")
-        check_numbers(self, "loss.")
+        check_options(self, "loss.")
 
 
 @dataclass(frozen=True)
 class MeshConfig:
     """Sizes of the mesh axes; their product is the number of devices used."""
 
-    data: int = 1
+    data: int = option(1, "free", AT_LEAST_1)
     """Replicas, each on its own sequences."""
-    fsdp: int = 1
+    fsdp: int = option(1, "free", AT_LEAST_1)
     """Parameters and optimizer state sharded; also splits the batch."""
-    tensor: int = 1
+    tensor: int = option(1, "free", AT_LEAST_1)
     """Heads, MLP and vocabulary split."""
-    context: int = 1
+    context: int = option(1, "free", AT_LEAST_1)
     """Each sequence split over its tokens; parameters and optimizer state sharded, too."""
 
     def __post_init__(self):
-        for axis in dataclasses.fields(self):
-            if getattr(self, axis.name) < 1:
-                raise ValueError(f"mesh.{axis.name}={getattr(self, axis.name)} must be at least 1")
-        check_numbers(self, "mesh.")
+        check_options(self, "mesh.")
 
 
 @dataclass(frozen=True)
 class ContextConfig:
     """Attention over mesh.context, chosen by a cost model where nothing is said."""
 
-    exchange: Exchange | None = None
+    exchange: Exchange | None = option(None, "free")
     """How ranks get each other's keys. all_gather: all ranks get the keys that any other rank needs; peer: up to four
     GPUs read each other's memory; halo: a rank gets the keys within its windows' reach; ring: keys go from rank to
     rank; all_to_all: each rank gets whole sequences of some heads. None: the fastest for each mask."""
-    sequence_sharding: SequenceSharding | None = None
+    sequence_sharding: SequenceSharding | None = option(None, "free")
     """The tokens that a rank holds. contiguous: one part of the sequence; zigzag: one part from each end; balanced:
     chunks, so that all ranks have equal work. None: the simplest one that balances the work."""
 
@@ -235,7 +227,7 @@ class ContextConfig:
 class TensorConfig:
     """How tokens go over mesh.tensor between the layers' matmuls."""
 
-    collectives: Collectives | None = None
+    collectives: Collectives | None = option(None, "free")
     """mosaic_gpu: by kernels in which GPUs write to each other's memory; xla: by XLA's collectives. None: the kernels
     where two to four GPUs can run them."""
 
@@ -248,18 +240,13 @@ class TensorConfig:
 class EvaluationConfig:
     """Loss on a fixed set of validation sequences."""
 
-    every_num_steps: int = 100
+    every_num_steps: int = option(100, "free", AT_LEAST_1)
     """Steps between evaluations; the last step is always followed by one."""
-    num_sequences: int = 8
+    num_sequences: int = option(8, "corpus", AT_LEAST_1)
     """Packed validation sequences at most, the same ones each time."""
 
     def __post_init__(self):
-        if self.every_num_steps < 1 or self.num_sequences < 1:
-            raise ValueError(
-                f"evaluation.every_num_steps={self.every_num_steps} and "
-                f"evaluation.num_sequences={self.num_sequences} must be at least 1"
-            )
-        check_numbers(self, "evaluation.")
+        check_options(self, "evaluation.")
 
 
 @dataclass(frozen=True)
@@ -269,81 +256,63 @@ class SamplesConfig(TokenChoice):
     A device holds the whole model for it, in the compute dtype, and a cache.
     """
 
-    prompts: tuple[str, ...] = ()
-    """What to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
-    num_tokens: int = 64
+    prompts: tuple[str, ...] = option((), "free")
+    """Texts to continue; the empty text begins a document. `python -m trainer.sample` does the same by hand."""
+    num_tokens: int = option(64, "free", AT_LEAST_1)
     """Tokens added to each prompt, fewer where the document or the context ends."""
-    seed: int = 0
+    seed: int = option(0, "free", _SEED)
     """Seed of the choices; the same at each evaluation."""
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_tokens < 1 or self.seed < 0:
-            raise ValueError(
-                f"samples.num_tokens={self.num_tokens} must be at least 1, "
-                f"and samples.seed={self.seed} must not be negative"
-            )
-        check_numbers(self, "samples.")
+        check_options(self, "samples.")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved, and how often."""
+    """How often checkpoints are saved, and which are kept."""
 
-    every_num_steps: int = 100
+    every_num_steps: int = option(100, "free", AT_LEAST_1)
     """Steps between checkpoints; the last step and a stop signal always save one."""
-    num_kept: int = 3
+    num_kept: int = option(3, "free", AT_LEAST_1)
     """Newest checkpoints kept."""
-    keep_every_num_steps: int | None = None
+    keep_every_num_steps: int | None = option(None, "free")
     """Steps between checkpoints that are kept for good, beside the newest; a multiple of every_num_steps."""
-    keep_best: bool = False
+    keep_best: bool = option(False, "free")
     """Keep the checkpoint of the lowest validation loss, too, until one has a lower."""
 
     def __post_init__(self):
-        if self.every_num_steps < 1 or self.num_kept < 1:
-            raise ValueError(
-                f"checkpoint.every_num_steps={self.every_num_steps} and "
-                f"checkpoint.num_kept={self.num_kept} must be at least 1"
-            )
+        check_options(self, "checkpoint.")
         kept = self.keep_every_num_steps
         if kept is not None and (kept < 1 or kept % self.every_num_steps):
             raise ValueError(
                 f"checkpoint.keep_every_num_steps={kept} must be a positive multiple of "
                 f"checkpoint.every_num_steps={self.every_num_steps}: other steps aren't saved"
             )
-        check_numbers(self, "checkpoint.")
 
 
 @dataclass(frozen=True)
 class WatchdogConfig:
     """Ends a run that hangs, with status 70: something takes far longer than it did before. Compiling is left out."""
 
-    enabled: bool = True
+    enabled: bool = option(True, "free")
     """Watch steps, waits for data, evaluations and saves."""
-    factor: float = 10.0
+    factor: float = option(10.0, "free", Bound(lambda x: not 1 < x < math.inf, "must be more than 1 and finite"))
     """Times the median of its kind after which something counts as hung."""
-    min_seconds: float = 600.0
+    min_seconds: float = option(600.0, "free", _SECONDS)
     """Seconds up to which nothing counts as hung, however quick it was before: disks and networks pause for minutes."""
-    first_seconds: float = 3600.0
+    first_seconds: float = option(3600.0, "free", _SECONDS)
     """Seconds after which the first of a kind count as hung, which have nothing to be compared with."""
 
     def __post_init__(self):
-        if not 1 < self.factor < math.inf:
-            raise ValueError(f"watchdog.factor={self.factor} must be more than 1 and finite")
-        for name in ("min_seconds", "first_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"watchdog.{name}={getattr(self, name)} must be positive and finite; "
-                    "watchdog.enabled False watches nothing"
-                )
-        check_numbers(self, "watchdog.")
+        check_options(self, "watchdog.")
 
 
 @dataclass(frozen=True)
 class CompilationConfig:
     """How the step is compiled."""
 
-    cache_dir: str | None = None
+    cache_dir: str | None = option(None, "free")
     """Folder of XLA's persistent compilation cache; the empty string turns it off. None: JAX_COMPILATION_CACHE_DIR
     where that is set, otherwise ~/.cache/flax-longcontext/xla, which is held to 10 GiB."""
 
@@ -356,9 +325,9 @@ class CompilationConfig:
 class WandbConfig:
     """Weights & Biases (the `wandb` extra): what TensorBoard shows, there too; off without a project."""
 
-    project: str | None = None
+    project: str | None = option(None, "free")
     """W&B project to log to. None: log nothing there."""
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["online", "offline"] = option("online", "free")
     """offline: keep W&B's files in the workdir, for `wandb sync` to send later."""
 
     def __post_init__(self):
@@ -370,25 +339,34 @@ class WandbConfig:
 class TrainConfig:
     """One experiment: the model, its data, and how it is trained."""
 
-    name: str
+    name: str = field(metadata=rules("free"))
     """Short name; the default workdir is `runs/<name>`."""
-    model: GPTConfig
+    model: GPTConfig = field(
+        metadata=rules(
+            "model",
+            implementation="free",
+            decode_implementation="free",
+            remat="free",
+            scan_layers="free",
+            compute_dtype="evaluation",
+        )
+    )
     """The network."""
-    num_steps: int
+    num_steps: int = field(metadata=rules("schedule", AT_LEAST_1, _COUNTED_IN_INT32))
     """Optimizer steps."""
-    description: str = ""
+    description: str = option("", "free")
     """One line printed first: what this run is, and on what hardware it is meant to run."""
-    sequence_length: int = 32_768
+    sequence_length: int = option(32_768, "sequences", AT_LEAST_1)
     """Tokens in each packed sequence."""
-    batch_size: int = 1
+    batch_size: int = option(1, "training", AT_LEAST_1)
     """Sequences in an optimizer step, over all devices and micro-batches."""
-    gradient_accumulation: int = 1
+    gradient_accumulation: int = option(1, "free", AT_LEAST_1)
     """Micro-batches that an optimizer step is split into."""
-    log_every_num_steps: int = 10
+    log_every_num_steps: int = option(10, "free", AT_LEAST_1)
     """Steps between log lines; the step time is measured over this window."""
-    seed: int = 0
+    seed: int = option(0, "seed", _SEED)
     """Seed of the parameters and of the order of the data."""
-    init_from: str | None = None
+    init_from: str | None = option(None, "beginning")
     """Folder whose model a fresh run begins with: a Hugging Face model's (config.json, *.safetensors, tokenizer.json)
     or another run's workdir. Model and tokenizer are the folder's. None: random parameters."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -398,23 +376,16 @@ class TrainConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     tensor: TensorConfig = field(default_factory=TensorConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig, metadata=rules("free"))
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def __post_init__(self):
-        if isinstance(self.name, str):  # what it is else is told like every field of another type
+        if isinstance(self.name, str):  # any other type is refused as in every field
             _check_name(self.name)
-        for name in ("num_steps", "sequence_length", "batch_size", "gradient_accumulation", "log_every_num_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.num_steps >= 2**31:
-            raise ValueError(f"num_steps={self.num_steps} must be less than 2**31: the state counts steps in 32 bits")
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed} must not be negative")
-        check_numbers(self)
+        check_options(self)
         if self.batch_size % self.gradient_accumulation:
             raise ValueError(
                 f"batch_size={self.batch_size} is not a multiple of gradient_accumulation={self.gradient_accumulation}"

@@ -55,7 +55,7 @@ class WordReader:
         except (UnsupportedTypeAnnotationError, AssertionError, IndexError):
             constructor = None
         if not isinstance(constructor, PrimitiveConstructorSpec) or constructor.nargs != 1:
-            raise ValueError(f"a value of type {hint} can't be told on the command line")
+            raise ValueError(f"a value of type {hint} can't be given on the command line")
         return cls(constructor, is_tuple)
 
     def check_count(self, flag: str, words: Sequence[str]) -> None:
@@ -88,8 +88,8 @@ class WordReader:
         except ValueError as error:
             # Of several types, tyro lists on further lines why each doesn't fit.
             reason = str(error)
-            told = f"expected {self.constructor.metavar}, got {word!r}" if "\n" in reason else reason
-            raise UserMistake(f"{name}: {told}") from None
+            message = f"expected {self.constructor.metavar}, got {word!r}" if "\n" in reason else reason
+            raise UserMistake(f"{name}: {message}") from None
 
 
 def split_at_commas(text: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""Reads the rows of a batch that one process needs.
+"""Reads the sequences of a batch that one process needs.
 
 All processes agree on which sequences a batch has, since that follows from the lengths of the documents and the seed.
-Each reads the tokens of its own rows.
+Each reads the tokens of its own sequences.
 
-Shapes: B rows of a batch, b of them on this process, T tokens in a sequence, D documents in one.
+Shapes: B sequences in a batch, b of them on this process, T tokens in a sequence, D documents in one.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from trainer.data.sequence_sharding import SequenceSharder
 
 @dataclass(frozen=True)
 class BatchShare:
-    """The rows of a batch that one process has read, and how long the documents of all its rows are.
+    """The sequences of a batch that one process has read, and how long the documents of the whole batch are.
 
     Args:
         arrays: by name: what `PackedSequences` makes, and `token_order` (int32: the index in the
             sequence of each token) if sequences are sharded over devices.
-        rows: which rows of the batch these are, rising.
-        document_lengths: [B] lengths of the documents of every row, in tokens. The step's FLOPs follow from them.
+        indices: of these sequences in the batch, rising.
+        document_lengths: [B] lengths of the documents of every sequence, in tokens. The step's FLOPs follow from them.
     """
 
     arrays: dict[str, Shaped[np.ndarray, "b T"]]
-    rows: tuple[int, ...]
+    indices: tuple[int, ...]
     document_lengths: tuple[Int64[np.ndarray, " D"], ...]
 
     @property
@@ -41,38 +41,38 @@ class BatchShare:
 
 @dataclass(frozen=True)
 class BatchReader:
-    """Reads this process's rows of any batch; several threads may.
+    """Reads this process's sequences of any batch; several threads may.
 
     Args:
         sequences: what batches are made of.
-        rows: the rows of each batch to read; at least one.
+        indices: in each batch, of the sequences to read; at least one.
         sharder: shards them over devices.
     """
 
     sequences: PackedSequences
-    rows: tuple[int, ...]
+    indices: tuple[int, ...]
     sharder: SequenceSharder
 
     @classmethod
     def of(
-        cls, sequences: PackedSequences, batch_size: int, rows: Sequence[int] | None, sharder: SequenceSharder | None
+        cls, sequences: PackedSequences, batch_size: int, indices: Sequence[int] | None, sharder: SequenceSharder | None
     ) -> BatchReader:
-        """A reader of all rows unless some are named, whose tokens stay in order unless a sharder is given."""
+        """A reader of all sequences without `indices`, which keeps their tokens in order without a sharder."""
         sharder = sharder or SequenceSharder("contiguous", sequences.sequence_length, 1, {}, keep_documents_apart=True)
-        return cls(sequences, tuple(range(batch_size) if rows is None else rows), sharder)
+        return cls(sequences, tuple(range(batch_size) if indices is None else indices), sharder)
 
     def __call__(self, numbers: Sequence[int | None]) -> BatchShare:
         """This process's share of a batch.
 
         Args:
-            numbers: [B] the sequence in each row of the batch; None for a row of padding.
+            numbers: [B] of the sequences of the batch; None for one of padding.
 
         Raises:
             TrainingFailed: a file of tokens has changed since it was opened, or can't be read.
         """
-        sharded = [self.sharder(self._sequence(numbers[row])) for row in self.rows]
+        sharded = [self.sharder(self._sequence(numbers[index])) for index in self.indices]
         arrays = {name: np.stack([sequence[name] for sequence in sharded]) for name in sharded[0]}
-        return BatchShare(arrays, self.rows, tuple(map(self._document_lengths, numbers)))
+        return BatchShare(arrays, self.indices, tuple(map(self._document_lengths, numbers)))
 
     def _sequence(self, number: int | None) -> dict[str, Shaped[np.ndarray, " T"]]:
         return empty_sequence(self.sequences.sequence_length) if number is None else self.sequences[number]

@@ -26,7 +26,7 @@ def make_batches(
     corpus: Corpus,
     sequence_sharding: SequenceSharding,
     on_progress: OnProgress,
-    rows_of: Callable[[int], Sequence[int]] = range,
+    indices_of: Callable[[int], Sequence[int]] = range,
 ) -> tuple[TrainIterator, list[BatchShare], ValidationSet]:
     """The training stream, the validation batches, and the sequences that these are made of.
 
@@ -34,8 +34,8 @@ def make_batches(
         config: says how many sequences of which length a batch has; a validation batch has a micro-batch's.
         corpus: the corpus.
         sequence_sharding: how each sequence is sharded over `mesh.context`.
-        on_progress: told, in one line, if the documents fill fewer sequences than the config asks for.
-        rows_of: the rows that this process reads of a batch with so many; by default all.
+        on_progress: called with a line if the documents fill fewer sequences than the config asks for.
+        indices_of: a batch size → the indices in the batch of the sequences that this process reads; by default all.
     """
     sharder = SequenceSharder.of(config, sequence_sharding)
     train = make_train_iterator(
@@ -44,7 +44,7 @@ def make_batches(
         batch_size=config.batch_size,
         seed=config.seed,
         num_prefetch_batches=config.data.num_prefetch_batches,
-        rows=rows_of(config.batch_size),
+        indices=indices_of(config.batch_size),
         sharder=sharder,
         on_progress=on_progress,
     )
@@ -55,7 +55,11 @@ def make_batches(
         on_progress=on_progress,
     )
     micro_batch_size = config.batch_size // config.gradient_accumulation
-    return train, validation.batches(micro_batch_size, rows=rows_of(micro_batch_size), sharder=sharder), validation
+    return (
+        train,
+        validation.batches(micro_batch_size, indices=indices_of(micro_batch_size), sharder=sharder),
+        validation,
+    )
 
 
 def make_train_iterator(
@@ -65,13 +69,13 @@ def make_train_iterator(
     batch_size: int,
     seed: int,
     num_prefetch_batches: int,
-    rows: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
     sharder: SequenceSharder | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> TrainIterator:
     """Shuffles, batches, reads and prefetches the training split, with grain.
 
-    Which sequences a batch has depends neither on `rows` nor on `sharder`, and nor does the iterator's state.
+    Which sequences a batch has depends neither on `indices` nor on `sharder`, and nor does the iterator's state.
 
     Args:
         corpus: the corpus.
@@ -79,7 +83,7 @@ def make_train_iterator(
         batch_size: sequences in a batch, over all processes.
         seed: of the order; at least 0.
         num_prefetch_batches: batches prepared ahead.
-        rows: the rows of each batch that this process reads; None: all.
+        indices: in each batch, of the sequences that this process reads; None: all.
         sharder: shards each sequence over devices; None: its tokens stay in order.
         on_progress: called with a line if the documents don't fill a batch, so that sequences repeat within it.
 
@@ -99,7 +103,7 @@ def make_train_iterator(
         )
     # grain seeds epoch e with seed + e. Spreading the seeds keeps runs with seeds 0 and 1 from sharing their epochs.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    read = BatchReader.of(sequences, batch_size, rows, sharder)
+    read = BatchReader.of(sequences, batch_size, indices, sharder)
 
     def open_at(position: int) -> Any:
         dataset = (

@@ -143,7 +143,7 @@ def _open(path: Path, layout: BinLayout, open_file: Callable[[Path], OpenFile]) 
 
 
 class _Scan(NamedTuple):
-    """What is found out by reading a file through."""
+    """Facts that are found by reading a file through."""
 
     table: np.ndarray
     largest_id: int

@@ -58,7 +58,7 @@ class Corpus:
         return self.unigram.nats_per_token
 
     def summary(self) -> dict[str, Any]:
-        """What the record says about the corpus, ready for JSON. End-of-document counts as a token."""
+        """The record's entry about the corpus, ready for JSON. End-of-document counts as a token."""
         return {
             "source": self.source,
             "tokenizer": self.tokenizer.name,
@@ -197,7 +197,7 @@ def _load_bin(config: DataConfig, vocab_size: int, on_progress: OnProgress) -> _
 
 
 def _bin_delimiters(config: DataConfig, files: tuple[Path, ...]) -> Delimiters:
-    """What begins and ends the documents of files whose tokenizer isn't known."""
+    """The tokens that begin and end the documents of files whose tokenizer isn't known."""
 
     def find(which: str, token: int | str | None, otherwise: Callable[[], int | None]) -> int | None:
         if isinstance(token, str) and token != NONE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NONE = "none"
-"""What `data.begin_of_document_token` and `data.end_of_document_token` say where there is to be no such token."""
+"""The value of `data.begin_of_document_token` and `data.end_of_document_token` for no such token."""
 
 
 class Delimiters(NamedTuple):

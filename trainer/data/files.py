@@ -131,7 +131,7 @@ def _matches(pattern: str) -> Iterator[str]:
 
 
 def _expand(folder: str, parts: Sequence[str]) -> Iterator[str]:
-    """What the parts of a glob match in a folder; "" is the working folder.
+    """The paths that the parts of a glob match in a folder; "" is the working folder.
 
     A part that is the name of what is there, brackets and all, means that: `a[1].txt` isn't `a1.txt`. `**` enters each
     folder once, even if it has several names. `glob` would follow links in circles, perhaps for ever.

@@ -1,4 +1,4 @@
-"""What kind of file this is, told by its first bytes: the one place that knows formats."""
+"""The kind of a file, by its first bytes: the one place that knows formats."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class TokenCache:
         directory: made when first needed; `~` is understood.
         max_bytes: the size that the entries are held to, by removing those that were last used longest ago whenever
             one is built. What is in use stays, whatever its size.
-        on_progress: told, in one line, of entries that are damaged or removed, and of checks that take long.
+        on_progress: called with a line about entries that are damaged or removed, and about checks that take long.
     """
 
     directory: Path
@@ -210,7 +210,7 @@ class TokenCache:
 def cache_key(files: Sequence[Path], **settings: Any) -> str:
     """A key that changes with the files and with the settings that shape an entry.
 
-    Files are told apart by path, size and time of modification, as `make` and `rsync` do, so that a corpus of
+    Files differ by path, size and time of modification, as `make` and `rsync` do, so that a corpus of
     any size opens at once. A file rewritten to the same size with its old time put back goes unnoticed.
 
     Raises:
@@ -235,7 +235,7 @@ def _sealed(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unsealed(data: bytes) -> dict[str, Any]:
-    """What `_sealed` was given, if these are its bytes."""
+    """The content given to `_sealed`, if these are its bytes."""
     try:
         sealed = json.loads(data)
         content = {"about": sealed["about"], "files": sealed["files"]}

@@ -99,7 +99,7 @@ class TokenFile:
             )
 
     def is_at_its_path(self) -> bool:
-        """Whether whoever opened the path now would find this file, unchanged."""
+        """True if whoever opened the path now would find this file, unchanged."""
         try:
             return stamp_of(self.path.stat()) == self.stamp
         except OSError:
@@ -155,5 +155,5 @@ def open_tokens(
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """What changes when a file is replaced or written to: its inode, its size and the time of its last change."""
+    """The properties that change when a file is replaced or written to: its inode, size and time of the last change."""
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -79,7 +79,7 @@ def tokenize_files(
         text_field: where the text is; unused by `text`.
         tokenizer: the tokenizer.
         cache: where tokens are kept.
-        on_progress: told, in one line, when tokenizing starts, every few seconds, and when it ends.
+        on_progress: called with a line when tokenizing starts, every few seconds, and when it ends.
 
     Raises:
         DataError: a file does not hold what its source promises, or changed while it was read.

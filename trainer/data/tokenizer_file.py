@@ -1,4 +1,4 @@
-"""What a Hugging Face `tokenizer.json`, and the `tokenizer_config.json` beside it, say of the tokens around a text."""
+"""The tokens around a text, by a Hugging Face `tokenizer.json` and the `tokenizer_config.json` beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
 
 def read_stated(tokenizer_file: Path) -> dict[str, Any]:
-    """What the `tokenizer_config.json` beside a tokenizer says; empty: there is none.
+    """The content of the `tokenizer_config.json` beside a tokenizer; empty: there is none.
 
     Raises:
         DataError: it can't be read, or isn't an object of JSON.

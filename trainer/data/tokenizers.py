@@ -39,7 +39,7 @@ _END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁s
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs of a tokenizer.
+    """The tokenizer of a corpus.
 
     Attributes:
         name: short description for people.
@@ -205,8 +205,8 @@ class HuggingFaceTokenizer:
         special = {i: added.content for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         end = self._find_end(end_of_document_token, vocabulary, stated, special)
         with _refusing(str(path)):
-            self.before_text, told_by = _before_text(parts["post_processor"], stated, vocabulary)
-        begin = self._find_begin(begin_of_document_token, vocabulary, told_by, end)
+            self.before_text, named_by = _before_text(parts["post_processor"], stated, vocabulary)
+        begin = self._find_begin(begin_of_document_token, vocabulary, named_by, end)
         self.delimiters = Delimiters(begin, end)
         # A set of the skipped ids would take gigabytes where a small vocabulary has one large id.
         self._decoded_ids = frozenset(vocabulary.values()) - special.keys() - {*self.delimiters.ids}
@@ -325,14 +325,14 @@ class HuggingFaceTokenizer:
         return vocabulary[found[0]]
 
     def _find_begin(
-        self, token: str | int | None, vocabulary: dict[str, int], told_by: str, end: int | None
+        self, token: str | int | None, vocabulary: dict[str, int], named_by: str, end: int | None
     ) -> int | None:
         if token is not None:
             return self._find_named("begin", token, vocabulary)
         if len(self.before_text) > 1 or not vocabulary.items() >= {*self.before_text}:
-            told = " ".join(name for name, _ in self.before_text)
+            names = " ".join(name for name, _ in self.before_text)
             raise DataError(
-                f"{self.name}: cannot tell which token begins a document: {told_by} puts {told} before a text, "
+                f"{self.name}: cannot tell which token begins a document: {named_by} puts {names} before a text, "
                 "expected one of its tokens; set data.begin_of_document_token, to none if there is none"
             )
         return self.before_text[0][1] if self.before_text else end

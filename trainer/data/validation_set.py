@@ -60,17 +60,17 @@ class ValidationSet:
         return cls(sequences, tuple(i * len(sequences) // num_sequences for i in range(num_sequences)))
 
     def batches(
-        self, batch_size: int, *, rows: Sequence[int] | None = None, sharder: SequenceSharder | None = None
+        self, batch_size: int, *, indices: Sequence[int] | None = None, sharder: SequenceSharder | None = None
     ) -> list[BatchShare]:
         """The sequences in batches, or one process's shares of them.
 
         Args:
             batch_size: sequences in every batch, over all processes; the last is filled up with sequences whose
                 `target_mask` is all False.
-            rows: the rows of each batch that this process reads; None: all.
+            indices: in each batch, of the sequences that this process reads; None: all.
             sharder: shards each sequence over devices; None: its tokens stay in order.
         """
-        read = BatchReader.of(self.sequences, batch_size, rows, sharder)
+        read = BatchReader.of(self.sequences, batch_size, indices, sharder)
         numbers = [*self.chosen, *[None] * (-len(self.chosen) % batch_size)]
         return [read(numbers[start : start + batch_size]) for start in range(0, len(numbers), batch_size)]
 

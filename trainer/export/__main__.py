@@ -1,7 +1,7 @@
 """`python -m trainer.export --workdir DIR --output DIR [--dtype bfloat16] [--shard-size 5GB]`.
 
 Exit status: 0 completed; 1 failed; 2 a mistake in the command, the checkpoint, or a model that no family of
-`layers.pretrained` can express, told in one message; 130 Ctrl-C; 143 SIGTERM; 129 a closed terminal (SIGHUP). Whatever
+`layers.pretrained` can express, in one message; 130 Ctrl-C; 143 SIGTERM; 129 a closed terminal (SIGHUP). Whatever
 the status, a folder under the output's name is whole. A process that is killed otherwise may leave parts, in a hidden
 folder beside it, named `.OUTPUT.` and some letters, which may be removed. No accelerator is started.
 """
@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from trainer.cli.command import run_command
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.exit_status import COMPLETED
+from trainer.launch.process_exit import COMPLETED
+from trainer.terminal.streams import reader_may_leave
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -40,12 +40,12 @@ def tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
     import tokenizers
 
     path, begin = Path(tokenizer.name).absolute(), tokenizer.delimiters.begin
-    begins_as_told = _begins_as_told(tokenizer)
+    begins_as_in_files = _begins_as_in_files(tokenizer)
     wanted = [(tokenizer.token(begin) or "", begin)] if begin is not None else []
-    wanted = tokenizer.before_text if begins_as_told else wanted
+    wanted = tokenizer.before_text if begins_as_in_files else wanted
     content = json.loads(tokenizers.Tokenizer.from_file(str(path)).to_str())
     is_wanted = tokens_around_text(content["post_processor"])[0] == wanted
-    if path.name == _FILE_NAME and begins_as_told and is_wanted and (path.parent / CONFIG_NAME).is_file():
+    if path.name == _FILE_NAME and begins_as_in_files and is_wanted and (path.parent / CONFIG_NAME).is_file():
         yield path.parent
         return
     with tempfile.TemporaryDirectory(prefix="trainer-export-") as name:
@@ -62,11 +62,11 @@ def tokenizer_folder(tokenizer: Tokenizer | None) -> Iterator[Path | None]:
         yield folder
 
 
-def _begins_as_told(tokenizer: HuggingFaceTokenizer) -> bool:
-    """Whether documents began as the tokenizer's files say that texts do."""
+def _begins_as_in_files(tokenizer: HuggingFaceTokenizer) -> bool:
+    """True if documents began as the tokenizer's files say that texts do."""
     begin, end = tokenizer.delimiters
-    told = [token for _, token in tokenizer.before_text]
-    return told == [begin] if told else begin in (None, end)
+    before = [token for _, token in tokenizer.before_text]
+    return before == [begin] if before else begin in (None, end)
 
 
 def _tell_beginning(folder: Path, tokenizer: HuggingFaceTokenizer, *, adds: bool) -> None:

@@ -59,7 +59,7 @@ def sync(path: Path) -> None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether something was not written because the disk, or a quota or limit on it, is full.
+    """True if something was not written because the disk, or a quota or limit on it, is full.
 
     Args:
       error: with its causes; libraries hide the system's number in the text of errors of their own.

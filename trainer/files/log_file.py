@@ -1,6 +1,6 @@
 """Log files whose writes may fail: on a full disk training goes on, and the lines wait in memory.
 
-The first failure is told, with the file and the reason, and so is the first success after it.
+The console shows the first failure, with the file and the reason, and the first success after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogWrites:
 
     Args:
       path: of the file, for the messages.
-      console: told.
+      console: warned.
     """
 
     def __init__(self, path: Path, console: Console):
@@ -61,7 +61,7 @@ class AppendedLog:
       path: the file; its folder is made if missing.
       content: called for what the file begins with, which replaces what it held. It is written whole or not at all; if
         not, the next `append` calls again.
-      console: told of failures.
+      console: warned of failures.
       replaces: files that are removed once the content is on the disk.
     """
 

@@ -1,1 +1,1 @@
-"""What a run needs around its steps: resuming, progress, log windows, evaluations, saves. See `trainer/train.py`."""
+"""The steps of a run, and all around them: resuming, log windows, evaluations, saves. See `trainer/train.py`."""

@@ -1,4 +1,4 @@
-"""What surrounds an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
+"""The frame of an attempt at a run: its console and record, its stop signals, and how its end is recorded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+from trainer.checkpoints.event_loops import draining_event_loops
 from trainer.compile.out_of_memory import explained
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.export.family import describe_export
-from trainer.hosts.membership import ALONE, Membership
-from trainer.hosts.stop import SharedStopRequest
-from trainer.hosts.watch import Farewell
+from trainer.launch.membership import ALONE, Membership
+from trainer.launch.peer_watch import Farewell
+from trainer.launch.process_exit import INTERRUPTED, PREEMPTED, STALLED, leave, print_stacks, write_stacks
+from trainer.launch.shared_stop import SharedStopRequest
 from trainer.loop.setup import Setup
 from trainer.observers.metrics import last_logged
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
-from trainer.process.event_loops import draining_event_loops
-from trainer.process.exit_status import INTERRUPTED, PREEMPTED, STALLED
-from trainer.process.last_words import leave, print_stacks, write_stacks
 from trainer.terminal.console import Console, QuietConsole
 from trainer.workdir import Workdir
 
@@ -191,5 +190,5 @@ def attempt(
 
 
 def _is_no_exception_of_orbax(record: logging.LogRecord) -> bool:
-    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and told in one message."""
+    """Drops the tracebacks that Orbax's threads log. The exceptions are raised as well, and end in one message."""
     return not (record.exc_info and "orbax" in record.pathname)

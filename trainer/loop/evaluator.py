@@ -1,4 +1,4 @@
-"""When a run evaluates, and what its evaluations have found."""
+"""Evaluates a run when an evaluation is due, and keeps the results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.config import TrainConfig
 from trainer.config.changes import evaluation_settings
 from trainer.data import Tokenizer, ValidationSet
 from trainer.errors import UserMistake
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
-from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers
+from trainer.observers.observer import VALIDATION_DIGEST, Evaluated, Evaluation, LogEntry, Observers, Sampled
 from trainer.observers.times import TimeAccount
-from trainer.process.signals import StopRequest
-from trainer.step.functions import Batch, TrainState
+from trainer.step.train_step import Batch, TrainState
 
 
 class Evaluator:
@@ -28,7 +28,7 @@ class Evaluator:
     Args:
       setup: of the run: its validation batches and prompts.
       account: of the run's time.
-      observers: told of each loss and each text.
+      observers: hear of each loss and each text.
       stop: the stop signals. After one, nothing is evaluated any more.
     """
 
@@ -38,7 +38,7 @@ class Evaluator:
         """Log entries by step, those of earlier attempts too that measured the same in the same way."""
 
     def take_up(self, logged: Sequence[LogEntry]) -> str | None:
-        """Takes up what earlier attempts have measured as this one does.
+        """Takes up the evaluations of earlier attempts that measured as this one does.
 
         Args:
           logged: their evaluations, by rising step.
@@ -58,7 +58,7 @@ class Evaluator:
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     def evaluate_if_due(self, step: int, eval_step: Callable[..., Any], state: TrainState) -> None:
-        """Evaluates after the last step and every so many steps, unless an earlier attempt already has.
+        """Evaluates after the last step and every `evaluation.every_num_steps`, unless an earlier attempt already has.
 
         Args:
           step: steps behind the state.
@@ -73,15 +73,15 @@ class Evaluator:
             result = evaluate(eval_step, state.params, setup.validation_batches, setup.validation_bytes)
         evaluated = Evaluated.now(step, result, setup.validation_digest)
         self.evaluations[step] = evaluated.entry
-        self._observers.evaluated(evaluated)
+        self._observers.observe(evaluated)
         if setup.samples is not None:
             with self._account.measure("evaluation"), running("sampling"):
                 for prompt, text in setup.samples.write(state.params, setup.functions.mesh):
-                    self._observers.sampled(step, prompt, text)
+                    self._observers.observe(Sampled(step, prompt, text))
 
 
 def describe_validation(config: TrainConfig, validation: ValidationSet, tokenizer: Tokenizer) -> tuple[int | None, str]:
-    """What a validation loss is measured on, and how: the one place that decides whether two losses compare.
+    """The sequences and the settings of a validation loss: they decide whether two losses compare.
 
     Args:
       config: of the run.

@@ -23,8 +23,8 @@ from trainer.compile.out_of_memory import reason_of
 from trainer.config import TrainConfig
 from trainer.config.init_from import is_workdir
 from trainer.errors import UserMistake
-from trainer.hosts.agreement import require_same
-from trainer.hosts.peers import Peers
+from trainer.launch.agreement import require_same
+from trainer.launch.peers import Peers
 from trainer.loop.origin import read_origin
 from trainer.saved_run import open_saved_run
 from trainer.step.functions import StepFunctions
@@ -34,12 +34,12 @@ from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 
 class InitialParams(NamedTuple):
-    """What a fresh run begins with."""
+    """The parameters that a fresh run begins with."""
 
     params: Any
     """On the mesh, as in `TrainState`."""
     origin: dict[str, Any]
-    """What the record says about them."""
+    """The record's entry about them."""
 
 
 def load_initial_params(

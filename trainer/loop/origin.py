@@ -1,4 +1,4 @@
-"""What is known of the parameters that a run begins with before they are read: whose they are, and their context."""
+"""The origin of the parameters that a run begins with, before they are read: whose they are, and their context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from layers.pretrained.folder import read_config
 from trainer.config import TrainConfig
 from trainer.config.file import load_saved_config
 from trainer.config.init_from import is_workdir, read_initial_model
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.saved_run import read_init_from
 from trainer.terminal.console import Console
 
@@ -39,13 +39,13 @@ def find_origin(config: TrainConfig, recorded: dict[str, Any] | None, console: C
         return recorded or {}
     initial = read_initial_model(config.init_from)
     origin = read_origin(initial.folder)
-    if told := longer_than_trained(config, initial.model, origin.get("context_length")):
-        console.warning(told)
+    if warning := longer_than_trained(config, initial.model, origin.get("context_length")):
+        console.warning(warning)
     return origin
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """What a folder says of its parameters.
+    """The origin of a folder's parameters.
 
     Args:
       folder: as `TrainConfig.init_from`, absolute.

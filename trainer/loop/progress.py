@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainer.compile.history import CompileHistory
 from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
-from trainer.observers.observer import Observers
+from trainer.observers.observer import Advanced, Observers
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.terminal.units import format_seconds
 
@@ -16,7 +16,7 @@ class Progress:
     """Where a run is.
 
     Args:
-      observers: told of each step that is done, and of each recompile.
+      observers: hear of each step that is done, and of each recompile.
       times: of the attempt's steps.
       history: collects the recompiles.
       account: of the run's time.
@@ -43,10 +43,10 @@ class Progress:
     def finish(self, step: int | None) -> None:
         """The device has finished the steps up to this one; None: no news."""
         self._finished_step = self._finished_step if step is None else step
-        self._observers.advanced(self._finished_step)
+        self._observers.observe(Advanced(self._finished_step))
 
     def under_way(self) -> str:
-        """What a stop has to wait for before it saves. Any thread may ask."""
+        """The steps that a stop has to wait for before it saves. Any thread may ask."""
         num_steps, step_s = self._begun_step - self._finished_step, self._times.typical_step_s()
         if num_steps <= 0:
             return "what is under way"
@@ -58,4 +58,4 @@ class Progress:
         in_training = report.name == "train_step"  # a step under way isn't counted yet
         recompile = self._history.add_recompile(self.step + in_training, report, changes)
         self._account.move(recompile.seconds, "step" if in_training else "evaluation", "compile")
-        self._observers.recompiled(recompile)
+        self._observers.observe(recompile)

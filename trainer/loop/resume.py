@@ -15,7 +15,7 @@ from trainer.workdir import Workdir
 
 
 class Resumed(NamedTuple):
-    """What a run goes on from: a checkpoint, or its own beginning."""
+    """The place that a run goes on from: a checkpoint, or its own beginning."""
 
     step: int
     """0 at the beginning."""
@@ -23,7 +23,7 @@ class Resumed(NamedTuple):
     """None at the beginning: it has yet to be initialised."""
     config_history: ConfigHistory
     origin: dict[str, Any] | None
-    """What the record says about the checkpoint."""
+    """The record's entry about the checkpoint."""
 
 
 def restore(checkpoints: Checkpoints, setup: Setup, workdir: Workdir, console: Console) -> Resumed:
@@ -67,24 +67,25 @@ def go_on_from(restored: Restored, setup: Setup, workdir: Workdir) -> tuple[Conf
     of_data = setup.batches.set_state(restored.data_state, allow_changed=setup.config.data.allow_changed)
     history = before.resumed(restored.step, setup.config)
     new = history.changes[len(before.changes) :]
-    told = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
+    lines = [*map(str, new), *_consequences(new, before, history, restored.step), *of_data]
     try:
         workdir.write_config(setup.config)
     except OSError as error:
-        told.append(f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it")
-    return history, told
+        lines.append(
+            f"{workdir.config} can't be written: {error.strerror}; it stays as it was, the checkpoints tell it"
+        )
+    return history, lines
 
 
 def _consequences(new: Sequence[ConfigChange], before: ConfigHistory, after: ConfigHistory, step: int) -> list[str]:
     """Lines about consequences of the changes that aren't obvious."""
-    told = []
-    aspects = {change.aspect for change in new}
-    if "schedule" in aspects and step < after.config.num_steps:
+    lines = []
+    if any(change.consequence == "schedule" for change in new) and step < after.config.num_steps:
         rates = [
             float(make_schedule(config.optimizer, config.num_steps)(step)) for config in (before.config, after.config)
         ]
-        told.append(
+        lines.append(
             f"the learning rate follows the new schedule of {after.config.num_steps} steps as if it had been so from "
             f"the start: {rates[1]:.3g} in step {step + 1}, {rates[0]:.3g} by the one before"
         )
-    return told
+    return lines

@@ -1,22 +1,22 @@
-"""When a run saves, and what it does when a save fails."""
+"""Saves a run, tries again when a save fails, and says which checkpoints stay."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from trainer.checkpoints.training_state import Checkpoints, NotRemovedError
-from trainer.config import TrainConfig
+from trainer.config import CheckpointConfig, TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.files.atomic import is_full_disk
-from trainer.observers.observer import Observers
+from trainer.launch.signals import StopRequest
+from trainer.observers.observer import VALIDATION_LOSS, Observers, Saved
 from trainer.observers.times import TimeAccount
-from trainer.process.signals import StopRequest
 from trainer.terminal.console import Console
 from trainer.workdir import Workdir
 
@@ -27,7 +27,7 @@ _FULL = "full disk"
 
 
 class Snapshot(NamedTuple):
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     step: int
     state: Any
@@ -48,7 +48,7 @@ class Saver:
       config: of the steps to come.
       console: warned of failures.
       account: of the run's time.
-      observers: told of checkpoints once they lie on the disk.
+      observers: hear of checkpoints once they lie on the disk.
       stop: the stop signals. After one there is little time for further tries.
     """
 
@@ -155,7 +155,7 @@ class Saver:
         return snapshot.step == self._checkpoints.newest_step
 
     def _start(self, snapshot: Snapshot) -> None:
-        with contextlib.suppress(OSError):  # told by the save, which then fails
+        with contextlib.suppress(OSError):  # the save then fails, and says so
             if self._workdir.make_again(self._config):
                 self._console.warning(f"workdir {self._workdir.path} was removed; it is made again, for what follows")
         with self._account.measure("checkpoint"):
@@ -170,7 +170,7 @@ class Saver:
             if newest is not None and self._checkpoints.newest_step != self._told_step:
                 self._told_step = self._checkpoints.newest_step
                 self._failures.clear()
-                self._observers.saved(self._told_step, newest)
+                self._observers.observe(Saved(self._told_step, newest))
 
     def _tell(self, failure: TrainingFailed, *, tries_again: bool = True) -> None:
         is_missing = not isinstance(failure, NotRemovedError)
@@ -179,6 +179,29 @@ class Saver:
         self._console.warning(f"{failure}. The next save tries again" if tries_again and is_missing else str(failure))
 
 
+def spared_steps(
+    steps: Sequence[int], config: CheckpointConfig, evaluations: Mapping[int, Mapping[str, Any]]
+) -> set[int]:
+    """The steps whose checkpoints are kept however old they are.
+
+    Args:
+      steps: of all checkpoints, ascending.
+      config: says which are kept.
+      evaluations: log entries by step, of losses that compare. Another thread may add to them meanwhile.
+
+    >>> losses = {step: {VALIDATION_LOSS: loss} for step, loss in ((10, 3.0), (20, 2.0), (30, 2.5), (40, None))}
+    >>> sorted(spared_steps([10, 20, 30, 40, 50], CheckpointConfig(5, 1, 25, True), losses))
+    [20, 50]
+    """
+    every = config.keep_every_num_steps
+    spared = {step for step in steps if every is not None and step % every == 0}
+    if config.keep_best:
+        losses = {step: evaluations[step][VALIDATION_LOSS] for step in steps if step in evaluations}
+        finite = {step: loss for step, loss in losses.items() if loss is not None}
+        spared |= {min(finite, key=finite.__getitem__)} if finite else set()
+    return spared
+
+
 def _kind(failure: TrainingFailed) -> str:
-    """What failures of one cause have in common: their text, but for the paths, which have steps in them."""
+    """The text that failures of one cause have in common: without paths, which have steps in them."""
     return _FULL if is_full_disk(failure) else re.sub(r"/\S*", "", str(failure))

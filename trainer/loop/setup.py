@@ -1,4 +1,4 @@
-"""What a run is made of before its first step, and how the record and the opening panel describe it."""
+"""The parts of a run before its first step, and their description in the record and the opening panel."""
 
 from __future__ import annotations
 
@@ -11,30 +11,23 @@ from trainer.config import TrainConfig
 from trainer.data import BatchShare, Corpus, TrainIterator
 from trainer.observers.record import describe_devices
 from trainer.sample.during_training import Samples
-from trainer.step.attention_plan import AttentionPlan, describe_attention
-from trainer.step.expert_plan import ExpertPlan
 from trainer.step.flops import FlopCounter
-from trainer.step.functions import Batch, StepFunctions
+from trainer.step.functions import StepFunctions
 from trainer.step.global_batch import make_global_batch
-from trainer.step.loss_plan import LossPlan
+from trainer.step.plan import Plan
 from trainer.step.sharding import batch_sharding, bytes_per_device
-from trainer.step.tensor_plan import TensorPlan
+from trainer.step.train_step import Batch
 from trainer.terminal.units import format_bytes, format_count
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of before its first step."""
+    """The parts of a run before its first step."""
 
     config: TrainConfig
     corpus: Corpus
+    plan: Plan
     functions: StepFunctions
-    attention: tuple[AttentionPlan, ...]
-    experts: ExpertPlan | None
-    """None: no mixture of experts."""
-    tensor: TensorPlan | None
-    """None: nothing is split over `mesh.tensor`."""
-    loss: LossPlan
     batches: TrainIterator
     validation_batches: list[Batch]
     """On the devices."""
@@ -70,10 +63,7 @@ class Setup:
             "mesh": dict(self.functions.mesh.shape),
             "num_parameters": self.functions.num_parameters,
             "tokens_per_step": self.tokens_per_step,
-            "attention": [plan.to_json() for plan in self.attention],
-            "experts": None if self.experts is None else self.experts.to_json(),
-            "tensor": None if self.tensor is None else self.tensor.to_json(),
-            "loss": self.loss.to_json(),
+            **self.plan.to_json(),
             "data": self.corpus.summary() | {"padding_fraction": self.batches.padding_fraction},
         }
 
@@ -90,10 +80,7 @@ class Setup:
             "mesh": " × ".join(f"{axis} {size}" for axis, size in self.functions.mesh.shape.items()),
             "model": f"{format_count(self.functions.num_parameters)} parameters, {config.model.num_layers} layers "
             f"of width {config.model.width}, {config.model.compute_dtype} compute",
-            "attention": describe_attention(self.attention),
-            **({} if self.experts is None else {"experts": self.experts.describe()}),
-            **({} if self.tensor is None else {"tensor": self.tensor.describe()}),
-            **({"loss": self.loss.describe()} if devices[0].platform == "gpu" else {}),
+            **self.plan.describe(),
             "data": f"{data['source']}, {data['train']['num_tokens']:,} training tokens, "
             f"{data['tokenizer']} tokenizer, documents {self.corpus.tokenizer.delimiters}, "
             f"unigram entropy {self.corpus.unigram_nats_per_token:.4f} nats/token",

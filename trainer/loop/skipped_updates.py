@@ -1,4 +1,4 @@
-"""What is told of updates that were skipped, and when they end a run."""
+"""Messages about updates that were skipped, and the number of them that ends a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config import OptimizerConfig
 from trainer.errors import TrainingFailed
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 
 
 def tell_skipped(metrics: Sequence[StepMetrics], first_step: int, config: OptimizerConfig) -> str | None:

@@ -17,7 +17,7 @@ class StepTrace:
     Args:
       steps: which, in a row; empty: none.
       folder: where the trace goes.
-      console: told where it lies.
+      console: shows where it lies.
       is_first: whether this is process 0, the only one to trace. The others split their steps at the same places.
     """
 
@@ -35,7 +35,7 @@ class StepTrace:
             self._console.warning(f"{self._described} can't be traced: the run goes on from step {step}")
 
     def splits(self, step: int) -> bool:
-        """Whether the device has to be waited for after a step, since a trace begins or ends there."""
+        """True if the device has to be waited for after a step, since a trace begins or ends there."""
         return bool(self._steps) and step in (self._steps[0] - 1, self._steps[-1])
 
     def begin_if_due(self, step: int) -> None:

@@ -9,13 +9,13 @@ import jax
 
 from trainer.compile.history import CompileHistory
 from trainer.data import BatchShare
+from trainer.launch.signals import StopRequest
 from trainer.loop.setup import Setup
 from trainer.loop.skipped_updates import find_failure, tell_skipped
 from trainer.observers.observer import LogWindow, make_entry
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.process.signals import StopRequest
 from trainer.step.flops import StepFlops
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 
 # Steps that the host may be ahead of the device. With these the device never waits for the host, a stop signal is still
 # obeyed soon, and few batches wait in the device's memory.
@@ -45,7 +45,7 @@ class RunningWindow:
         return len(self._metrics)
 
     def is_over(self, times: StepTimes, stop: StopRequest) -> bool:
-        """Whether the device has to be waited for now: to log, to evaluate, to save or to stop.
+        """True if the device has to be waited for now: to log, to evaluate, to save or to stop.
 
         Args:
           times: of the attempt's steps. Its first step is a window of its own, so that a first loss shows soon.
@@ -60,7 +60,7 @@ class RunningWindow:
         """Counts a step that was dispatched, and waits if the host is too far ahead.
 
         Args:
-          batch: on the host. The FLOPs of all its rows count, not only of those that this process has read.
+          batch: on the host. The FLOPs of the whole batch count, not only of the sequences that this process has read.
           metrics: on the device, which may not have computed them yet.
 
         Returns:

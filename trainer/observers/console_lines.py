@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trainer.compile.history import Recompile
 from trainer.compile.stages import CompileReport, format_stages
-from trainer.observers.observer import Evaluated, LogWindow, Observer, Start
+from trainer.observers.observer import Advanced, Evaluated, Event, LogWindow, Observer, Sampled, Start, Stopped
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_loss, format_seconds
 
@@ -21,18 +21,27 @@ class ConsoleLines(Observer):
     def __init__(self, console: Console):
         self._console = console
 
-    def started(self, start: Start) -> None:
-        for line in describe_reports(start.reports):
-            self._console.note(line)
-        self._console.start_steps(start.step, start.num_steps)
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start():
+                for line in describe_reports(event.reports):
+                    self._console.note(line)
+                self._console.start_steps(event.step, event.num_steps)
+            case Advanced():
+                self._console.advance(event.step)
+            case Recompile():
+                self._console.warning(str(event))
+            case LogWindow():
+                self._print_window(event)
+            case Evaluated(step, evaluation):
+                loss = format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)
+                self._console.note(f"step {step}: validation {loss}")
+            case Sampled(step, prompt, text):
+                self._console.quote(f"step {step}: sample: ", f"{prompt}▸{text}")
+            case Stopped():
+                self._console.stop_steps()
 
-    def advanced(self, step: int) -> None:
-        self._console.advance(step)
-
-    def recompiled(self, recompile: Recompile) -> None:
-        self._console.warning(str(recompile))
-
-    def window(self, window: LogWindow) -> None:
+    def _print_window(self, window: LogWindow) -> None:
         if window.failure is not None:
             return  # the message that ends the run tells it
         if window.skipped is not None:
@@ -45,17 +54,6 @@ class ConsoleLines(Observer):
             f"{loss}  {format_seconds(window.step_s)}/step  {mfu}data wait {format_seconds(window.data_wait_s)}  {left}"
         )
         self._console.step_line(line, short=short, done=window.step, status=left)
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        evaluation = evaluated.evaluation
-        loss = format_loss(evaluation.nats_per_token, evaluation.bits_per_byte)
-        self._console.note(f"step {evaluated.step}: validation {loss}")
-
-    def sampled(self, step: int, prompt: str, text: str) -> None:
-        self._console.quote(f"step {step}: sample: ", f"{prompt}▸{text}")
-
-    def stopped(self) -> None:
-        self._console.stop_steps()
 
 
 def describe_reports(reports: Sequence[CompileReport]) -> list[str]:

@@ -73,8 +73,8 @@ def goodput(attempts: Sequence[Mapping[str, Any]], useful_step_s: float) -> dict
     >>> time = {"step_s": 6.0, "compile_s": 2.0, "data_wait_s": 0.0, "evaluation_s": 0.0, "checkpoint_s": 1.0}
     >>> killed = {"started": "2026-01-01T00:00:00+00:00", "time": time | {"other_s": 0.5, "total_s": 9.5}}
     >>> current = {"started": "2026-01-01T00:01:00+00:00", "time": time | {"other_s": 1.5, "total_s": 10.5}}
-    >>> told = goodput([killed, current], useful_step_s=8.0)
-    >>> told["fraction"], told["lost_step_s"], told["compile_s"], told["downtime_s"]
+    >>> account = goodput([killed, current], useful_step_s=8.0)
+    >>> account["fraction"], account["lost_step_s"], account["compile_s"], account["downtime_s"]
     (0.4, 4.0, 4.0, 50.5)
     """
     total_s = sum(_seconds(attempt, "total_s") for attempt in attempts)

@@ -26,6 +26,7 @@ from trainer.observers.observer import (
     VALIDATION_DIGEST,
     VALIDATION_LOSS,
     Evaluated,
+    Event,
     LogEntry,
     LogWindow,
     Observer,
@@ -38,7 +39,7 @@ _MAX_ENTRY_BYTES = 65_536
 
 
 class LoggedEntries:
-    """What earlier attempts have logged up to a step. Each iteration reads the file, so that no list is kept.
+    """The entries of earlier attempts up to a step. Each iteration reads the file, so that no list is kept.
 
     The file is read once to begin with. If it has damaged lines, it is set aside as it is, with a warning, and read
     there. A last line that a kill cut short is no damage: its step is after the checkpoint, or that would not exist.
@@ -84,14 +85,14 @@ class MetricsFile(Observer):
         self._path, self._console = path, console
         self._log: AppendedLog | None = None
 
-    def started(self, start: Start) -> None:
-        self._log = AppendedLog(self._path, lambda: map(_to_line, start.entries), self._console)
-
-    def window(self, window: LogWindow) -> None:
-        self.write(window.entries)
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        self.write([evaluated.entry])
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start(entries=entries):
+                self._log = AppendedLog(self._path, lambda: map(_to_line, entries), self._console)
+            case LogWindow():
+                self.write(event.entries)
+            case Evaluated():
+                self.write([event.entry])
 
     def write(self, entries: Iterable[LogEntry]) -> None:
         """Appends entries. The operating system then has them, whatever becomes of this process."""

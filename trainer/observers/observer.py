@@ -1,4 +1,4 @@
-"""The events of a run, and the observers that are told of them."""
+"""The events of a run, and the observers that hear of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALIDATION_LOSS = "validation_nats_per_token"
 VALIDATION_DIGEST = "validation_digest"
 """Tells on which sequences, and how, an evaluation measured: losses with different ones don't compare."""
 NOT_DRAWN = ("step", "time", VALIDATION_DIGEST)
-"""What isn't a curve in an entry."""
+"""The values of an entry that are no curve."""
 
 LogEntry = Mapping[str, Any]
 """A log entry of a step: `step`, `time` (Unix seconds), and numbers by name; None for a number that isn't finite. An
@@ -43,7 +43,7 @@ class Start:
     num_steps: int
     """Steps of the whole run."""
     entries: Iterable[LogEntry]
-    """What earlier attempts have logged up to that step. It can be iterated more than once."""
+    """The entries of earlier attempts up to that step. They can be iterated more than once."""
     reports: Sequence[CompileReport]
     """The programs compiled for this attempt."""
 
@@ -102,7 +102,7 @@ class Evaluated:
 
     @classmethod
     def now(cls, step: int, evaluation: Evaluation, digest: str) -> Evaluated:
-        """A loss that was just measured, on what `digest` tells."""
+        """A loss that was just measured, on the sequences of `digest`."""
         losses = {VALIDATION_LOSS: evaluation.nats_per_token, "validation_bits_per_byte": evaluation.bits_per_byte}
         return cls(step, evaluation, make_entry(step, losses) | {VALIDATION_DIGEST: digest})
 
@@ -124,35 +124,44 @@ class Ending:
     """Peak bytes, of the host and a device."""
 
 
+@dataclass(frozen=True)
+class Advanced:
+    """The device has finished the steps up to this one."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """The model has continued a prompt."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint lies on the disk, whole."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """No step follows. This comes at every end, possibly more than once."""
+
+
+Event = Start | Advanced | Recompile | LogWindow | Evaluated | Sampled | Saved | Stopped | Ending
+"""Everything that observers hear of: `Start` first, `Ending` last, where the attempt ends well."""
+
+
 class Observer:
-    """Is told what happens in a run. By default each method does nothing."""
+    """Hears of the events of a run. By default it does nothing."""
 
-    def started(self, start: Start) -> None:
-        """All programs are compiled; the first step comes next."""
-
-    def advanced(self, step: int) -> None:
-        """The device has finished the steps up to this one."""
-
-    def recompiled(self, recompile: Recompile) -> None:
-        """A program was compiled again because its arguments changed."""
-
-    def window(self, window: LogWindow) -> None:
-        """The steps of a window are done."""
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        """The validation loss was measured."""
-
-    def sampled(self, step: int, prompt: str, text: str) -> None:
-        """The model has continued a prompt."""
-
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint lies on the disk, whole."""
-
-    def stopped(self) -> None:
-        """No step follows. Called at every end, possibly more than once."""
-
-    def finished(self, ending: Ending) -> None:
-        """The attempt has ended well."""
+    def observe(self, event: Event) -> None:
+        """Takes note of an event; most observers care for some kinds of events."""
 
     def close(self) -> None:
         """Nothing follows, however the attempt has ended."""
@@ -164,41 +173,9 @@ class Observers(Observer):
     def __init__(self, *observers: Observer):
         self._observers = observers
 
-    def started(self, start: Start) -> None:
+    def observe(self, event: Event) -> None:
         for observer in self._observers:
-            observer.started(start)
-
-    def advanced(self, step: int) -> None:
-        for observer in self._observers:
-            observer.advanced(step)
-
-    def recompiled(self, recompile: Recompile) -> None:
-        for observer in self._observers:
-            observer.recompiled(recompile)
-
-    def window(self, window: LogWindow) -> None:
-        for observer in self._observers:
-            observer.window(window)
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        for observer in self._observers:
-            observer.evaluated(evaluated)
-
-    def sampled(self, step: int, prompt: str, text: str) -> None:
-        for observer in self._observers:
-            observer.sampled(step, prompt, text)
-
-    def saved(self, step: int, path: Path) -> None:
-        for observer in self._observers:
-            observer.saved(step, path)
-
-    def stopped(self) -> None:
-        for observer in self._observers:
-            observer.stopped()
-
-    def finished(self, ending: Ending) -> None:
-        for observer in self._observers:
-            observer.finished(ending)
+            observer.observe(event)
 
     def close(self) -> None:
         for observer in self._observers:

@@ -25,11 +25,10 @@ import jax
 from trainer.compile.history import CompileHistory, Recompile
 from trainer.files.atomic import set_aside, write_atomically
 from trainer.files.log_file import LogWrites
+from trainer.hardware import installed_versions, peak_resident_bytes
 from trainer.observers.goodput import UsefulSteps, goodput, plausible_seconds
-from trainer.observers.observer import Ending, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import Advanced, Ending, Event, LogEntry, LogWindow, Observer, Start
 from trainer.observers.times import StepTimes, TimeAccount
-from trainer.process.resident_memory import peak_resident_bytes
-from trainer.process.versions import installed_versions
 from trainer.terminal.console import Console
 
 SCHEMA_VERSION = 1
@@ -78,7 +77,7 @@ class RunRecord:
         self._path = path
         self._account = account
         self.useful_step_s: float | None = None
-        """What `goodput` is measured by; None: unknown before the first step of this attempt."""
+        """The useful seconds that `goodput` is measured by; None: unknown before the first step of this attempt."""
         self._lock = threading.Lock()  # a stop signal is recorded by another thread
         self._writes = None if path is None else LogWrites(path, console)
         previous = {} if path is None else _read_previous(path, console)
@@ -143,25 +142,26 @@ class RecordUpdates(Observer):
         self._useful = UsefulSteps()
         self._last_update = time.perf_counter()
 
-    def started(self, start: Start) -> None:
-        self._count(start.entries)
-        self._record.update(compile=self._history.to_json())
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start():
+                self._count(event.entries)
+                self._record.update(compile=self._history.to_json())
+            case Advanced():
+                self._record.put(step=event.step)
+            case Recompile():
+                self._record.update(compile=self._history.to_json())
+            case LogWindow():
+                self._count(event.entries)
+                self._record.put(num_skipped_updates=event.num_skipped)
+                # An update waits for the disk, so a run of fast steps can't afford one for every window.
+                if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
+                    self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
+                    self._last_update = time.perf_counter()
+            case Ending():
+                self._end(event)
 
-    def advanced(self, step: int) -> None:
-        self._record.put(step=step)
-
-    def recompiled(self, recompile: Recompile) -> None:
-        self._record.update(compile=self._history.to_json())
-
-    def window(self, window: LogWindow) -> None:
-        self._count(window.entries)
-        self._record.put(num_skipped_updates=window.num_skipped)
-        # An update waits for the disk, so a run of fast steps can't afford one for every window.
-        if time.perf_counter() - self._last_update > _UPDATE_EVERY_S:
-            self._record.update(compile=self._history.to_json(), steps=self._times.to_json())
-            self._last_update = time.perf_counter()
-
-    def finished(self, ending: Ending) -> None:
+    def _end(self, ending: Ending) -> None:
         evaluation: dict[str, Any] | None = None
         if ending.evaluation is not None:
             losses = {name: value for name, value in ending.evaluation.items() if name != "time"}
@@ -223,7 +223,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether sums of the numbers in it stay finite, and it can be written again, deeper in another record."""
+    """True if sums of the numbers in it stay finite, and it can be written again, deeper in another record."""
     if isinstance(value, dict | list):
         return depth > 0 and all(
             _is_plain(item, depth - 1) for item in (value.values() if type(value) is dict else value)
@@ -238,7 +238,9 @@ def _read_previous(path: Path, console: Console) -> dict[str, Any]:
     try:
         return read_record(path)
     except (OSError, ValueError):
-        with contextlib.suppress(OSError):  # if it can't be renamed, the record can't be written, which is told then
+        with contextlib.suppress(
+            OSError
+        ):  # if it can't be renamed, the record can't be written, and the next write warns
             console.warning(f"{path} can't be read as a record; it is now {set_aside(path, 'damaged').name}")
         return {}
 

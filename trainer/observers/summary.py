@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+
 from trainer.config import TrainConfig
 from trainer.observers.loss_plot import draw_losses
-from trainer.observers.next_commands import next_commands
-from trainer.observers.observer import VALIDATION_LOSS, Ending, Observer
+from trainer.observers.observer import VALIDATION_LOSS, Ending, Event, Observer
 from trainer.observers.record import RunRecord
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_loss, format_seconds
@@ -24,7 +29,11 @@ class Summary(Observer):
     def __init__(self, console: Console, config: TrainConfig, workdir: Workdir, record: RunRecord):
         self._console, self._config, self._workdir, self._record = console, config, workdir, record
 
-    def finished(self, ending: Ending) -> None:
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Ending):
+            self._print(event)
+
+    def _print(self, ending: Ending) -> None:
         workdir, evaluation, checkpoint = self._workdir, ending.evaluation, ending.checkpoint
         facts: dict[str, str | list[str]] = {}
         if evaluation is not None:
@@ -59,17 +68,17 @@ class Summary(Observer):
         self._console.closing(title, facts, commands)
 
     def _describe_goodput(self) -> dict[str, str]:
-        told = self._record["goodput"]
-        if told is None:
+        account = self._record["goodput"]
+        if account is None:
             return {}
         seconds = {
-            name: format_seconds(told[f"{name}_s"]) for name in ("useful_step", "lost_step", "total", "downtime")
+            name: format_seconds(account[f"{name}_s"]) for name in ("useful_step", "lost_step", "total", "downtime")
         }
         parts = [f"{seconds['useful_step']} of {seconds['total']} went into steps that the state holds"]
-        if told["num_attempts"] > 1:
+        if account["num_attempts"] > 1:
             parts.append(f"{seconds['lost_step']} into steps that it doesn't")
-            parts.append(f"{told['num_attempts']} attempts, with {seconds['downtime']} between them")
-        return {"goodput": f"{told['fraction']:.1%}: {', '.join(parts)}"}
+            parts.append(f"{account['num_attempts']} attempts, with {seconds['downtime']} between them")
+        return {"goodput": f"{account['fraction']:.1%}: {', '.join(parts)}"}
 
     def _draw_losses(self, unigram_nats_per_token: float) -> bool:
         """Returns whether the losses could be drawn. A run that ended well doesn't fail if they can't."""
@@ -84,3 +93,31 @@ class Summary(Observer):
         except Exception as error:
             self._console.warning(f"{picture} can't be drawn: {type(error).__name__}: {error}")
             return False
+
+
+def next_commands(config: TrainConfig, workdir: Workdir, *, has_checkpoint: bool) -> list[str]:
+    """The commands that continue a text, if there is a checkpoint, and that show the curves."""
+    python, folder = _python(), shlex.quote(str(workdir.path))
+    tensorboard = f"{python} -m tensorboard.main --logdir {shlex.quote(str(workdir.tensorboard))}"
+    if importlib.util.find_spec("tensorboard") is None:
+        tensorboard = f"{python} -m pip install tensorboard && {tensorboard}"
+    if not has_checkpoint or not _can_sample(config):
+        return [tensorboard]
+    # A .bin file doesn't say which tokenizer made it.
+    tokenizer = " --tokenizer tokenizer.json" if config.data.source == "bin" and config.data.tokenizer is None else ""
+    return [f'{python} -m trainer.sample --workdir {folder} --prompt "The "{tokenizer}', tensorboard]
+
+
+def _can_sample(config: TrainConfig) -> bool:
+    try:
+        config.model.check_looks_back_only()
+    except ValueError:
+        return False
+    return True
+
+
+def _python() -> str:
+    """The command for this Python. `make train` runs it from an environment that may not be active."""
+    found = shutil.which("python")
+    is_this = found is not None and os.path.abspath(found) == os.path.abspath(sys.executable)
+    return "python" if is_this else shlex.quote(sys.executable)

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto import event_pb2
 
 from trainer.compile.history import Recompile, report_scalars, reports_to_markdown
 from trainer.compile.stages import CompileReport
 from trainer.observers.event_file import EventLog, event_files, read_events, scalars, text
-from trainer.observers.observer import NOT_DRAWN, Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import NOT_DRAWN, Evaluated, Event, LogEntry, LogWindow, Observer, Start
 from trainer.terminal.console import Console
 
 _OF_TRAINING = (
@@ -45,7 +45,20 @@ class TensorBoard(Observer):
         self._folder, self._console = folder, console
         self._events: EventLog | None = None
 
-    def started(self, start: Start) -> None:
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start():
+                self._begin(event)
+            case Recompile(step=step):
+                now = time.time()
+                table = text(f"{_COMPILE}recompile", event.to_markdown(), step, now)
+                self._write([*_reports_to_events([event.report], step, now), table])
+            case LogWindow():
+                self.write(event.entries)
+            case Evaluated():
+                self.write([event.entry])
+
+    def _begin(self, start: Start) -> None:
         compiled = _programs_to_events(start.reports, start.step)
         earlier = _earlier_compile_events(self._folder, start.step, but=compiled)
         self._events = EventLog(
@@ -53,17 +66,6 @@ class TensorBoard(Observer):
             lambda: itertools.chain(earlier, compiled, map(_to_event, start.entries)),
             self._console,
         )
-
-    def recompiled(self, recompile: Recompile) -> None:
-        now = time.time()
-        table = text(f"{_COMPILE}recompile", recompile.to_markdown(), recompile.step, now)
-        self._write([*_reports_to_events([recompile.report], recompile.step, now), table])
-
-    def window(self, window: LogWindow) -> None:
-        self.write(window.entries)
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        self.write([evaluated.entry])
 
     def write(self, entries: Iterable[LogEntry]) -> None:
         """Appends entries. The operating system then has them."""
@@ -73,18 +75,18 @@ class TensorBoard(Observer):
         if self._events is not None:
             self._events.close()
 
-    def _write(self, events: Iterable[Event]) -> None:
+    def _write(self, events: Iterable[event_pb2.Event]) -> None:
         assert self._events is not None, "written before the start"
         self._events.write(events)
 
 
-def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[Event]:
+def _programs_to_events(reports: Sequence[CompileReport], step: int) -> list[event_pb2.Event]:
     now = time.time()
     table = text(f"{_COMPILE}programs", reports_to_markdown(reports), step, now)
     return [*_reports_to_events(reports, step, now), table] if reports else []
 
 
-def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[Event]:
+def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -> list[event_pb2.Event]:
     tagged = [
         {f"{_COMPILE}{report.name}/{name}": value for name, value in report_scalars(report).items()}
         for report in reports
@@ -92,8 +94,8 @@ def _reports_to_events(reports: Sequence[CompileReport], step: int, at: float) -
     return [scalars(values, step, at) for values in tagged]
 
 
-def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event]) -> list[Event]:
-    """What earlier attempts compiled up to a step, without the points that new ones replace."""
+def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[event_pb2.Event]) -> list[event_pb2.Event]:
+    """The compile events of earlier attempts up to a step, without the points that new ones replace."""
     replaced = {(value.tag, event.step) for event in but for value in event.summary.value}
     kept = []
     for path in event_files(folder)[-1:]:  # it holds what was kept of the files before it
@@ -106,7 +108,7 @@ def _earlier_compile_events(folder: Path, last_step: int, *, but: Sequence[Event
     return kept
 
 
-def _to_event(entry: LogEntry) -> Event:
+def _to_event(entry: LogEntry) -> event_pb2.Event:
     values = {_tag(name): value for name, value in entry.items() if name not in NOT_DRAWN and value is not None}
     return scalars(values, int(entry["step"] or 0), entry.get("time") or time.time())
 

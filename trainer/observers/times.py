@@ -33,7 +33,7 @@ class TimeAccount:
         self._seconds: dict[Activity, float] = dict.fromkeys(get_args(Activity), 0.0)
         self._recent = {activity: deque[float](maxlen=NUM_RECENT) for activity in self._seconds}
         self.under_way: tuple[Activity, float] | None = None
-        """What is being measured, and the `time.perf_counter()` of its begin. Any thread may read it."""
+        """The activity being measured, and the `time.perf_counter()` of its begin. Any thread may read it."""
 
     @contextlib.contextmanager
     def measure(self, activity: Activity) -> Iterator[None]:
@@ -115,8 +115,10 @@ class StepTimes:
         }
 
     def _mean_mfu(self, which: int) -> float | None:
-        told = [(seconds, mfu[which]) for _, seconds, _, mfu in self._steady() if mfu is not None]
-        return sum(seconds * value for seconds, value in told) / sum(seconds for seconds, _ in told) if told else None
+        known = [(seconds, mfu[which]) for _, seconds, _, mfu in self._steady() if mfu is not None]
+        return (
+            sum(seconds * value for seconds, value in known) / sum(seconds for seconds, _ in known) if known else None
+        )
 
     def _steady(self) -> list[tuple[int, float, int, tuple[float, float] | None]]:
         return self._windows[1:] or self._windows

@@ -15,7 +15,7 @@ from trainer.compile.history import Recompile, report_scalars
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.observers.observer import NOT_DRAWN, Ending, Evaluated, LogEntry, LogWindow, Observer, Start
+from trainer.observers.observer import NOT_DRAWN, Ending, Evaluated, Event, LogEntry, LogWindow, Observer, Saved, Start
 from trainer.terminal.console import Console
 
 # Seconds that a run waits in the end until what it has logged is with W&B.
@@ -48,7 +48,28 @@ class WeightsAndBiases(Observer):
         self._run: Any = None
         self._recompiles: dict[int, dict[str, float]] = {}
 
-    def started(self, start: Start) -> None:
+    def observe(self, event: Event) -> None:
+        match event:
+            case Start():
+                self._begin(event)
+            case Recompile():
+                # Logged with the entry of its step: W&B drops values of an older step than the last one logged.
+                scalars = report_scalars(event.report).items()
+                waiting = self._recompiles.setdefault(event.step, {})
+                waiting |= {f"compile/{event.report.name}/{name}": value for name, value in scalars}
+            case LogWindow():
+                for entry in event.entries:
+                    self._log(entry)
+            case Evaluated():
+                self._log(event.entry)
+            case Saved(step, path):
+                self._summarise({"checkpoint": str(path), "checkpoint_step": step})
+            case Ending():
+                self._summarise({"status": event.status})
+                self._call(lambda run: run.finish(exit_code=0))
+                self._run = None
+
+    def _begin(self, start: Start) -> None:
         import wandb
 
         settings = self._config.wandb
@@ -70,27 +91,6 @@ class WeightsAndBiases(Observer):
             ) from error
         for report in start.reports:
             self._summarise({f"compile/{report.name}": report_scalars(report)})
-
-    def recompiled(self, recompile: Recompile) -> None:
-        # Logged together with the entry of its step: W&B drops values of an older step than the last one logged.
-        scalars = report_scalars(recompile.report).items()
-        waiting = self._recompiles.setdefault(recompile.step, {})
-        waiting |= {f"compile/{recompile.report.name}/{name}": value for name, value in scalars}
-
-    def window(self, window: LogWindow) -> None:
-        for entry in window.entries:
-            self._log(entry)
-
-    def evaluated(self, evaluated: Evaluated) -> None:
-        self._log(evaluated.entry)
-
-    def saved(self, step: int, path: Path) -> None:
-        self._summarise({"checkpoint": str(path), "checkpoint_step": step})
-
-    def finished(self, ending: Ending) -> None:
-        self._summarise({"status": ending.status})
-        self._call(lambda run: run.finish(exit_code=0))
-        self._run = None
 
     def close(self) -> None:
         self._call(lambda run: run.finish(exit_code=1))  # there is a run only if the attempt hasn't ended well

@@ -1,7 +1,7 @@
 """`python -m trainer.sample --workdir DIR --prompt TEXT [--prompt TEXT …] [--FIELD VALUE …]`.
 
 The texts go to standard output, on a terminal as they are written; everything else to standard error. Exit status: 0
-completed; 1 failed; 2 a mistake in the command, the prompts, the tokenizer or the checkpoint, told in one message; 130
+completed; 1 failed; 2 a mistake in the command, the prompts, the tokenizer or the checkpoint, in one message; 130
 Ctrl-C.
 """
 
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from trainer.cli.command import run_command
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.exit_status import COMPLETED
+from trainer.launch.process_exit import COMPLETED
+from trainer.terminal.streams import reader_may_leave
 
 
 def main(arguments: Sequence[str]) -> int:

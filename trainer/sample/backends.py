@@ -1,4 +1,4 @@
-"""Whether the backends that a model's config names serve the texts that somebody asks for."""
+"""Checks that the backends that a model's config names serve the texts that somebody asks for."""
 
 from __future__ import annotations
 

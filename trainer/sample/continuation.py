@@ -186,7 +186,7 @@ def _num_new_tokens(number: int, tokens: Sequence[int], command: SampleCommand, 
             f"prompt {number} has {length:,} tokens, more than {limit}; shorten it"
             + (stretch if trained.model.rope_base is not None else "")
         )
-    # Nothing attends to the last token, so it needs no cell of the cache.
+    # Nothing attends to the last token, so it needs no slot of the cache.
     room = context - length + 1
     if command.num_tokens is None:
         return min(_DEFAULT_NUM_TOKENS, room)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from trainer.terminal.visible import visible
+from trainer.terminal.streams import visible
 
 Write = Callable[[str], object]
 

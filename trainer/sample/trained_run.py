@@ -21,7 +21,7 @@ from trainer.saved_run import abstract_params, load_trained_tokenizer, open_save
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What is needed of a run to continue texts; nothing is on a device yet."""
+    """The parts of a run that continue texts; nothing is on a device yet."""
 
     config: TrainConfig
     """As the run had it."""

@@ -1,4 +1,4 @@
-"""Finds out which attention backend serves each layer of a run, and how ranks of `mesh.context` get at their keys."""
+"""Plans which attention backend serves each layer of a run, and how ranks of `mesh.context` get at their keys."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class ExchangePlan:
     """How the ranks of `mesh.context` get at their keys in layers that make the same call."""
 
     name: str
-    """gather, peer, halo, ring or heads."""
+    """all_gather, peer, halo, ring or all_to_all."""
     sequence_sharding: str
     """contiguous, zigzag or balanced."""
     received_bytes: tuple[int, int]
-    """What a device receives in a layer, forward and backward."""
+    """Bytes that a device receives in a layer, forward and backward."""
     held_bytes: int
-    """What a device holds at most, of other ranks' keys and values or their gradients."""
+    """Bytes that a device holds at most, of other ranks' keys and values or their gradients."""
     seconds: dict[str, float]
     """Of a layer, forward and backward, by each exchange that serves it: the cost model's."""
     refusals: dict[str, str]
     """Name and reason of each exchange that doesn't."""
     is_of_few_gpus: bool = False
-    """Whether the mesh has so few GPUs that they may read each other's memory."""
+    """True: the mesh has so few GPUs that they may read each other's memory."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,26 @@ class AttentionPlan:
         return asdict(self)
 
 
-def plan_sequence_sharding(config: TrainConfig, mesh: Mesh | None) -> tuple[SequenceSharding, ContextPlan | None]:
-    """How each sequence is sharded over `mesh.context`, and how keys are exchanged.
+def plan_context_parallelism(config: TrainConfig, mesh: Mesh | None) -> ContextPlan | None:
+    """Plans how each sequence is sharded over `mesh.context`, and how keys are exchanged.
 
     Args:
       config: the experiment.
       mesh: of the devices that the run is compiled for; None: before they are known, to refuse what none can do.
 
     Returns:
-      The sharding, and the plan behind it; None: each device holds whole sequences.
+      None: each device holds whole sequences.
 
     Raises:
       UserMistake: the sequence can't be sharded as `context` says, or the exchange can't serve a mask, or JAX can't
         run it right on these devices.
     """
     if config.mesh.context == 1:
-        return "contiguous", None
+        return None
     context = config.context
     if mesh is None:
-        target, peer_refusal = (
-            Target("cpu", "cpu"),
-            peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context"),
-        )
+        target = Target("cpu", "cpu")
+        peer_refusal = peer_memory.sizes_unsupported_reason(asdict(config.mesh), "context")
     else:
         target = Target.of(mesh.devices.flat[0])
         peer_refusal = peer_memory.unsupported_reason(mesh, "context")
@@ -98,7 +96,7 @@ def plan_sequence_sharding(config: TrainConfig, mesh: Mesh | None) -> tuple[Sequ
         raise UserMistake(f"context: {error}") from error
     if mesh is not None and target.platform == "cpu" and any(chosen.name == "ring" for chosen in plan.exchanges):
         _check_ring_on_cpus(config)
-    return plan.sequence_sharding, plan
+    return plan
 
 
 def _check_ring_on_cpus(config: TrainConfig) -> None:
@@ -115,18 +113,19 @@ def _check_ring_on_cpus(config: TrainConfig) -> None:
         )
 
 
-def plan_attention(config: TrainConfig, mesh: Mesh) -> tuple[AttentionPlan, ...]:
-    """The backend and the exchange that each distinct call will get, in the order of the layers.
+def plan_attention(config: TrainConfig, mesh: Mesh, context: ContextPlan | None) -> tuple[AttentionPlan, ...]:
+    """Plans the backend and the exchange of each distinct call, in the order of the layers.
 
     Args:
       config: the experiment.
       mesh: of the devices that the run is compiled for.
+      context: from `plan_context_parallelism`.
 
     Raises:
-      UserMistake: `model.implementation` names a backend that can't serve the call, or as `plan_sequence_sharding`.
+      UserMistake: `model.implementation` names a backend that can't serve the call.
     """
     target = Target.of(mesh.devices.flat[0])
-    sequence_sharding, context = plan_sequence_sharding(config, mesh)
+    sequence_sharding: SequenceSharding = "contiguous" if context is None else context.sequence_sharding
     split = Split.of("context", config.mesh.context, sequence_sharding, config.sequence_length)
     plans = []
     for index, (call, num_layers) in enumerate(attention_calls(config, target).items()):
@@ -192,7 +191,7 @@ def attention_calls(config: TrainConfig, target: Target) -> dict[AttentionCall, 
 
 
 def attention_call(config: TrainConfig, layer: LayerConfig, target: Target) -> AttentionCall:
-    """What a layer's `layers.Attention` asks of each device of the config's mesh, before keys are exchanged."""
+    """The call of a layer's `layers.Attention` on each device of the config's mesh, before keys are exchanged."""
     model, mesh, mask = config.model, config.mesh, layer.mask
     scale = 1 / math.sqrt(layer.head_dim) if model.query_scale is None else model.query_scale
     has_positions = config.data.keep_documents_apart and not mask.translation_invariant

@@ -1,4 +1,4 @@
-"""Makes a global batch of what each process has read: which rows a process reads, and which part each device gets."""
+"""Makes a global batch: the sequences that each process reads, and the part of them that each device gets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from jaxtyping import Shaped
 from trainer.data import BatchShare
 
 
-def rows_of_process(sharding: NamedSharding, batch_size: int, sequence_length: int) -> tuple[int, ...]:
-    """The rows of a batch that this process's devices hold, rising, wherever in the mesh these devices are.
+def indices_of_process(sharding: NamedSharding, batch_size: int, sequence_length: int) -> tuple[int, ...]:
+    """The indices of the sequences of a batch that this process's devices hold, rising, wherever these devices are.
 
     Args:
       sharding: from `batch_sharding`.
-      batch_size: rows of the batch, over all processes.
-      sequence_length: tokens of a row.
+      batch_size: sequences of the batch, over all processes.
+      sequence_length: tokens of a sequence.
     """
-    indices = sharding.addressable_devices_indices_map((batch_size, sequence_length)).values()
-    return tuple(sorted({row for rows, _ in filter(None, indices) for row in range(*rows.indices(batch_size))}))
+    slices = sharding.addressable_devices_indices_map((batch_size, sequence_length)).values()
+    return tuple(sorted({index for part, _ in filter(None, slices) for index in range(*part.indices(batch_size))}))
 
 
 def make_global_batch(share: BatchShare, sharding: NamedSharding) -> dict[str, jax.Array]:
     """The global arrays [B, T] of a batch, of which each process puts its part on its devices.
 
     Args:
-      share: the rows that `rows_of_process` tells of this process.
+      share: the sequences of `indices_of_process`.
       sharding: from `batch_sharding`.
     """
     return {
@@ -41,12 +41,12 @@ def make_global_batch(share: BatchShare, sharding: NamedSharding) -> dict[str, j
 
 def _part(
     share: BatchShare, array: Shaped[np.ndarray, "b T"], index: tuple[slice, slice]
-) -> Shaped[np.ndarray, "rows tokens"]:
-    """The part of a process's rows that lies at an index of the global array.
+) -> Shaped[np.ndarray, "sequences tokens"]:
+    """The part of a process's sequences that lies at an index of the global array.
 
-    A device's rows are neighbours in the batch, so they are neighbours among the process's rows, too.
+    A device's sequences are neighbours in the batch, so they are neighbours among the process's sequences, too.
     """
-    rows, tokens = index
-    start, stop, _ = rows.indices(share.batch_size)
-    first = share.rows.index(start)
+    sequences, tokens = index
+    start, stop, _ = sequences.indices(share.batch_size)
+    first = share.indices.index(start)
     return array[first : first + stop - start, tokens]

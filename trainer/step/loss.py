@@ -5,9 +5,9 @@ chunk's logits already determine its gradients up to one factor. The forward pas
 once, and the backward pass only scales them. That takes three matmuls with the head; recomputing the logits would take
 four.
 
-Where `kernels.exp_logits` serves, no logits are stored under differentiation. A token's exponentials are relative to
-its target's: their sum is the exponential of its loss. Times a number for each token, which is known once its sum is,
-they are the probabilities; so the token's rows of the matmuls that follow are multiplied in their place. If float32
+Where `kernels.loss.exp_logits` serves, no logits are stored under differentiation. A token's exponentials are relative
+to its target's: their sum is the exponential of its loss. Times a number for each token, which is known once its sum
+is, they are the probabilities; so the token's rows of the matmuls that follow are multiplied in their place. If float32
 can't hold a sum, everything is computed once more, from logits.
 
 On a mesh each device goes through its own tokens, so that no chunk cuts across a sharded dim. The ranks of `tensor`,
@@ -32,8 +32,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kernels.exp_logits import ExpLogits
-from kernels.number_types import at_least_float32
+from kernels.loss.exp_logits import ExpLogits
+from kernels.tracing.number_types import at_least_float32
 
 # Beyond it, hidden states times what the exponentials are multiplied by would be lost. It is a loss of 69 nats.
 _HIGHEST_SUM = 1e30

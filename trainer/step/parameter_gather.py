@@ -4,7 +4,7 @@ Each device keeps its own shard of every matrix. It gathers the whole matrix in 
 give it a gradient of its own. Only the sum over all devices means anything. It is made in float32: first over the axes
 that split the matrix, where each device keeps its shard of the sum (a reduce-scatter), then over the other axes. XLA's
 partitioner, left to itself, sums in the dtype of the matmul that made the gradient, and as soon as it is made. So the
-forward and backward passes run in `jax.shard_map`, where nothing is summed that isn't told to be.
+forward and backward passes run in `jax.shard_map`, where JAX sums nothing by itself.
 
 When a gradient is summed:
 
@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from kernels.number_types import at_least_float32
+from kernels.tracing.number_types import at_least_float32
 from trainer.step.sharding import AXES, STATE_AXES, TOKEN_AXES, axes_of, path_name
 
 
@@ -163,9 +163,9 @@ class _Route:
     unmapped: P
     """The part of its partition that is left to XLA's partitioner."""
     wire_dtype: jnp.dtype
-    """What it is gathered in."""
+    """The dtype in which it is gathered."""
     dtype: jnp.dtype
-    """What it is used in, and its gradient made in."""
+    """The dtype in which it is used, and its gradient made."""
 
     @staticmethod
     def of(name: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh, compute_dtype: jnp.dtype) -> _Route:

@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts add to the loss.
+"""The losses of the routers of a mixture of experts.
 
 The load-balance loss is of a whole micro-batch: experts' loads are counted over all devices. With several micro-batches
 to an update it is their mean, each with the weight of its tokens. Padding doesn't count.
@@ -22,7 +22,7 @@ class LossSums(NamedTuple):
     """Sums over the tokens that the mask leaves in. Only `total` carries a gradient."""
 
     total: Float[Array, ""]
-    """What training minimises (after division by a number of targets)."""
+    """The loss that training minimises (after division by a number of targets)."""
     nats: Float[Array, ""]
     """As in `CrossEntropy`."""
     z: Float[Array, ""]

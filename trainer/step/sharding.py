@@ -8,9 +8,11 @@ partitioner (GSPMD, arXiv:2105.04663) derives every other array's sharding from 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +23,10 @@ from layers.remat import HOST_MEMORY
 from trainer.config import MeshConfig
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.step.device_layout import lay_out
-from trainer.step.pinned_memory import limit_pinned_memory
+
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # in GiB, whatever its name says
+# The rest is for the process itself, the page cache of its data and files, and the system.
+_PINNED_SHARE = 0.8
 
 AXES = ("data", "fsdp", "tensor", "context")
 BATCH_AXES = ("data", "fsdp")
@@ -117,6 +122,22 @@ def _start_devices() -> list[jax.Device]:
         ) from error
 
 
+def limit_pinned_memory(nvidia_gpus: Path = Path("/proc/driver/nvidia/gpus")) -> None:
+    """Shares most of the host's memory out to its GPUs evenly, unless the environment has a limit already.
+
+    Call it before JAX starts its devices. XLA's own limit is 64 GiB for each GPU. Up to the limit its pool grows by
+    regions of 1, 2, 4, … GiB: without one, two GPUs that offload 97 GiB each pin 128 GiB each, and a host of 251 GiB
+    kills the run.
+
+    Args:
+      nvidia_gpus: the driver's folder with an entry for each GPU of the host.
+    """
+    num_gpus = len(list(nvidia_gpus.iterdir())) if nvidia_gpus.is_dir() else 0
+    if num_gpus:
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        os.environ.setdefault(_PINNED_LIMIT, str(max(1, int(_PINNED_SHARE * host_bytes / num_gpus) // 2**30)))
+
+
 def path_name(path: Sequence[Any]) -> str:
     """A pytree path as the rules see it: `params.blocks.0.mlp.up.kernel`."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
@@ -183,7 +204,7 @@ def parameter_shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def is_on_host(sharding: Sharding) -> bool:
-    """Whether arrays of a sharding lie in the host's memory."""
+    """True if arrays of a sharding lie in the host's memory."""
     return sharding.memory_kind == HOST_MEMORY
 
 

@@ -21,13 +21,13 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 NUM_RECENT = 100
-"""Accepted updates over which the mean of the gradient's norm reaches back. Before so many, no norm is a spike."""
+"""Accepted updates over which the mean of the gradient's norm reaches back. Before that number, no norm is a spike."""
 
 _ZERO: Any = np.int32(0)  # NumPy's, so that importing this starts no device
 
 
 class Skipping(NamedTuple):
-    """What the training state remembers. By default, nothing was skipped and no norm is known."""
+    """The training state's record of skipped updates. By default, nothing was skipped and no norm is known."""
 
     num_skipped: Int[Array, ""] = _ZERO
     """Updates skipped in the whole run."""

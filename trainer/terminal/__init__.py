@@ -1,1 +1,1 @@
-"""What is printed."""
+"""Text for people: the console, standard output and error, and units of numbers."""

@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
-from trainer.terminal.visible import visible
+from trainer.terminal.streams import visible
 
 
 class Console:

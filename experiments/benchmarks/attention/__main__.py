@@ -9,10 +9,10 @@
 A backend's name is one of the backends' table, or with a form of its backward behind it (`triton_split`), or of another
 attention, where that is installed: `xla`, which is `jax.nn.dot_product_attention(implementation="xla")` and builds the
 T×T logits; JAX's own `pallas_mosaic` and `pallas_triton`; `tokamax_mosaic` and `tokamax_triton`; `fa3`,
-FlashAttention-3; PyTorch's `torch_flash` and `torch_flex`. What can't serve a case has a row that says why. Where the
-logits don't fit into `--dense-gigabytes`, `xla` is timed at the longest power of two that does, and its time is scaled
-by the square of the lengths' ratio; the row says so. A backward's time is forward and backward together, less forward,
-of the same round.
+FlashAttention-3; PyTorch's `torch_flash`, `torch_cudnn` (cuDNN, called without JAX) and `torch_flex`. What can't serve
+a case has a row that says why. Where the logits don't fit into `--dense-gigabytes`, `xla` is timed at the longest power
+of two that does, and its time is scaled by the square of the lengths' ratio; the row says so. A backward's time is
+forward and backward together, less forward, of the same round.
 
 Calls of less than `--program-ms` come several to a program, as they do in a training step, where the host doesn't wait
 between layers: the row's `calls_per_program`, the same for all backends. PyTorch's are started one by one all the same.
@@ -41,7 +41,7 @@ from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from experiments.benchmarks.command_line import read_arguments
 from kernels.backends import BACKENDS
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class Suite:
 
 SUITES = {
     "hopper": Suite(tuple(HOPPER), ("mosaic_gpu", "cudnn", *PEERS, *TORCH_PEERS), "cudnn"),
+    "cudnn": Suite(
+        ("1x16x32768x128", "1x64/8x32768x128", "4x24x4096x64"), ("mosaic_gpu", "cudnn", "torch_cudnn"), "cudnn"
+    ),
     "fa3": Suite(tuple(FA3), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
     "windows": Suite(tuple(WINDOWS), ("mosaic_gpu", "fa3", "cudnn"), "fa3"),
     "triton": Suite(
@@ -69,10 +72,10 @@ class AttentionArguments:
 
     cases: tuple[str, ...] | None = None
     """Names from CASES; the suite's, or `window_1024`, if not given."""
-    suite: Literal["hopper", "fa3", "windows", "triton"] | None = None
-    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `fa3`, FlashAttention-3
-    and cuDNN on Hopper GPUs; `windows`, narrow windows beside these two; `triton`, both forms of the Triton kernels and
-    other Triton kernels."""
+    suite: Literal["hopper", "cudnn", "fa3", "windows", "triton"] | None = None
+    """Cases and backends in one word: `hopper`, what is compared with other systems on an H200; `cudnn`, cuDNN through
+    JAX and called directly; `fa3`, FlashAttention-3 and cuDNN on Hopper GPUs; `windows`, narrow windows beside these
+    two; `triton`, both forms of the Triton kernels and other Triton kernels."""
     backends: tuple[str, ...] | None = None
     """Names of the backends' table and of other attentions; the suite's, or `blockwise` and `xla`, if not given."""
     baseline: str | None = None
@@ -89,6 +92,9 @@ class AttentionArguments:
     sample_ms: float = 200.0
     """Least length of one timing, in ms: as many runs in a row as that takes. Long, so that a GPU comes to its
     power limit, as in training: a short one depends on what ran before it."""
+    rest_ms: float = 0.0
+    """Rest of the device before each timing, in ms. `--sample-ms 15 --rest-ms 350` measures bursts, which a cool GPU
+    runs at its highest clock, as published figures often do."""
     program_ms: float = 1.0
     """Least length of one program, in ms: it makes as many calls, up to 16, each on inputs of its own, since a call
     that is over before the host has started the next one would be timed as the host."""
@@ -109,7 +115,7 @@ class AttentionArguments:
 
     @property
     def chosen(self) -> Suite:
-        """What to measure."""
+        """The cases and backends to measure."""
         usual = SUITES[self.suite] if self.suite else Suite(("window_1024",), ("blockwise", "xla"), "xla")
         backends = usual.backends if self.backends is None else self.backends
         usual_baseline = usual.baseline if usual.baseline in backends else backends[-1]
@@ -134,6 +140,7 @@ def measure(name: str, case: Case, arguments: AttentionArguments) -> list[dict[s
         num_rounds=arguments.num_rounds,
         sample_ms=arguments.sample_ms,
         program_ms=arguments.program_ms,
+        rest_ms=arguments.rest_ms,
         dense_gigabytes=arguments.dense_gigabytes,
     )
 

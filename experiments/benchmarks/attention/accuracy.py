@@ -15,7 +15,7 @@ from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason, where
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS
 from kernels import dot_product_attention
-from kernels.tuning import Tuning
+from kernels.backends.tuning import Tuning
 
 _MOST_QUERIES = 1024
 
@@ -57,7 +57,7 @@ def measure_errors(
 
 
 def quantities(case: Case) -> tuple[str, ...]:
-    """What is compared: the output and the gradients."""
+    """Names of the compared arrays: the output and the gradients."""
     return ("output", *(f"d_{name}" for name in case.inputs))
 
 
@@ -112,11 +112,11 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
                 in_parts(positions, 0),
                 None if ids is None else in_parts(ids, 1),
             )
-            shared_gradients, of_queries = jax.lax.scan(some_queries, jax.tree.map(jnp.zeros_like, shared), parts)
-            output, d_query = map(whole, of_queries)
+            shared_gradients, query_gradients = jax.lax.scan(some_queries, jax.tree.map(jnp.zeros_like, shared), parts)
+            output, d_query = map(whole, query_gradients)
             return {"output": output, "d_query": d_query} | {f"d_{name}": x for name, x in shared_gradients.items()}
 
-        def of_query_heads(x):
+        def by_query_head(x):
             """[B, L, heads, H] → [query heads, B, L, 1, H]; sinks [query heads] → [query heads, 1]."""
             x = x.astype("float64")
             if x.ndim == 1:
@@ -132,7 +132,7 @@ def truth(problem: Problem) -> dict[str, np.ndarray]:
 
         @jax.jit
         def all_heads(arrays):
-            results = jax.lax.map(one_head, {name: of_query_heads(x) for name, x in arrays.items()})
+            results = jax.lax.map(one_head, {name: by_query_head(x) for name, x in arrays.items()})
             return {name: summed(name, x) for name, x in results.items()}
 
         results = all_heads(problem.arrays)

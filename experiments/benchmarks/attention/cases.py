@@ -60,7 +60,7 @@ class Case:
         return ("query", "key", "value", *(["sinks"] if self.has_sinks else []))
 
     def num_keys(self, num_queries: int) -> int:
-        """The number of keys beside so many queries: the case's own, in proportion."""
+        """The number of keys for a number of queries, in the case's own proportion."""
         return num_queries if self.kv_length is None else self.kv_length * num_queries // self.length
 
 
@@ -87,6 +87,7 @@ FA3 = {
     "1x16x32768x128": HOPPER["1x16x32768x128"],
     "1x16x32768x128_full": HOPPER["1x16x32768x128_full"],
     "1x32/8x32768x128": HOPPER["1x32/8x32768x128"],
+    "1x64/8x32768x128": Case(1, 32_768, 64, 8, 128, CAUSAL),
     "1x12x32768x64": HOPPER["1x12x32768x64"],
     "4x24x4096x64": HOPPER["4x24x4096x64"],
     "1x16/2x32768x256": HOPPER["1x16/2x32768x256"],
@@ -116,7 +117,7 @@ WINDOWS = {
     "1x12x32768x64_window_1024": Case(1, 32_768, 12, 12, 64, WINDOW_1024),
     "1x64/8x16384x64_window_128_sinks": FA3["1x64/8x16384x64_window_128_sinks"],
 }
-"""Narrow windows, whose rows are bound by memory as much as by the tensor cores."""
+"""Narrow windows: bound by memory as much as by the tensor cores."""
 
 TRITON = {
     **{f"1x2x32768x{dim}": Case(1, 32_768, 2, 2, dim, CAUSAL) for dim in (32, 64, 128)},

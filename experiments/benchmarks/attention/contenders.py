@@ -1,4 +1,4 @@
-"""What is timed: one backend's compiled program for one problem and direction."""
+"""A timed contender: one backend's compiled program for one problem and direction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.benchmarks.attention.peers import PEERS
 from experiments.benchmarks.attention.timing import AttentionContender
 from experiments.benchmarks.attention.torch_peers import TORCH_PEERS, compile_torch
 from kernels import dot_product_attention
-from kernels.tuning import MosaicGpuTuning, TritonTuning, Tuning
+from kernels.backends.tuning import MosaicGpuTuning, TritonTuning, Tuning
 from trainer.compile.stages import Lowering, compile_lowering, lower_in_stages
 
 FORMS: dict[str, Tuning] = {
@@ -26,7 +26,7 @@ FORMS: dict[str, Tuning] = {
     "triton_fused": TritonTuning("fused"),
     "triton_split": TritonTuning("split"),
 }
-"""Backends whose backward has two forms, with one of them."""
+"""Backends that have two forms of backward, with one of the forms."""
 
 
 def compile_contender(
@@ -56,7 +56,7 @@ def compile_contender(
         program, _ = compile_lowering(lower(shorter, backend, direction), name=direction)
         compile_s = time.perf_counter() - begin
         memory = program.memory_analysis()
-        assert memory is not None, "every platform of JAX's own tells"
+        assert memory is not None, "every platform of JAX's own has it"
         if backend != "xla" or memory.temp_size_in_bytes < dense_gigabytes * 1e9:
             return AttentionContender(
                 backend if isinstance(backend, str) else repr(backend),

@@ -1,4 +1,4 @@
-"""What is measured of one case: times or compile seconds, as rows of JSON."""
+"""Measurements of one case: times or compile seconds, as rows of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiments.benchmarks.attention.timing import AttentionContender, how_many
 from trainer.compile.stages import compile_lowering
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "forward_backward")
-# More than these don't tell more, and take memory and time to compile.
+# More rounds don't change the figures, and take memory and time to compile.
 _MOST_CALLS = 16
 
 
@@ -31,6 +31,7 @@ def measure_speed(
     num_rounds: int = 5,
     sample_ms: float = 200.0,
     program_ms: float = 1.0,
+    rest_ms: float = 0.0,
     dense_gigabytes: float = 6.0,
 ) -> list[dict[str, Any]]:
     """Times of one case, backend × (forward, backward, both); the arguments are the command's.
@@ -61,7 +62,7 @@ def measure_speed(
             for direction, single in served.items():
                 served[direction] = compile_calls(single, problem, backend, direction, num_calls)
                 served[direction].prepare(sample_ms)
-    time_in_rounds([list(served.values()) for served in contenders.values()], num_rounds)
+    time_in_rounds([list(served.values()) for served in contenders.values()], num_rounds, rest_ms)
 
     for measured in ("forward", "backward", "forward_backward"):
         compiled: Direction = "forward" if measured == "forward" else "forward_backward"
@@ -77,6 +78,8 @@ def measure_speed(
                 "fastest_s": min(times),
                 "slowest_s": max(times),
                 "num_rounds": num_rounds,
+                "sample_ms": sample_ms,
+                "rest_ms": rest_ms,
                 "runs_per_sample": contender.num_runs,
                 "calls_per_program": contender.calls_per_program,
                 "measured_at_length": contender.length,
@@ -91,7 +94,7 @@ def measure_speed(
 
 
 def _seconds(case: Case, served: dict[Direction, AttentionContender], measured: str) -> list[float]:
-    """A backend's times in each round, brought to the case's length."""
+    """A backend's times in each round, scaled to the case's length."""
     compiled: Direction = "forward" if measured == "forward" else "forward_backward"
     scale = (case.length / served[compiled].length) ** 2
     if measured != "backward":

@@ -20,7 +20,7 @@ _HOPPER = 9.0
 
 
 def _window(problem: Problem, *, windows: bool = True, documents: bool = False) -> tuple[bool, int | None]:
-    """Whether the mask is causal, and how far back it sees.
+    """True if the mask is causal, and how far back it sees.
 
     Raises:
       ValueError: a mask that isn't full, causal or (if `windows`) a causal window, packed documents, or sinks.

@@ -19,7 +19,7 @@ _FLOAT32_BYTES = 4
 
 
 class Roofline(NamedTuple):
-    """What bounds a call, in seconds; the greater one is the least that the call can take."""
+    """Lower bounds on a call's time, in seconds; the greater one holds."""
 
     matmuls_s: float
     """Its FLOPs, of allowed pairs alone, at the tensor cores' peak."""

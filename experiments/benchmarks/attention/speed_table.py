@@ -54,11 +54,11 @@ def speed_cells(
     latest = latest_rows(rows, backend)
     others = {name for row in latest.values() for name in NEXT if name in row["speed_ratios"]}
     peer = NEXT[others.pop()] if len(others) == 1 else None
-    of_direction = [*(["× cuDNN"] if beside_cudnn else []), f"× {peer or 'next'}"]
+    direction_headings = [*(["× cuDNN"] if beside_cudnn else []), f"× {peer or 'next'}"]
 
     def cells(row: dict[str, Any] | None) -> list[str]:
         if row is None:
-            return ["–"] * (1 + len(of_direction))
+            return ["–"] * (1 + len(direction_headings))
         ratios = row["speed_ratios"]
         closest = min((name for name in NEXT if name in ratios), key=ratios.__getitem__, default=None)
         cudnn = [f"{ratios['cudnn']:.2f}" if "cudnn" in ratios else "–"] if beside_cudnn else []
@@ -69,7 +69,7 @@ def speed_cells(
     for case in dict.fromkeys(case for case, _ in latest):
         forward, backward = (latest.get((case, direction)) for direction in ("forward", "backward"))
         lines.append([short_title(forward or backward or {}), *cells(forward), *cells(backward)])
-    return ["shape", "forward", *of_direction, "backward", *of_direction], lines
+    return ["shape", "forward", *direction_headings, "backward", *direction_headings], lines
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class AttentionContender:
       length: of the problem that is timed; shorter than the case's where the dense backend doesn't fit.
       temporary_bytes: what the program needs besides its arguments and results; None where that isn't known.
       clock: seconds since some moment.
-      num_runs: runs in a row that make one sample.
+      num_runs: consecutive runs that make one sample.
       calls_per_program: calls of attention that make one run.
       seconds: of one call, one per round.
     """
@@ -63,16 +63,18 @@ def how_many_last(milliseconds: float, seconds: float) -> int:
     return max(1, math.ceil(milliseconds / 1e3 / max(seconds, 1e-6)))
 
 
-def time_in_rounds(groups: Iterable[Sequence[AttentionContender]], num_rounds: int) -> None:
+def time_in_rounds(groups: Iterable[Sequence[AttentionContender]], num_rounds: int, rest_ms: float = 0.0) -> None:
     """Adds one time per round to each contender, the groups in an order of its own for each round.
 
     A device at its power limit slows down for some time after a program that took much of it: in a fixed order, always
     for the same contender. What is subtracted from each other belongs in one group, whose members follow one another.
+    Before each timing the device rests for `rest_ms`: a cool device runs short programs at its highest clock.
     """
     groups, order = list(groups), random.Random()
     for _ in range(num_rounds):
         for group in order.sample(groups, len(groups)):
             for contender in group:
+                time.sleep(rest_ms / 1e3)
                 contender.seconds.append(contender.time(contender.num_runs))
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's attentions as contenders, where PyTorch is installed: `torch_flash` and `torch_flex`.
+"""PyTorch's attentions as contenders, where PyTorch is installed: `torch_flash`, `torch_cudnn` and `torch_flex`.
 
 PyTorch and JAX share the GPU's memory: run with `XLA_PYTHON_CLIENT_PREALLOCATE=false`.
 """
@@ -66,8 +66,8 @@ def compile_torch(
     )
 
 
-def _flash(problem: Problem) -> Callable[..., Any]:
-    """FlashAttention-2, as PyTorch ships it."""
+def _scaled_dot_product(backend: str, problem: Problem) -> Callable[..., Any]:
+    """A backend of `torch.nn.functional.scaled_dot_product_attention`, by its name in `SDPBackend`."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -76,7 +76,7 @@ def _flash(problem: Problem) -> Callable[..., Any]:
         raise ValueError(f"has full and causal masks of one document only, not {problem.case.mask!r}")
 
     def attend(*inputs, enable_gqa: bool):
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        with sdpa_kernel([getattr(SDPBackend, backend)]):
             return torch.nn.functional.scaled_dot_product_attention(
                 *inputs, is_causal=window == (None, 0), enable_gqa=enable_gqa
             )
@@ -109,4 +109,9 @@ def _flex(problem: Problem) -> Callable[..., Any]:
     return functools.partial(torch.compile(flex_attention), block_mask=blocks)
 
 
-TORCH_PEERS: dict[str, Callable[[Problem], Callable[..., Any]]] = {"torch_flash": _flash, "torch_flex": _flex}
+# `torch_flash` is FlashAttention-2, as PyTorch ships it. `torch_cudnn` calls cuDNN without JAX.
+TORCH_PEERS: dict[str, Callable[[Problem], Callable[..., Any]]] = {
+    "torch_flash": functools.partial(_scaled_dot_product, "FLASH_ATTENTION"),
+    "torch_cudnn": functools.partial(_scaled_dot_product, "CUDNN_ATTENTION"),
+    "torch_flex": _flex,
+}

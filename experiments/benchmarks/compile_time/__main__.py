@@ -3,8 +3,8 @@
     python -m experiments.benchmarks.compile_time --target v5p:2x2x1 --output compile_time.jsonl --plot compile_time.png
 
 No TPU is needed: programs for one are compiled ahead of time by libtpu (the `tpu` extra). Without `--target` the
-programs are for this machine's devices. Most of a sweep's time goes into the dense cells and those that run into
-their limit; each cell is printed as it is done, and Ctrl-C keeps what was measured.
+programs are for this machine's devices. Most of a sweep's time goes into the dense cases and those that run into
+their limit; each case is printed as it is done, and Ctrl-C keeps what was measured.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.benchmarks.command_line import read_arguments
-from experiments.benchmarks.compile_time.cell import Cell, Subject
 from experiments.benchmarks.compile_time.masks import Source, read_mask
+from experiments.benchmarks.compile_time.measure import CompileCase, Subject
 from experiments.benchmarks.compile_time.report import compare_tiles, describe, draw, make_table, ratios
 from experiments.benchmarks.compile_time.sweep import Limits, Row, check_target, sources_for, sweep
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Arguments:
     sources: tuple[Source, ...] | None = None
     """Where the kernel has its mask from; None: all three for attention on a TPU, else ours, the only one."""
     masks: tuple[str, ...] = ("causal",)
-    """Names from MASKS in cell.py, or masks as Python writes them."""
+    """Names from MASKS in masks.py, or masks as Python writes them."""
     lengths: tuple[int, ...] = (4096, 8192, 16_384, 32_768, 65_536, 131_072)
     """Tokens in a sequence."""
     limit_s: float = 300.0
-    """Seconds for a cell; one that takes longer is stopped, and the longer ones of its series aren't tried."""
+    """Seconds for a case; one that takes longer is stopped, and the longer ones of its series aren't tried."""
     limit_gigabytes: float = round(0.75e-9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1)
     """The same for its resident memory; by default three quarters of this machine's."""
     config: str = "experiments/gpt_32k.py"
@@ -62,13 +62,13 @@ class Arguments:
         for mask in self.masks:
             read_mask(mask, self.num_heads)
 
-    def series(self) -> Iterator[list[Cell]]:
-        """Cells that differ in length only, together."""
+    def series(self) -> Iterator[list[CompileCase]]:
+        """Cases that differ in length only, together."""
         for subject in self.subjects:
             for mask in self.masks:
                 for source in self.sources or sources_for(self.target, subject):
                     yield [
-                        Cell(
+                        CompileCase(
                             subject=subject,
                             source=source,
                             mask=mask,
@@ -97,8 +97,8 @@ def main(arguments: Arguments) -> int:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("", total=sum(map(len, series)))
 
-            def on_start(cell: Cell) -> None:
-                progress.update(task, description=f"{cell.subject}, {cell.mask}, {cell.source}, {cell.length:,}")
+            def on_start(case: CompileCase) -> None:
+                progress.update(task, description=f"{case.subject}, {case.mask}, {case.source}, {case.length:,}")
 
             limits = Limits(arguments.limit_s, int(arguments.limit_gigabytes * 1e9))
             for row in sweep(series, limits, on_start):

@@ -15,7 +15,7 @@ _COLORS = {"dense": "#b4442c", "upstream_lazy": "#d09a2c", "ours": "#2c6fb4"}
 
 
 def describe(row: Row) -> str:
-    """A cell in one line."""
+    """A case in one line."""
     head = f"{row['subject']}, {row['mask']}, {row['source']}, {row['length']:,}"
     if not _is_measured(row):
         return f"{head}: {describe_status(row)}"
@@ -24,7 +24,7 @@ def describe(row: Row) -> str:
 
 
 def make_table(rows: Sequence[Row]) -> Table:
-    """Seconds and memory of every cell."""
+    """Seconds and memory of every case."""
     table = Table("subject", "mask", "source", "length", "trace", "lower", "compile", "resident, tracing")
     for row in rows:
         head = (row["subject"], row["mask"], row["source"], f"{row['length']:,}")
@@ -37,7 +37,7 @@ def make_table(rows: Sequence[Row]) -> Table:
 
 
 def describe_status(row: Row) -> str:
-    """Why a cell has no figures."""
+    """Why a case has no figures."""
     match row["status"]:
         case "stopped":
             return f"stopped {row['message']}"
@@ -48,7 +48,7 @@ def describe_status(row: Row) -> str:
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
-    """What the sweep comes to, one line each: baselines ÷ ours at equal length, and ours at the ends of its range.
+    """Summarises the sweep, one line each: baselines ÷ ours at equal length, and ours at the ends of its range.
 
     A baseline whose trace is long was traced once, so it is compared with the first of ours, too.
     """
@@ -58,7 +58,7 @@ def ratios(rows: Sequence[Row]) -> list[str]:
         counterpart = ours.get((_series_key(row), row["length"]))
         if row["source"] == "ours" or counterpart is None or row["status"] not in ("measured", "stopped"):
             continue
-        # A stopped cell's seconds are its process's, which starts and compiles as well: as long as ours does.
+        # A stopped case's seconds are its process's, which starts and compiles as well: as long as ours does.
         more_than = "" if _is_measured(row) else "more than "
         seconds = row["first_trace_s"] if _is_measured(row) else row["process_s"] - _besides_tracing(counterpart)
         lines.append(
@@ -66,8 +66,8 @@ def ratios(rows: Sequence[Row]) -> list[str]:
             f"{more_than}{_format_ratio(seconds / counterpart['first_trace_s'])} as long to trace as ours"
         )
     for key in dict.fromkeys(key for key, _ in ours):
-        of_series = [row for (other, _), row in ours.items() if other == key]
-        low, high = (pick(of_series, key=lambda row: row["length"]) for pick in (min, max))
+        series = [row for (other, _), row in ours.items() if other == key]
+        low, high = (pick(series, key=lambda row: row["length"]) for pick in (min, max))
         if low is not high:
             more = (high["trace_peak_bytes"] - low["trace_peak_bytes"]) / 1e6
             lines.append(
@@ -78,7 +78,7 @@ def ratios(rows: Sequence[Row]) -> list[str]:
 
 
 def compare_tiles(rows: Sequence[Row]) -> list[str]:
-    """Whether the programs do the same work, one line for each baseline: tiles visited by each pass, against ours."""
+    """Compares the programs' work, one line for each baseline: tiles visited by each pass, against ours."""
     counted = [row for row in rows if row.get("visited_tiles")]
     ours = {(_series_key(row), row["length"]): row["visited_tiles"] for row in counted if row["source"] == "ours"}
     lines = []
@@ -117,9 +117,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure = Figure(figsize=(4 * len(columns), 3 * len(panels)), layout="constrained")
     grid = figure.subplots(len(panels), len(columns), squeeze=False)
     for (subject, mask), axes_row in zip(panels, grid, strict=True):
-        of_panel = [row for row in rows if _series_key(row) == (subject, mask)]
+        panel_rows = [row for row in rows if _series_key(row) == (subject, mask)]
         for column, axes in zip(columns, axes_row, strict=True):
-            for source, lengths, values, note in _curves(of_panel, column):
+            for source, lengths, values, note in _curves(panel_rows, column):
                 (line,) = axes.plot(lengths, values, "o-", color=_COLORS[source], label=source)
                 if note:
                     axes.annotate(
@@ -134,8 +134,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axes.grid(alpha=0.3)
             # At least a decade, so that noise doesn't look like growth.
             low, high = axes.get_ylim()
-            middle, half = math.sqrt(low * high), max(math.sqrt(high / low), math.sqrt(10))
-            axes.set_ylim(middle / half, middle * half)
+            middle, factor = math.sqrt(low * high), max(math.sqrt(high / low), math.sqrt(10))
+            axes.set_ylim(middle / factor, middle * factor)
         axes_row[0].legend(fontsize=8)
     about = next(iter(rows))
     figure.suptitle(
@@ -156,7 +156,7 @@ def _format_ratio(ratio: float) -> str:
 
 
 def _besides_tracing(row: Row) -> float:
-    """Seconds of a cell's process that went into something else."""
+    """Seconds of a case's process that went into something else."""
     return row["process_s"] - row["trace_s"]
 
 
@@ -165,13 +165,13 @@ def _series_key(row: Row) -> tuple[str, str]:
 
 
 def _curves(rows: Sequence[Row], column: str) -> Iterator[tuple[str, list[int], list[float], str]]:
-    """Source, lengths, values, and what became of the first cell that has none."""
+    """Source, lengths, values, and what became of the first case that has none."""
     for source in dict.fromkeys(row["source"] for row in rows):
-        of_source = [row for row in rows if row["source"] == source]
-        measured = [row for row in of_source if _is_measured(row)]
+        source_rows = [row for row in rows if row["source"] == source]
+        measured = [row for row in source_rows if _is_measured(row)]
         if measured:
             scale = 1e9 if column.endswith("_bytes") else 1
-            ended = next((describe_status(row) for row in of_source if row["status"] != "measured"), "")
+            ended = next((describe_status(row) for row in source_rows if row["status"] != "measured"), "")
             yield (
                 source,
                 [row["length"] for row in measured],

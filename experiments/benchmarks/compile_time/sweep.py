@@ -1,4 +1,4 @@
-"""The sweep: cell after cell, each within its time limit, and what is told of those that aren't."""
+"""The sweep: case after case, each within its limits, and a row with the reason for those that exceed them."""
 
 from __future__ import annotations
 
@@ -16,49 +16,47 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.compile_time.cell import Cell, Subject
 from experiments.benchmarks.compile_time.masks import Source
+from experiments.benchmarks.compile_time.measure import CompileCase, Subject
 from trainer.compile.topology import parse_topology
 from trainer.errors import UserMistake
-from trainer.hardware import expected_platform
-from trainer.process.resident_memory import resident_bytes
-from trainer.process.versions import installed_versions
+from trainer.hardware import expected_platform, installed_versions, resident_bytes
 from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]
-"""A cell's fields, `status`, and where that is "measured" the fields of a `Measurement`; versions and machine."""
+"""A case's fields, `status`, and where that is "measured" the fields of a `Measurement`; versions and machine."""
 
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cell may take."""
+    """Limits of one case."""
 
     seconds: float
     resident_bytes: int
-    """In its process, where the system tells (Linux): dense masks of long sequences are larger than most machines."""
+    """Of its process, where the system reports it (Linux): dense masks of long sequences don't fit into memory."""
 
 
-def run_cell(cell: Cell, limits: Limits) -> Row:
-    """Measures one cell in a process of its own.
+def run_case(case: CompileCase, limits: Limits) -> Row:
+    """Measures one case in a process of its own.
 
     Args:
-      cell: what to compile.
-      limits: a cell that passes one of them is stopped.
+      case: what to compile.
+      limits: a case that passes one of them is stopped.
 
     Returns:
       The row, with `status` "measured", "stopped" (`message` says at which limit) or "failed" (`message` is the error),
       and `process_s`, seconds of the whole process.
 
     Raises:
-      UserMistake: what the cell says can't be done at all.
+      UserMistake: what the case says can't be done at all.
     """
-    row: Row = asdict(cell) | {"limit_s": limits.seconds, "limit_bytes": limits.resident_bytes}
+    row: Row = asdict(case) | {"limit_s": limits.seconds, "limit_bytes": limits.resident_bytes}
     environment = dict(os.environ)
-    if cell.target is not None:
-        environment |= parse_topology(cell.target).environment()
-    command = [sys.executable, "-m", "experiments.benchmarks.compile_time.cell", json.dumps(asdict(cell))]
+    if case.target is not None:
+        environment |= parse_topology(case.target).environment()
+    command = [sys.executable, "-m", "experiments.benchmarks.compile_time.measure", json.dumps(asdict(case))]
     begun = time.perf_counter()
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -101,30 +99,30 @@ def describe_failure(status: int, errors: str) -> str:
     if status < 0:
         return f"crashed with {signal.Signals(-status).name}"
     said = [line for line in errors.splitlines() if line.strip()]
-    told = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return (told or said or [f"exit status {status}"])[-1]
+    raised = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (raised or said or [f"exit status {status}"])[-1]
 
 
 def sweep(
-    series: Sequence[Sequence[Cell]], limits: Limits, on_start: Callable[[Cell], None] = lambda _: None
+    series: Sequence[Sequence[CompileCase]], limits: Limits, on_start: Callable[[CompileCase], None] = lambda _: None
 ) -> Iterator[Row]:
-    """Measures series of cells; one that is stopped or fails ends its series, whose longer cells are "not tried".
+    """Measures series of cases; one that is stopped or fails ends its series, whose longer cases are "not tried".
 
     Args:
-      series: cells that differ in length only, the shortest first.
-      limits: of each cell.
-      on_start: told of each cell before it runs.
+      series: cases that differ in length only, the shortest first.
+      limits: of each case.
+      on_start: called with each case before it runs.
     """
     about = machine()
-    for cells in series:
+    for cases in series:
         ended_at = None
-        for cell in cells:
-            on_start(cell)
+        for case in cases:
+            on_start(case)
             if ended_at is None:
-                row = run_cell(cell, limits)
-                ended_at = cell.length if row["status"] != "measured" else None
+                row = run_case(case, limits)
+                ended_at = case.length if row["status"] != "measured" else None
             else:
-                row = asdict(cell) | {"status": "not tried", "ended_at": ended_at}
+                row = asdict(case) | {"status": "not tried", "ended_at": ended_at}
             yield row | about
 
 
@@ -148,7 +146,7 @@ def sources_for(target: str | None, subject: Subject = "attention") -> tuple[Sou
 
 
 def check_target(target: str | None, subjects: Sequence[Subject], sources: Sequence[Source]) -> None:
-    """Refuses a target, and sources, before any cell is started.
+    """Refuses a target, and sources, before any case is started.
 
     Raises:
       UserMistake: an unknown topology, its compiler is missing, or sources that the target or a step doesn't have.

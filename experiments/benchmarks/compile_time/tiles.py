@@ -12,6 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from experiments.benchmarks.compile_time import upstream
 from experiments.benchmarks.compile_time.masks import Source
 from kernels.backends.splash import passes
+from kernels.backends.splash import tuning as splash_tuning
 from kernels.backends.splash.tuning import resolve
 from kernels.call import AttentionCall
 from kernels.masks import Mask
@@ -22,7 +23,7 @@ _PASSES = ("forward", "d_key_value", "d_query")
 def count_visited_tiles(
     source: Source, mask: Mask, shapes: tuple[jax.ShapeDtypeStruct, ...], device: Any
 ) -> dict[str, int]:
-    """Tiles that each pass of TPU splash attention visits, over all heads, as told by the `MaskInfo` that it is given.
+    """Tiles that each pass of TPU splash attention visits, over all heads, according to its `MaskInfo`.
 
     Args:
       source: where the kernel has its mask from.
@@ -41,9 +42,9 @@ def count_visited_tiles(
         infos = (kernel.fwd_mask_info, kernel.dkv_mask_info, kernel.dq_mask_info)
         return {name: _visited(info, call.num_heads) for name, info in zip(_PASSES, infos, strict=True)}
     tuning = resolve(None, call)
-    walks = [passes.forward_pass(call, tuning), passes.d_key_value_pass(call, tuning)]
+    walks = [splash_tuning.forward_pass(call, tuning), splash_tuning.backward_dkv_pass(call, tuning)]
     if tuning.backward == "split":
-        walks.append(passes.d_query_pass(call, tuning))
+        walks.append(splash_tuning.backward_dq_pass(call, tuning))
     masks = [passes.planned_mask(call, walk, passes.Tokens()) for walk in walks]
     return {
         name: _visited(mask.info, call.num_heads, mask.mask_of_head) for name, mask in zip(_PASSES, masks, strict=False)

@@ -27,27 +27,26 @@ from rich.table import Table
 
 from experiments.benchmarks.command_line import read_arguments
 from experiments.benchmarks.compile_time.sweep import describe_failure
-from experiments.benchmarks.context_bytes.cell import BytesCell, topology_of
 from experiments.benchmarks.context_bytes.least import count_hops, count_missing_keys, least_bytes
-from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, random_row
-from experiments.benchmarks.sequence_sharding import Row as PackedRow
+from experiments.benchmarks.context_bytes.measure import BytesCase, topology_of
+from experiments.benchmarks.sequence_sharding import DISTRIBUTIONS, PackedSequence, random_sequence
 from kernels import parse_mask
 from kernels.context import SequenceSharding, shard_sequence
 from kernels.context.exchange import EXCHANGES
 from trainer.errors import UserMistake
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 from trainer.terminal.units import format_bytes
 
 Row = dict[str, Any]
-"""A cell's fields and those of its measurement; what depends on documents; versions."""
+"""A case's fields and those of its measurement; what depends on documents; versions."""
 
 WORKLOADS = {
     "causal": ("CausalMask()", False),
     "window": ("LocalMask(4095, 0)", False),
     "packed": ("CausalMask()", True),
 }
-"""Masks, and whether rows are packed: with documents of log-normal length, median 4,000."""
+"""Masks, and whether sequences are packed: with documents of log-normal length, median 4,000."""
 
 _CHOSEN = "chosen"
 _HEADS, _HEAD_DIM, _ITEMSIZE = 16, 128, 2
@@ -57,7 +56,7 @@ _NUM_DRAWN_BATCHES = 16
 
 @dataclass(frozen=True)
 class ContextMesh:
-    """A topology, and how many of its devices share a row of how many tokens."""
+    """A topology, the number of its devices that share a sequence, and the sequence's tokens."""
 
     topology: str
     num_ranks: int
@@ -89,17 +88,17 @@ class BytesArguments:
         "v5p:4x4x4/64/1048576",
         "v6e:16x16/256/1048576",
     )
-    """TOPOLOGY/RANKS/TOKENS: the ranks share a row of so many tokens, the topology's other devices hold further rows.
+    """TOPOLOGY/RANKS/TOKENS: the ranks share a sequence of TOKENS tokens, other devices hold further sequences.
     local: this machine's devices, as a topology."""
     workloads: tuple[str, ...] = tuple(WORKLOADS)
     """Keys of WORKLOADS."""
     exchanges: tuple[str, ...] = (_CHOSEN, "all_gather")
-    """gather, peer and a halo that GPUs read (which count as if all of their rows came from other devices), halo, ring,
-    heads; chosen: by the cost model."""
+    """all_gather, peer and a halo that GPUs read (which count as if all of their keys came from other devices), halo,
+    ring, all_to_all; chosen: by the cost model."""
     sequence_sharding: SequenceSharding | None = None
     """contiguous, zigzag or balanced; None: by the cost model."""
     limit_s: float = 1800.0
-    """Seconds for a cell, after which its compilation is stopped."""
+    """Seconds for a case, after which its compilation is stopped."""
     seed: int = 0
     """Of the documents' lengths."""
     output: Path | None = None
@@ -113,17 +112,17 @@ class BytesArguments:
             if unknown := sorted(set(given) - set(known)):
                 raise UserMistake(f"unknown {name} {', '.join(unknown)}; expected some of {', '.join(known)}")
 
-    def cells(self) -> Iterator[tuple[str, BytesCell]]:
-        """Each cell and the name of its workload."""
-        for case in map(ContextMesh.parse, self.cases):
+    def bytes_cases(self) -> Iterator[tuple[str, BytesCase]]:
+        """Each case and the name of its workload."""
+        for mesh in map(ContextMesh.parse, self.cases):
             for name in self.workloads:
                 for exchange in self.exchanges:
                     mask, packed = WORKLOADS[name]
                     chosen = None if exchange == _CHOSEN else exchange
                     yield (
                         name,
-                        BytesCell(
-                            **asdict(case),
+                        BytesCase(
+                            **asdict(mesh),
                             mask=mask,
                             packed=packed,
                             exchange=chosen,
@@ -139,12 +138,12 @@ def main(arguments: BytesArguments) -> int:
     rows: list[Row] = []
     status = 0
     try:
-        cells = list(arguments.cells())
-        for _, cell in cells:
-            if (topology := topology_of(cell)) is not None:
+        cases = list(arguments.bytes_cases())
+        for _, case in cases:
+            if (topology := topology_of(case)) is not None:
                 topology.require_compiler()
-        for name, cell in cells:
-            row = run_cell(name, cell, arguments.limit_s, np.random.default_rng(arguments.seed))
+        for name, case in cases:
+            row = run_case(name, case, arguments.limit_s, np.random.default_rng(arguments.seed))
             rows.append(row)
             if arguments.output is not None:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -162,16 +161,16 @@ def main(arguments: BytesArguments) -> int:
     return status
 
 
-def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Generator) -> Row:
-    """Measures a cell in a process of its own, and sets the least beside it.
+def run_case(workload: str, case: BytesCase, limit_s: float, rng: np.random.Generator) -> Row:
+    """Measures a case in a process of its own, and sets the least beside it.
 
     Returns:
       The row; with a `message` and no figures if there are none: refused, failed or stopped at the limit.
     """
-    row: Row = {"workload": workload, **asdict(cell), **installed_versions(("jax", "libtpu"))}
+    row: Row = {"workload": workload, **asdict(case), **installed_versions(("jax", "libtpu"))}
     row["date"] = datetime.date.today().isoformat()
-    command = [sys.executable, "-m", "experiments.benchmarks.context_bytes.cell", json.dumps(asdict(cell))]
-    topology = topology_of(cell)
+    command = [sys.executable, "-m", "experiments.benchmarks.context_bytes.measure", json.dumps(asdict(case))]
+    topology = topology_of(case)
     environment = os.environ | ({} if topology is None else topology.environment())
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
@@ -180,40 +179,40 @@ def run_cell(workload: str, cell: BytesCell, limit_s: float, rng: np.random.Gene
     if done.returncode:
         return row | {"message": describe_failure(done.returncode, done.stderr).removeprefix("error: ")}
     row |= json.loads(done.stdout.splitlines()[-1])
-    num_drawn = _NUM_DRAWN_BATCHES * row["num_rows"] if cell.packed else 0
-    drawn = [random_row(cell.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
+    num_drawn = _NUM_DRAWN_BATCHES * row["num_sequences"] if case.packed else 0
+    drawn = [random_sequence(case.length, _DOCUMENTS, rng) for _ in range(num_drawn)]
     if any(row["trip_bytes"]):
-        row["mean_hops"] = mean_hops(cell, [ids for ids, _ in drawn], row["num_rows"])
+        row["mean_hops"] = mean_hops(case, [ids for ids, _ in drawn], row["num_sequences"])
         # Of hops, which are one fewer, a ring makes one outside of its loops.
-        of_trips = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
+        trip_bytes = [(row["mean_hops"] - 2) * each for each in row["trip_bytes"]]
         row |= {
-            "forward_bytes": row["forward_bytes"] + of_trips[0],
-            "backward_bytes": row["backward_bytes"] + of_trips[1],
+            "forward_bytes": row["forward_bytes"] + trip_bytes[0],
+            "backward_bytes": row["backward_bytes"] + trip_bytes[1],
         }
-    return row | least_of(cell, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
+    return row | least_of(case, row["sequence_sharding"], drawn[:_NUM_DRAWN_BATCHES])
 
 
-def mean_hops(cell: BytesCell, rows_ids: Sequence[Int[np.ndarray, " T"]], num_rows: int) -> float:
-    """Ranks whose keys a ring brings, the mean over batches of `num_rows`. It goes on as far as any row needs."""
-    hops = np.array([count_hops(ids, cell.num_ranks) for ids in rows_ids]).reshape(-1, num_rows)
+def mean_hops(case: BytesCase, segment_ids: Sequence[Int[np.ndarray, " T"]], num_sequences: int) -> float:
+    """Number of hops of a ring, the mean over batches of `num_sequences` sequences: as many as any sequence needs."""
+    hops = np.array([count_hops(ids, case.num_ranks) for ids in segment_ids]).reshape(-1, num_sequences)
     return float(np.maximum(hops.max(1), 2).mean())
 
 
-def least_of(cell: BytesCell, sequence_sharding: SequenceSharding, drawn: Sequence[PackedRow]) -> Row:
-    """The least that the ranks need, mean and greatest over them; of packed rows, the mean over those drawn."""
-    mask = parse_mask(cell.mask)
+def least_of(case: BytesCase, sequence_sharding: SequenceSharding, drawn: Sequence[PackedSequence]) -> Row:
+    """The fewest bytes that ranks need, mean and greatest over the ranks; the mean over packed sequences, if drawn."""
+    mask = parse_mask(case.mask)
     counts = []
-    for ids, positions in drawn if cell.packed else [(None, None)]:
-        of_documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
-        token_order = shard_sequence(sequence_sharding, cell.length, cell.num_ranks, masks={mask: 1.0}, **of_documents)
-        missing = count_missing_keys(mask, token_order, cell.num_ranks, **of_documents)
+    for ids, positions in drawn if case.packed else [(None, None)]:
+        documents: dict[str, Any] = {"segment_ids": ids, "positions": positions}
+        token_order = shard_sequence(sequence_sharding, case.length, case.num_ranks, masks={mask: 1.0}, **documents)
+        missing = count_missing_keys(mask, token_order, case.num_ranks, **documents)
         counts.append((missing.mean(), missing.max()))
     mean, greatest = (least_bytes(float(count), _HEADS, _HEAD_DIM, _ITEMSIZE) for count in np.mean(counts, axis=0))
     return {"least_mean_bytes": mean, "least_greatest_bytes": greatest}
 
 
 def describe(row: Row) -> str:
-    """A cell in one line."""
+    """A case in one line."""
     head = f"{row['workload']}, {row['topology']}, {row['num_ranks']} ranks, {row['length']:,} tokens"
     if "message" in row:
         return f"{head}, {row['exchange'] or 'chosen'}: {row['message']}"

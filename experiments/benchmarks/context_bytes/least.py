@@ -1,4 +1,4 @@
-"""The fewest bytes with which queries can stay on their ranks, from the rows' intervals and the sharding.
+"""The fewest bytes with which queries can stay on their ranks, from the mask's intervals and the sharding.
 
 A rank receives the keys and values that its queries attend to and that it doesn't hold: once in the forward pass, and
 once more in the backward pass, since gathered keys aren't kept for every layer. In the backward pass it gives back as
@@ -44,8 +44,8 @@ def count_missing_keys(
       mask: its rows are intervals.
       token_order: as `kernels.context.shard_sequence` returns it; rank r holds `token_order[r·T/R : (r + 1)·T/R]`.
       num_ranks: R.
-      segment_ids: document of each token of the row, each document in one run; None: one document.
-      positions: what the mask is evaluated on, counting up by one in each document; None: places.
+      segment_ids: document of each token of the sequence, each document in one span; None: one document.
+      positions: the mask is evaluated on them; counting up by one in each document; None: indices in the sequence.
 
     Raises:
       ValueError: the mask's rows aren't intervals.
@@ -58,7 +58,7 @@ def count_missing_keys(
     positions = row if positions is None else positions
     interval = mask.row_interval(positions)
     if interval is None:
-        raise ValueError(f"the rows of {mask!r} aren't intervals, so what a rank needs has no closed form")
+        raise ValueError(f"the rows of {mask!r} aren't intervals, so the keys that a rank needs have no closed form")
     document_first, document_stop = _documents(segment_ids, len(row))
     first, last = (np.asarray(bound, np.int64) - positions + row for bound in interval)
     first, stop = np.maximum(first, document_first), np.minimum(last + 1, document_stop)
@@ -83,13 +83,13 @@ def count_hops(segment_ids: Int[np.ndarray, " T"], num_ranks: int) -> int:
     >>> count_hops(np.array([5, 5, 4, 4, 4, 4, 3, 3]), num_ranks=4)
     2
     """
-    of_rank = len(segment_ids) // num_ranks
+    tokens_per_rank = len(segment_ids) // num_ranks
     begins, _ = _documents(segment_ids, len(segment_ids))
-    return 1 + int((np.arange(num_ranks) - begins[::of_rank] // of_rank).max())
+    return 1 + int((np.arange(num_ranks) - begins[::tokens_per_rank] // tokens_per_rank).max())
 
 
 def least_bytes(num_missing: float, num_kv_heads: int, head_dim: int, itemsize: int) -> PassBytes:
-    """The bytes of so many missing keys, with their values.
+    """The bytes of missing keys, with their values.
 
     >>> least_bytes(10, num_kv_heads=2, head_dim=4, itemsize=2)
     PassBytes(forward=320, backward=960)
@@ -101,7 +101,7 @@ def least_bytes(num_missing: float, num_kv_heads: int, head_dim: int, itemsize: 
 def _documents(
     segment_ids: Int[np.ndarray, " T"] | None, length: int
 ) -> tuple[Int[np.ndarray, " T"], Int[np.ndarray, " T"]]:
-    """The places where each token's document begins and stops."""
+    """For each token, the indices at which its document begins and stops."""
     if segment_ids is None:
         return np.zeros(length, np.int64), np.full(length, length)
     starts = np.flatnonzero(np.diff(segment_ids, prepend=segment_ids[0] - 1))

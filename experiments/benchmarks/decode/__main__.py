@@ -2,9 +2,9 @@
 
     python -m experiments.benchmarks.decode --sequences 1 8 --prompts 0 8192
 
-The forms: `unified` is one slab of cells for all sequences and skips the blocks in which a sequence sees nothing.
+The forms: `unified` is one slab of slots for all sequences and skips the blocks in which a sequence sees nothing.
 `unified_no_skipping` is the same with a summary that excludes no block. `per_sequence` has a slab for each sequence.
-`xla_unified` and `xla_per_sequence` run `jax.nn.dot_product_attention(implementation="xla")` over every cell. A step
+`xla_unified` and `xla_per_sequence` run `jax.nn.dot_product_attention(implementation="xla")` over every slot. A step
 writes one token of every sequence and attends to it, in all layers. The grid of workloads follows llama.cpp's batched
 benchmark.
 
@@ -34,8 +34,8 @@ from experiments.benchmarks.decode.bandwidth import copy_bandwidths
 from experiments.benchmarks.decode.forms import FORMS, compile_form
 from experiments.benchmarks.decode.workloads import DecodeWorkload
 from kernels.backends import find_backend
-from trainer.process.broken_pipe import reader_may_leave
-from trainer.process.versions import installed_versions
+from trainer.hardware import installed_versions
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.benchmarks.decode.workloads import DecodeWorkload, normal
-from kernels import CellTable, SlabCache, UnifiedCache, decode_attention
+from kernels import SlabCache, SlotTable, UnifiedCache, decode_attention
 
 Layers = list[tuple[jax.Array, jax.Array]]
 
@@ -29,7 +29,7 @@ class CompiledForm:
 
     Attributes:
       layers: keys and values of each layer. A run donates them and returns them updated.
-      start: says which cells belong to which sequence before the first step: lengths or a cell table.
+      start: says which slots belong to which sequence before the first step: lengths or a slot table.
       seconds: of one step, one per round.
     """
 
@@ -68,9 +68,9 @@ def compile_form(name: str, work: DecodeWorkload, implementation: str | None) ->
 
 def _run(one_step: Callable, layers: Layers, start: Any, tokens: dict[str, jax.Array]):
     def step(carry, new):
-        layers, whose, output = carry
-        layers, whose, output = one_step(layers, whose, {**new, "query": new["query"] + output})
-        return (layers, whose, output), None
+        layers, start, output = carry
+        layers, start, output = one_step(layers, start, {**new, "query": new["query"] + output})
+        return (layers, start, output), None
 
     nothing = jnp.zeros_like(tokens["query"][0])
     (layers, _, output), _ = jax.lax.scan(step, (layers, start, nothing), tokens)
@@ -83,10 +83,10 @@ def _slabs(work: DecodeWorkload, rng: np.random.Generator):
     return layers, jnp.full(work.num_sequences, work.prompt, jnp.int32)
 
 
-def _cells(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = True):
+def _slots(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = True):
     block_size = 128
     capacity = work.num_sequences * -(-work.length // block_size) * block_size
-    table = CellTable.empty(work.num_sequences, capacity, block_size=block_size)
+    table = SlotTable.empty(work.num_sequences, capacity, block_size=block_size)
     if work.prompt:
         table, _ = table.allocate(work.prompt)
     if not skipping:
@@ -95,8 +95,8 @@ def _cells(work: DecodeWorkload, rng: np.random.Generator, *, skipping: bool = T
             table,
             lowest=jnp.zeros_like(table.lowest),
             highest=jnp.full_like(table.highest, work.length),
-            some_cell=jnp.full_like(table.some_cell, 0xFFFFFFFF),
-            every_cell=jnp.zeros_like(table.every_cell),
+            some_slot=jnp.full_like(table.some_slot, 0xFFFFFFFF),
+            every_slot=jnp.zeros_like(table.every_slot),
         )
     shape = (capacity, work.num_kv_heads, work.head_dim)
     layers = [(normal(rng, shape, work.dtype), normal(rng, shape, work.dtype)) for _ in range(work.num_layers)]
@@ -113,11 +113,11 @@ def _step_slabs(work: DecodeWorkload, implementation: str | None, layers: Layers
     return written, cache.lengths, query
 
 
-def _step_cells(work: DecodeWorkload, implementation: str | None, layers: Layers, table: CellTable, new, attend=None):
+def _step_slots(work: DecodeWorkload, implementation: str | None, layers: Layers, table: SlotTable, new, attend=None):
     query, written = new["query"], []
-    table, cells = table.allocate(1)
+    table, slots = table.allocate(1)
     for key, value in layers:
-        cache = UnifiedCache(key, value, table).store(table, cells, new["key"], new["value"])
+        cache = UnifiedCache(key, value, table).store(table, slots, new["key"], new["value"])
         query = (attend or _decode)(work, implementation, query, cache)
         written.append((cache.key, cache.value))
     return written, table, query
@@ -128,15 +128,15 @@ def _decode(work: DecodeWorkload, implementation: str | None, query, cache):
 
 
 def _dense(work: DecodeWorkload, implementation: str | None, query, cache):
-    """XLA's attention over every cell, under a mask of every cell."""
-    cell = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (work.num_sequences, cache.capacity))
-    position, seen = cache.cells(None, cell)
+    """XLA's attention over every slot, under a mask of every slot."""
+    slot = jnp.broadcast_to(jnp.arange(cache.capacity, dtype=jnp.int32), (work.num_sequences, cache.capacity))
+    position, seen = cache.slots(None, slot)
     allowed = seen & work.mask(cache.lengths[:, None] - 1, position)
     if isinstance(cache, SlabCache):
         return jax.nn.dot_product_attention(
             query, cache.key, cache.value, mask=allowed[:, None, None], implementation="xla"
         )
-    # One pass over the cells for all sequences: their tokens are the queries of one long sequence.
+    # One pass over the slots for all sequences: their tokens are the queries of one long sequence.
     output = jax.nn.dot_product_attention(
         query[:, 0][None], cache.key[None], cache.value[None], mask=allowed[None, None], implementation="xla"
     )
@@ -144,9 +144,9 @@ def _dense(work: DecodeWorkload, implementation: str | None, query, cache):
 
 
 FORMS: dict[str, tuple[Callable, Callable]] = {
-    "unified": (_cells, _step_cells),
-    "unified_no_skipping": (functools.partial(_cells, skipping=False), _step_cells),
+    "unified": (_slots, _step_slots),
+    "unified_no_skipping": (functools.partial(_slots, skipping=False), _step_slots),
     "per_sequence": (_slabs, _step_slabs),
-    "xla_unified": (_cells, functools.partial(_step_cells, attend=_dense)),
+    "xla_unified": (_slots, functools.partial(_step_slots, attend=_dense)),
     "xla_per_sequence": (_slabs, functools.partial(_step_slabs, attend=_dense)),
 }

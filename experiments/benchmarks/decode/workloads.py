@@ -37,7 +37,7 @@ class DecodeWorkload:
 
     @property
     def mask(self) -> Mask:
-        """What a token sees."""
+        """The mask of the attention."""
         return CausalMask() if self.window is None else LocalMask(self.window - 1, 0)
 
     @property

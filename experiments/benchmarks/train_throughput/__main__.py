@@ -27,7 +27,7 @@ from kernels.context import Exchange
 from trainer.config import LossImplementation, MeshConfig
 from trainer.errors import UserMistake
 from trainer.hardware import expected_platform
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class ThroughputArguments:
     implementation: str | None = None
     """Attention backend; None: the fastest that serves the call."""
     remat: str | None = None
-    """What the backward pass recomputes; None: as the workload says."""
+    """Activations that the backward pass recomputes; None: as the workload says."""
     scan_layers: bool | None = None
     """One loop over the layers; None: as the experiment says."""
     chunk_size: int | None = None
-    """Tokens whose logits exist at one time; None: as the experiment says."""
+    """Tokens of which logits exist at one time; None: as the experiment says."""
     mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
@@ -51,7 +51,7 @@ class ThroughputArguments:
     collectives: Collectives | None = None
     """How tokens go over mesh.tensor; None: by the kernels, where they serve."""
     loss_implementation: LossImplementation | None = None
-    """What computes the loss; None: the kernel, where it serves."""
+    """Implementation of the loss; None: the kernel, where it serves."""
     seed: int | None = None
     """Of the tokens and documents, to compare meshes on the same; None: fresh ones."""
     trace: bool = True

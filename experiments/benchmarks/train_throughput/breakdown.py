@@ -93,7 +93,7 @@ class Breakdown:
 
 
 def read_kernels(trace: Path, gpu: int = 0) -> list[Kernel]:
-    """What a GPU ran, by start; empty where the trace has no such GPU.
+    """Kernels that a GPU ran, by start; empty where the trace has no such GPU.
 
     Args:
       trace: the folder that `jax.profiler.trace` wrote.
@@ -185,24 +185,24 @@ def part_of(instruction: Instruction, module: Module) -> Part:
 
 
 def _is_matmul_that_sends(instruction: Instruction) -> bool:
-    """Whether it is a kernel of `kernels.collectives`, which computes and sends at a time."""
+    """True for a kernel of `kernels.collectives`, which computes and sends at the same time."""
     return instruction.opcode == "custom-call" and any(
         _in_scope(instruction.op_name, scope) for scope in _SENDING_MATMULS
     )
 
 
 def part_of_name(kernel: str) -> Part:
-    """The part of a kernel whose instruction isn't known."""
+    """The part of a step that a kernel of an unknown instruction belongs to."""
     return next((part for pattern, part in _KERNEL_NAMES if re.search(pattern, kernel, re.IGNORECASE)), "unknown")
 
 
 def _in_scope(op: str, scope: str) -> bool:
-    """Whether an op's name, `jit(f)/transpose(jvp(scope))/while/body/add`, has the scope among its parts."""
+    """True if an op's name, `jit(f)/transpose(jvp(scope))/while/body/add`, has the scope among its parts."""
     return re.search(rf"(?:^|[/(]){scope}(?:[/)]|$)", op) is not None
 
 
 def _opcodes(instruction: Instruction, module: Module) -> frozenset[str]:
-    """Of a fusion, what it holds; of anything else, its own."""
+    """The operations within a fusion, or the operation itself."""
     if instruction.opcode != "fusion":
         return frozenset((instruction.opcode,))
     called = (module.computations[name] for name in instruction.called() if name in module.computations)

@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import numpy as np
 
 from experiments.benchmarks.train_throughput.breakdown import break_down, read_kernels
 from experiments.benchmarks.train_throughput.workloads import WORKLOADS, Workload
-from kernels import Target
 from kernels.collectives import Collectives
 from kernels.context import Exchange
 from trainer.compile.hlo import parse_module
@@ -32,14 +32,13 @@ from trainer.compile.stages import compile_in_stages, lower_in_stages
 from trainer.config import ContextConfig, LossImplementation, MeshConfig, TensorConfig, TrainConfig
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.errors import TrainingFailed, UserMistake
+from trainer.hardware import installed_versions
 from trainer.observers.record import measured_memory
-from trainer.process.versions import installed_versions
-from trainer.step.attention_plan import plan_attention
 from trainer.step.flops import FlopCounter, peak_flops_per_s
-from trainer.step.functions import WITHOUT_CUDA_GRAPHS, StepMetrics, TrainState, make_step_functions
-from trainer.step.loss_plan import plan_loss
+from trainer.step.functions import WITHOUT_CUDA_GRAPHS, make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh
-from trainer.step.tensor_plan import plan_tensor
+from trainer.step.train_step import StepMetrics, TrainState
 
 
 def measure(
@@ -62,12 +61,12 @@ def measure(
     """
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
-    attention, tensor = plan_attention(config, mesh), plan_tensor(config, mesh)
-    functions = make_step_functions(config, mesh)
+    plan = make_plan(config, mesh)
+    functions = make_step_functions(config, mesh, plan)
     state = functions.init_state()
     rng = np.random.default_rng(seed)
     host_batches = [make_batch(workload, config, rng) for _ in range(workload.num_batches)]
-    sharder = SequenceSharder.of(config, functions.sequence_sharding)
+    sharder = SequenceSharder.of(config, plan.sequence_sharding)
     batches = itertools.cycle(
         [jax.device_put(shard_batch(batch, sharder), batch_sharding(mesh)) for batch in host_batches]
     )
@@ -97,14 +96,7 @@ def measure(
     breakdown = None
     if trace and workload.num_traced_steps:
         lowering = lower_in_stages(functions.train_step, functions.abstract_state, functions.abstract_batch)
-        traced_step = lowering.lowered.compile(WITHOUT_CUDA_GRAPHS)
-        state, _, _ = run(traced_step, state, 1)
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                state, _, traced_s = run(traced_step, state, workload.num_traced_steps)
-            kernels = read_kernels(Path(folder))
-        if kernels:
-            breakdown = break_down(kernels, parse_module(traced_step.as_text() or ""), workload.num_traced_steps)
+        breakdown = _traced_breakdown(lowering.lowered.compile(WITHOUT_CUDA_GRAPHS), state, run, workload)
 
     step_s = statistics.median(windows)
     counter = FlopCounter(config.model, config.sequence_length, keep_documents_apart=config.data.keep_documents_apart)
@@ -125,11 +117,11 @@ def measure(
         "num_parameters": functions.num_parameters,
         "num_documents": statistics.mean(int(batch["segment_ids"].max()) for batch in host_batches),
         "loss": float(metrics.loss),
-        "attention": [plan.backend for plan in attention],
-        "loss_implementation": plan_loss(config, Target.of(device)).implementation,
-        "sequence_sharding": functions.sequence_sharding,
-        "tensor": None if tensor is None else tensor.to_json(),
-        "exchange": [plan.exchange.name for plan in attention if plan.exchange is not None],
+        "attention": [layers.backend for layers in plan.attention],
+        "loss_implementation": plan.loss.implementation,
+        "sequence_sharding": plan.sequence_sharding,
+        "tensor": plan.to_json()["tensor"],
+        "exchange": [layers.exchange.name for layers in plan.attention if layers.exchange is not None],
         "config": {
             "sequence_length": config.sequence_length,
             "implementation": config.model.implementation,
@@ -138,11 +130,26 @@ def measure(
             "loss_chunk_size": config.loss.chunk_size,
         },
         "compile": report.to_json(),
-        "breakdown": None if breakdown is None else breakdown.to_json() | {"traced_step_s": traced_s},
+        "breakdown": breakdown,
         "device": device.device_kind,
         "versions": installed_versions(("jax", "jaxlib", "flax", "optax", "jax-cuda13-plugin")),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _traced_breakdown(
+    step: jax.stages.Compiled, state: TrainState, run: Callable[..., Any], workload: Workload
+) -> dict[str, Any] | None:
+    """The breakdown of a step's time from a profiler trace; None where the trace has no kernels."""
+    state, _, _ = run(step, state, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            _, _, traced_s = run(step, state, workload.num_traced_steps)
+        kernels = read_kernels(Path(folder))
+    if not kernels:
+        return None
+    breakdown = break_down(kernels, parse_module(step.as_text() or ""), workload.num_traced_steps)
+    return breakdown.to_json() | {"traced_step_s": traced_s}
 
 
 def make_batch(workload: Workload, config: TrainConfig, rng: np.random.Generator) -> dict[str, np.ndarray]:

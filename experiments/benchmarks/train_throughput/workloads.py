@@ -38,7 +38,7 @@ class Workload:
     """Tag of nanoGPT's run of this model and length, which knows no documents."""
 
     def config(self) -> TrainConfig:
-        """What is trained."""
+        """The config of the trained model."""
         base = MODELS[self.model]()
         return dataclasses.replace(
             base,

@@ -42,7 +42,7 @@ from kernels.backends.mosaic_gpu.search_space import (
 from kernels.backends.mosaic_gpu.support import unsupported_reason
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning, MosaicForwardTuning, resolve
 from kernels.call import AttentionCall, make_call
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 FORMS: tuple[Literal["fused", "split"], ...] = ("fused", "split")
 
@@ -78,7 +78,7 @@ class SearchArguments:
     sample_ms: float = 200.0
     """Least length of one timing, in ms; see the attention benchmark's."""
     budget_s: float = 3600.0
-    """No case is begun after so many seconds."""
+    """Seconds after which no further case is begun."""
     output: Path = table.TableArguments.results
     """File that the rows are appended to, each race's as soon as it is over."""
     table: Path = table.TableArguments.table
@@ -109,7 +109,7 @@ def tiles_to_begin_with(search: Searched, call: AttentionCall) -> MosaicForwardT
 
 
 def has_few_blocks(tiles: MosaicForwardTuning, call: AttentionCall) -> bool:
-    """Whether a call may take the tiles of calls of few blocks in place of its own."""
+    """True if a call may take the tiles of calls of few blocks instead of its own."""
     return makespan_of_few_blocks(tiles.block_q, tiles.block_kv, tiles.num_l2_heads, call) is not None
 
 

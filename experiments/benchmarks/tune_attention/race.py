@@ -14,7 +14,7 @@ from experiments.benchmarks.attention.cases import Direction, Problem
 from experiments.benchmarks.attention.contenders import compile_contender
 from experiments.benchmarks.attention.measure import reason
 from experiments.benchmarks.attention.timing import AttentionContender, time_in_rounds
-from kernels.tuning import Tuning
+from kernels.backends.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def race(
       expected: the results of another backend for the same problem and direction.
       largest_difference: from what is expected, the Frobenius norm relative to its own; rounding to 16 bits leaves some
         thousandths.
-      hopeless: at so many times the fastest one's first sample, a candidate sits the rounds out. It has a second
-        sample before that: a single one may be of twice the time for reasons that aren't the kernel's.
+      hopeless: a candidate whose first sample takes this many times the fastest one's leaves the rounds. It has a
+        second sample before that: a single one may be of twice the time for reasons that aren't the kernel's.
 
     Returns:
       One trial per candidate, in their order.

@@ -23,7 +23,7 @@ from kernels.backends.mosaic_gpu.tuning import (
     TunedCall,
 )
 from kernels.masks import parse_mask
-from trainer.process.broken_pipe import reader_may_leave
+from trainer.terminal.streams import reader_may_leave
 
 SECTIONS: dict[str, tuple[str, type | None]] = {
     "forward": ("FORWARD", MosaicForwardTuning),
@@ -81,7 +81,7 @@ _Key = tuple[int, Literal["full", "causal", "window", "narrow_window", "packed",
 
 
 def _section(name: str, tuning_class: Any, winners: Mapping[TunedCall, Mapping[str, Any]]) -> str:
-    """One dict, a row a line: a tuning is the values of its fields, whose names stand above."""
+    """One dict, a row a line: a tuning is the values of its fields; their names stand above."""
     if tuning_class is None:
         value_type, names = 'Literal["fused", "split"]', []
     else:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from kernels.backends.mosaic_gpu.support import unsupported_reason
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.slice_fusion import without_slice_fusion
+from kernels.tracing.slice_fusion import without_slice_fusion
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 

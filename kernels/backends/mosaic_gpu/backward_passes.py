@@ -15,14 +15,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.machine import Hopper, launch
-from kernels.backends.mosaic_gpu.memory import padded_head_dim, zeroed_ref
-from kernels.backends.mosaic_gpu.softmax import LOG2_E, finite_lse
+from kernels.backends.mosaic_gpu.padding import padded_head_dim
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
-from kernels.backends.mosaic_gpu.tile_scheduler import TileScheduler, WorkBlock
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.call import AttentionCall
+from kernels.hopper.launch import launch
+from kernels.hopper.machine import Hopper
+from kernels.hopper.memory import zeroed_ref
+from kernels.hopper.softmax import LOG2_E, finite_lse
+from kernels.hopper.tile_scheduler import TileScheduler, WorkBlock
 from kernels.plan import Row
 
 LSE, DELTA = 0, 1
@@ -221,6 +223,6 @@ def launch_pass(
         scratch,
         scheduler,
         name=name,
-        tuning=tuning,
+        warpgroups=tuning,
         machine=machine,
     )

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.hopper.registers import WGMMA_ROWS
 from kernels.plan import Rows, make_rows
 
 
@@ -67,7 +67,7 @@ def union_of_intervals(by_block: Int[Array, "W blocks warpgroups 4"]) -> Rows:
     """The tiles that some warpgroup of each block visits; FULL are those that are FULL to all."""
     start, full_start, full_stop, stop = (by_block[..., i] for i in range(4))
     first = jnp.where(start < stop, start, jnp.iinfo(jnp.int32).max).min(-1)
-    return Rows.of_intervals(first, full_start.max(-1), full_stop.min(-1), stop.max(-1))
+    return Rows.from_intervals(first, full_start.max(-1), full_stop.min(-1), stop.max(-1))
 
 
 def read_block_range(rows: Rows, batch, block, warpgroup, num_warpgroups: int) -> BlockRange:

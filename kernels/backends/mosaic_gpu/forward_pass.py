@@ -25,14 +25,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.block_range import BlockRange, read_block_range, rows_of_warpgroups
-from kernels.backends.mosaic_gpu.machine import Hopper, Output, launch, machine_of
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix, pad_matrices, padded_head_dim, zeroed_ref
-from kernels.backends.mosaic_gpu.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
-from kernels.backends.mosaic_gpu.softmax import LOG2_E, OnlineSoftmax
-from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, num_token_arrays, token_memory
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
+from kernels.backends.mosaic_gpu.padding import pad_matrices, padded_head_dim
+from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, log2_scale, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.hopper.launch import launch
+from kernels.hopper.machine import Hopper, Output, machine_of
+from kernels.hopper.memory import Pipeline, matrix, zeroed_ref
+from kernels.hopper.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
+from kernels.hopper.softmax import LOG2_E, OnlineSoftmax
+from kernels.hopper.tile_scheduler import BlockClaims, PingPong, TileScheduler, WorkBlock
 from kernels.plan import Rows
 
 
@@ -125,7 +127,7 @@ def run_forward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Output and lse of a call whose mask all heads share, under a tuning with nothing left open."""
-    how, machine = tuning.forward_tiles, machine_of(tuning)
+    how, machine = tuning.forward_tiles, machine_of(interpret=tuning.interpret)
     assert how is not None
     multiples = machine.length_multiple(how.block_q), machine.length_multiple(how.block_kv)
     head_dims = padded_head_dim(call.head_dim), padded_head_dim(call.value_dim)
@@ -162,7 +164,7 @@ def run_forward(
         (smem, barriers),
         scheduler,
         name="attention_forward",
-        tuning=how,
+        warpgroups=how,
         machine=machine,
     )
     return output[:, : call.q_len, :, : call.value_dim], lse[:, :, : call.q_len].swapaxes(1, 2)
@@ -328,6 +330,10 @@ def _query_operand(context: ForwardContext) -> Any:
     return context.machine.left_operand(query) if keeps_in_registers else query
 
 
+def _online_softmax(context: ForwardContext) -> OnlineSoftmax:
+    return OnlineSoftmax(context.call.dtype, log2_scale(context.call), context.machine)
+
+
 def _masked(context: ForwardContext, rows: _QueryRows, s, rank, slot, is_partial) -> jax.Array:
     """Logits of a tile, under soft cap and mask."""
     call = context.call
@@ -345,7 +351,7 @@ def _first_tile(context: ForwardContext, rows: _QueryRows, query, s_acc):
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     is_partial = jnp.logical_or(rank < tiles.ends[0], rank >= tiles.ends[1])
     logits = _masked(context, rows, s, rank, slot, is_partial)
-    p, state = OnlineSoftmax(context.call, context.machine).first_tile(logits)
+    p, state = _online_softmax(context).first_tile(logits)
     k.consumer_release(slot)
     return p, state
 
@@ -369,7 +375,7 @@ def _next_tile(context: ForwardContext, rows: _QueryRows, query, output: Output,
         if not reads_tokens:
             k.consumer_release(slot)
         logits = _masked(context, rows, s, rank, slot, is_partial)
-        tile = OnlineSoftmax(context.call, context.machine).next_tile(logits, state)
+        tile = _online_softmax(context).next_tile(logits, state)
         if reads_tokens:
             k.consumer_release(slot)
         new_output = output.add(carried, product)

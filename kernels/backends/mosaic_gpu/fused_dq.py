@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.key_value_memory import ConsumerKeys, KeyValueContext
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator
+from kernels.hopper.registers import WGMMA_ROWS, accumulator
 
 
 def write_ds(context: KeyValueContext, keys: ConsumerKeys, ds, step) -> None:

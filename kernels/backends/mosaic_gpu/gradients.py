@@ -9,21 +9,21 @@ from jaxtyping import Array, Int
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims
 from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
-from kernels.backends.mosaic_gpu.machine import machine_of
-from kernels.backends.mosaic_gpu.memory import pad_matrices, pad_matrix
+from kernels.backends.mosaic_gpu.padding import pad_matrices, pad_matrix
 from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
+from kernels.hopper.machine import machine_of
 
 
 def run_backward(
     inputs: AttentionInputs, call: AttentionCall, tuning: MosaicGpuTuning, cotangent: Cotangent
 ) -> Gradients:
     """The gradients of query, key and value. See `run_forward`."""
-    how, machine = tuning.backward_tiles, machine_of(tuning)
+    how, machine = tuning.backward_tiles, machine_of(interpret=tuning.interpret)
     assert how is not None
     fused = tuning.backward == "fused"
     lse, delta = cotangent.by_head()

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardContext, padded_head_dims
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
 from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, lse_is_offset
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
-from kernels.backends.mosaic_gpu.tile_scheduler import BlockClaims
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper
+from kernels.hopper.memory import Pipeline, matrix
+from kernels.hopper.registers import WGMMA_ROWS
+from kernels.hopper.tile_scheduler import BlockClaims
 
 TILE, HEAD, KINDS = range(3)
 """Indices of what the producer tells the consumers of a step. From the last on: the tile's kind, one for each consumer,

@@ -38,14 +38,14 @@ from kernels.backends.mosaic_gpu.key_value_memory import (
     key_value_scratch,
 )
 from kernels.backends.mosaic_gpu.key_value_tile import next_tile
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import zeroed_ref
 from kernels.backends.mosaic_gpu.offset_columns import DELTA_OFFSET, LSE_OFFSET, offset_weights
 from kernels.backends.mosaic_gpu.preprocess import with_offsets
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, zeros
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper
+from kernels.hopper.memory import zeroed_ref
+from kernels.hopper.registers import WGMMA_ROWS, accumulator, zeros
 
 
 def key_value_pass(

@@ -26,9 +26,9 @@ from kernels.backends.mosaic_gpu.key_value_memory import (
     is_tall,
     is_wide,
 )
-from kernels.backends.mosaic_gpu.machine import add_product
 from kernels.backends.mosaic_gpu.offset_columns import DELTA_OFFSET, LSE_OFFSET
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread, zeros
+from kernels.hopper.machine import add_product
+from kernels.hopper.registers import WGMMA_ROWS, accumulator, load_vector, spread, zeros
 from kernels.masks import TileKind
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, spread
-from kernels.backends.mosaic_gpu.softmax import finite_lse
 from kernels.call import AttentionCall
+from kernels.hopper.registers import WGMMA_ROWS, spread
+from kernels.hopper.softmax import finite_lse
 
 DELTA_OFFSET, LSE_OFFSET = 0, 1
 """The indices of delta and lse as offsets."""

@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays
-from kernels.backends.mosaic_gpu.machine import Hopper
 from kernels.backends.mosaic_gpu.offset_columns import NUM_COLUMNS, lse_is_offset, offset_columns
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, load_vector, store_matrix
 from kernels.call import AttentionCall
-from kernels.number_types import types_of_32_bits
+from kernels.hopper.machine import Hopper
+from kernels.hopper.registers import WGMMA_ROWS, load_vector, store_matrix
+from kernels.tracing.number_types import types_of_32_bits
 
 # Of a program (docs/hopper_kernels.md).
 _NUM_ZEROS = 1024

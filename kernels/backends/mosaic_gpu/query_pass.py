@@ -23,12 +23,12 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     launch_pass,
     padded_head_dims,
 )
-from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper, add_product
+from kernels.hopper.memory import Pipeline, matrix
+from kernels.hopper.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.masks import TileKind
 
 QuerySmem = namedtuple("QuerySmem", "q do lse_delta k v tokens ds")

@@ -6,12 +6,12 @@ from typing import Any
 
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
 from kernels.backends.mosaic_gpu.key_value_memory import key_value_scratch
-from kernels.backends.mosaic_gpu.machine import Hopper
-from kernels.backends.mosaic_gpu.memory import num_bytes
 from kernels.backends.mosaic_gpu.query_pass import query_scratch
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper
+from kernels.hopper.memory import num_bytes
 
 MAX_BYTES = 227 * 1024
 """Of a program on a Hopper GPU."""

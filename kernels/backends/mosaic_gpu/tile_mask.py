@@ -9,11 +9,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from kernels.backends.mosaic_gpu.registers import load_vector, spread
-from kernels.backends.mosaic_gpu.softmax import log2_scale
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.hopper.registers import load_vector, spread
+from kernels.hopper.softmax import LOG2_E
 
 Side = Literal["query", "key_value"]
+
+
+def log2_scale(call: AttentionCall) -> float:
+    """The factor that brings logits to units of log₂; with a soft cap: tanh of the capped logits."""
+    return LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
 
 
 class TokenArrays(NamedTuple):

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from kernels.backends.mosaic_gpu import tuned
 from kernels.backends.mosaic_gpu.makespan import makespan_of_few_blocks
-from kernels.backends.mosaic_gpu.memory import padded_head_dim
+from kernels.backends.mosaic_gpu.padding import padded_head_dim
 from kernels.call import AttentionCall
+from kernels.hopper.launch import Warpgroups
 from kernels.masks import Mask
 
 # What others' tiles must promise: they are slower by themselves (docs/hopper_kernels.md).
@@ -23,31 +24,8 @@ CallFamily = Literal["full", "causal", "window", "narrow_window", "packed", "oth
 _NARROW_WINDOW = 2048
 
 
-class _Warpgroups:
-    """Registers of a kernel's warpgroups: those that compute, and one more, which copies and needs few."""
-
-    num_warpgroups: int
-
-    def _check(self, *counts: str) -> None:
-        if self.num_warpgroups not in (1, 2, 3):
-            raise ValueError(f"num_warpgroups={self.num_warpgroups} must be 1, 2 or 3")
-        for name in counts:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-    @property
-    def compute_registers(self) -> int:
-        """Registers of a computing thread, of the multiprocessor's 65,536."""
-        return {1: 240, 2: 240, 3: 160}[self.num_warpgroups]
-
-    @property
-    def load_registers(self) -> int:
-        """Registers of a copying thread."""
-        return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
-
-
 @dataclass(frozen=True)
-class MosaicForwardTuning(_Warpgroups):
+class MosaicForwardTuning(Warpgroups):
     """How the `mosaic_gpu` forward kernel runs.
 
     Attributes:
@@ -74,7 +52,7 @@ class MosaicForwardTuning(_Warpgroups):
     num_l2_heads: int = 24
 
     def __post_init__(self):
-        self._check("num_stages", "num_l2_heads")
+        self.check_counts("num_stages", "num_l2_heads")
         if self.block_kv not in (64, 128, 192, 256):
             raise ValueError(f"block_kv={self.block_kv} must be 64, 128, 192 or 256")
 
@@ -85,7 +63,7 @@ class MosaicForwardTuning(_Warpgroups):
 
 
 @dataclass(frozen=True)
-class MosaicBackwardTuning(_Warpgroups):
+class MosaicBackwardTuning(Warpgroups):
     """How the `mosaic_gpu` backward kernels run.
 
     Attributes:
@@ -118,7 +96,7 @@ class MosaicBackwardTuning(_Warpgroups):
     persistent: bool = False
 
     def __post_init__(self):
-        self._check("num_stages", "num_stages_dq", "num_l2_heads")
+        self.check_counts("num_stages", "num_stages_dq", "num_l2_heads")
         if self.one_gradient_per_warpgroup and (self.num_warpgroups != 2 or self.num_stages < 2):
             raise ValueError(
                 "one_gradient_per_warpgroup takes num_warpgroups=2 and num_stages of at least 2, not "

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends.mosaic_gpu.block_range import in_blocks, union_of_intervals
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS
 from kernels.call import AttentionCall, AttentionInputs
+from kernels.hopper.registers import WGMMA_ROWS
 from kernels.masks.intervals import TileKind, tile_kind
 from kernels.plan import Rows, make_block_plan, make_rows
 

@@ -25,12 +25,12 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     launch_pass,
     padded_head_dims,
 )
-from kernels.backends.mosaic_gpu.machine import Hopper, add_product
-from kernels.backends.mosaic_gpu.memory import Pipeline, matrix
-from kernels.backends.mosaic_gpu.registers import WGMMA_ROWS, accumulator, load_matrix, load_vector, spread
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicBackwardTuning
 from kernels.call import AttentionCall
+from kernels.hopper.machine import Hopper, add_product
+from kernels.hopper.memory import Pipeline, matrix
+from kernels.hopper.registers import WGMMA_ROWS, accumulator, load_matrix, load_vector, spread
 
 _NUM_CONSUMERS = 2
 # Tiles by which P's producer may be ahead.

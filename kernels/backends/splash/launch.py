@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Int
 
 from kernels.call import AttentionCall
-from kernels.number_types import types_of_32_bits
+from kernels.tracing.number_types import types_of_32_bits
 
 MASKED = upstream.DEFAULT_MASK_VALUE
 _LANES, _SUBLANES = upstream.NUM_LANES, upstream.NUM_SUBLANES
@@ -54,13 +54,13 @@ class Pass:
 
 
 class PassMask(NamedTuple):
-    """What one pass knows of the masks."""
+    """The masks of one pass."""
 
     info: MaskInfo
     """The tiles to visit under each distinct mask, as the kernels take them."""
     function: Callable[[Any, Any, Any, Any], Any] | None
-    """(number of the mask, query positions, key positions, keys' places) → allowed, traced into the kernel. None: the
-    info says it all."""
+    """(number of the mask, query positions, key positions, keys' indices) → allowed, traced into the
+    kernel. None: `info` is enough."""
     mask_of_head: tuple[int, ...]
     """The number of each query head's mask."""
     key_value_positions: Int[Array, " S"] | None = None
@@ -117,18 +117,18 @@ class _Grid:
         """The same for the key/value tile."""
         return at[0] if self.walk.transposed else self.lookup(at[3], *at)
 
-    def of_queries(self, width: int) -> pl.BlockSpec:
+    def query_blocks(self, width: int) -> pl.BlockSpec:
         """Blocks of `[N, T, width]`."""
         return pl.BlockSpec((None, self.walk.block_q, width), lambda *at: (self.head(*at), self.q_tile(*at), 0))
 
-    def of_keys(self, width: int) -> pl.BlockSpec:
+    def key_blocks(self, width: int) -> pl.BlockSpec:
         """Blocks of `[K, S, width]`."""
         size = self.call.group_size
         return pl.BlockSpec(
             (None, self.walk.block_kv, width), lambda *at: (jax.lax.div(self.head(*at), size), self.kv_tile(*at), 0)
         )
 
-    def of_tokens(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
+    def token_blocks(self, tokens: Int[Array, " L"], *, queries: bool) -> tuple[Array, pl.BlockSpec]:
         """Ids or positions, repeated over the vector registers' other dimension, and their blocks."""
         block, tile = (self.walk.block_q, self.q_tile) if queries else (self.walk.block_kv, self.kv_tile)
         if queries != self.walk.transposed:
@@ -137,27 +137,66 @@ class _Grid:
         repeated = jax.lax.broadcast_in_dim(tokens, (_SUBLANES, *tokens.shape), (1,))
         return repeated, pl.BlockSpec((_SUBLANES, block), lambda *at: (0, tile(*at)))
 
-    def of_operand(self, name: str, x: Array) -> tuple[Array, pl.BlockSpec]:
+    def operand_blocks(self, name: str, x: Array) -> tuple[Array, pl.BlockSpec]:
         """An operand as its kernel takes it, and its blocks."""
         if name in ("k", "v"):
-            return x, self.of_keys(x.shape[-1])
+            return x, self.key_blocks(x.shape[-1])
         if name in ("q", "do"):
-            return x, self.of_queries(x.shape[-1])
-        return x[:, None], self.of_statistics()
+            return x, self.query_blocks(x.shape[-1])
+        return x[:, None], self.statistics_blocks()
 
-    def of_statistics(self) -> pl.BlockSpec:
+    def statistics_blocks(self) -> pl.BlockSpec:
         """Blocks of `[N, 1, T]`."""
         return pl.BlockSpec((None, 1, self.walk.block_q), lambda *at: (self.head(*at), 0, self.q_tile(*at)))
 
-    def of_output(self, name: str, width: int) -> pl.BlockSpec:
+    def output_blocks(self, name: str, width: int) -> pl.BlockSpec:
         """An output's blocks."""
         if name in ("dk", "dv"):
-            return self.of_keys(width)
+            return self.key_blocks(width)
         if name == "lse":
-            return self.of_statistics()
+            return self.statistics_blocks()
         if name == "dq" and self.walk.transposed:
             return pl.BlockSpec((None, None, self.walk.block_q, width), lambda j, head, i, *_: (j, head, i, 0))
-        return self.of_queries(width)
+        return self.query_blocks(width)
+
+
+def _call_kernel(
+    kernel: Callable, grid: _Grid, mask: PassMask, refs: dict[str, Any], tables: list[str], static: dict[str, Any]
+) -> None:
+    """Calls upstream's kernel on the references of one step, by the kernel's names for them.
+
+    Args:
+      kernel, grid, mask, static: those of the launch.
+      refs: tables, operands, outputs and scratch.
+      tables: names of the tables in scalar memory among them.
+    """
+    walk, number = grid.walk, 0
+    if grid.num_masks > 1:
+        number = refs.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
+        refs |= {name: _TableOfMask(refs[name], number) for name in tables if name in refs}
+    kv_positions = refs.pop("kv_positions", None)
+    if "logsumexp" in refs:
+        refs["logsumexp"] = _WithoutInfinities(refs["logsumexp"])
+
+    def allowed(q_pos, kv_index):
+        kv_pos = kv_index
+        if kv_positions is not None:
+            one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
+            kv_pos = jnp.broadcast_to(one, kv_index.shape)
+        assert mask.function is not None
+        return mask.function(number, q_pos, kv_pos, kv_index)
+
+    parameters = inspect.signature(kernel).parameters
+    absent = {name: None for name in parameters if name.endswith("_ref")}
+    kernel(
+        **absent | {f"{name}_ref": ref for name, ref in refs.items()},
+        mask_value=MASKED,
+        bq=walk.block_q,
+        bkv=walk.block_kv,
+        mask_function=None if mask.function is None else allowed,
+        **static,
+        **_HEAD_DIM_LAST,
+    )
 
 
 @types_of_32_bits()
@@ -178,7 +217,7 @@ def launch(
 
     Args:
       kernel: upstream's.
-      call, walk, mask, segment_ids: what is computed.
+      call, walk, mask, segment_ids: the call, its pass over the tiles, its masks and documents.
       operands: by the kernel's names for them: q, do `[N, T, X]`, k, v `[K, S, X]`, logsumexp, di `[N, T]`.
       outputs: by the kernel's names, too.
       scratch: shapes of its float32 scratch memory.
@@ -193,14 +232,14 @@ def launch(
     }
     num_masks, *steps = tables["data_next"].shape
     grid = _Grid(call, walk, num_masks)
-    given = {name: grid.of_operand(name, x) for name, x in operands.items()}
+    given = {name: grid.operand_blocks(name, x) for name, x in operands.items()}
     if segment_ids is not None:
-        given["q_segment_ids"] = grid.of_tokens(segment_ids.q, queries=True)
-        given["kv_segment_ids"] = grid.of_tokens(segment_ids.kv, queries=False)
+        given["q_segment_ids"] = grid.token_blocks(segment_ids.q, queries=True)
+        given["kv_segment_ids"] = grid.token_blocks(segment_ids.kv, queries=False)
     if mask.function is not None:
-        given["q_sequence"] = grid.of_tokens(jnp.asarray(info.q_sequence), queries=True)
+        given["q_sequence"] = grid.token_blocks(jnp.asarray(info.q_sequence), queries=True)
         if mask.key_value_positions is not None:
-            given["kv_positions"] = grid.of_tokens(mask.key_value_positions, queries=False)
+            given["kv_positions"] = grid.token_blocks(mask.key_value_positions, queries=False)
     if info.partial_mask_blocks is not None:
         blocks = jnp.asarray(info.partial_mask_blocks)
         given["mask"] = blocks, pl.BlockSpec((None, *blocks.shape[1:]), lambda *at: (grid.lookup(at[5], *at), 0, 0))
@@ -208,38 +247,11 @@ def launch(
     if num_masks > 1:
         tables["mask_of_head"] = jnp.asarray(mask.mask_of_head, jnp.int32)
 
+    static |= {"grid_width": steps[0 if walk.transposed else 1], "attn_logits_soft_cap": call.logits_soft_cap}
+    names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
+
     def body(*refs):
-        names = [*tables, *given, *outputs, *(f"{name}_scratch" for name in scratch)]
-        named = dict(zip(names, refs, strict=True))
-        number = 0
-        if num_masks > 1:
-            number = named.pop("mask_of_head")[grid.head(*(pl.program_id(axis) for axis in range(3)))]
-            named |= {name: _TableOfMask(named[name], number) for name in tables if name in named}
-        kv_positions = named.pop("kv_positions", None)
-        if "logsumexp" in operands:
-            named["logsumexp"] = _WithoutInfinities(named["logsumexp"])
-
-        def allowed(q_pos, kv_place):
-            kv_pos = kv_place
-            if kv_positions is not None:
-                one = kv_positions[:, :1] if walk.transposed else kv_positions[:1, :]
-                kv_pos = jnp.broadcast_to(one, kv_place.shape)
-            assert mask.function is not None
-            return mask.function(number, q_pos, kv_pos, kv_place)
-
-        parameters = inspect.signature(kernel).parameters
-        absent = {name: None for name in parameters if name.endswith("_ref")}
-        kernel(
-            **absent | {f"{name}_ref": ref for name, ref in named.items()},
-            mask_value=MASKED,
-            grid_width=steps[0 if walk.transposed else 1],
-            bq=walk.block_q,
-            bkv=walk.block_kv,
-            attn_logits_soft_cap=call.logits_soft_cap,
-            mask_function=None if mask.function is None else allowed,
-            **static,
-            **_HEAD_DIM_LAST,
-        )
+        _call_kernel(kernel, grid, mask, dict(zip(names, refs, strict=True)), list(tables), static)
 
     num_q, num_kv = operands["q"].shape[1] // walk.block_q, operands["k"].shape[1] // walk.block_kv
     # Two cores of a chip may share the forward's heads, as upstream has it.
@@ -250,7 +262,7 @@ def launch(
             num_scalar_prefetch=len(tables),
             grid=(num_kv, call.num_heads, steps[0]) if walk.transposed else (call.num_heads, num_q, steps[1]),
             in_specs=[spec for _, spec in given.values()],
-            out_specs=[grid.of_output(name, shape.shape[-1]) for name, shape in outputs.items()],
+            out_specs=[grid.output_blocks(name, shape.shape[-1]) for name, shape in outputs.items()],
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch.values()],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=(first, "arbitrary", "arbitrary")),

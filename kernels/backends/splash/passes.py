@@ -3,7 +3,7 @@
 JAX's own entry point (`make_splash_mha`) makes its `MaskInfo` from a mask that it evaluates on every tile, hides the
 softmax's denominator from differentiation, and leaves rows that attend to nothing undefined.
 
-Which tiles are visited is the plan's to say: on the host from the masks, on the device from segment ids and positions.
+The plan chooses the tiles to visit: on the host from the masks, on the device from segment ids and positions.
 
 Dimensions: B batch, T and S query and key/value length, N query heads, K key/value heads, H and V head dims, M
 distinct masks, R rows of a tile grid and J its steps. Arrays within a pass are padded to whole tiles.
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,43 +25,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from jaxtyping import Array, Float, Int
 
 from kernels.backends.splash.launch import MASKED, Pass, PassMask, launch
-from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid
+from kernels.backends.splash.tile_grid import next_visited, partial_blocks, plan_grid, whole
+from kernels.backends.splash.tuning import SplashTuning, backward_dkv_pass, backward_dq_pass, forward_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.masks import TileKind
-from kernels.plan import kinds_of_tiles
-
-if TYPE_CHECKING:
-    from kernels.backends.splash.tuning import SplashTuning
-
-
-def _fitted(
-    call: AttentionCall, block_q: int, block_kv: int, compute: int, *, transposed: bool = False, shrunk: bool = True
-) -> Pass:
-    """A pass with blocks no larger than the sequences need."""
-    block_q, block_kv = min(block_q, _whole(call.q_len, 128)), min(block_kv, _whole(call.kv_len, 128))
-    # The mask function is told the positions of whole tiles.
-    compute = block_kv if call.has_key_value_positions else math.gcd(block_kv, compute)
-    return Pass(block_q, block_kv, compute, transposed, shrunk)
-
-
-def forward_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes the output and the lse."""
-    return _fitted(call, tuning.block_q, tuning.block_kv, tuning.block_kv_compute)
-
-
-def d_key_value_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes dK and dV, and dQ too if fused."""
-    blocks = (tuning.block_q_dkv, tuning.block_kv_dkv, tuning.block_kv_dkv_compute)
-    return _fitted(call, *blocks, transposed=True, shrunk=tuning.backward == "split")
-
-
-def d_query_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
-    """The pass that makes dQ alone."""
-    return _fitted(call, tuning.block_q_dq, tuning.block_kv_dq, tuning.block_kv_dq)
+from kernels.plan import tile_kinds_at
 
 
 class Tokens(NamedTuple):
-    """What `AttentionInputs` tells of tokens: known on the device only, or None."""
+    """The segment ids and positions of `AttentionInputs`: known on the device only, or None."""
 
     query_segment_ids: Int[Array, "*B T"] | None = None
     key_value_segment_ids: Int[Array, "*B S"] | None = None
@@ -79,15 +50,15 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
     """The masks from their block plans, in closed form, narrowed on the device by segment ids and positions."""
     distinct = call.mask.distinct_heads(call.num_heads)
     grid = plan_grid(call, walk)
-    kinds: np.ndarray | Array = grid.kinds
+    tile_kinds: np.ndarray | Array = grid.tile_kinds
     if jax.tree.leaves(tokens):
         inputs = AttentionInputs(*(None,) * 4, *(x if x is None else x[None] for x in tokens))  # type: ignore[arg-type]
         calls = (call._replace(mask=mask, batch=1) for mask in distinct)
         narrowed = [
-            kinds_of_tiles(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
+            tile_kinds_at(inputs, each, walk.block_q, walk.block_kv, tiles, transposed=walk.transposed)[0]
             for each, tiles in zip(calls, grid.tiles, strict=True)
         ]
-        kinds = jnp.minimum(grid.kinds, jnp.stack(narrowed)).astype(jnp.int8)
+        tile_kinds = jnp.minimum(grid.tile_kinds, jnp.stack(narrowed)).astype(jnp.int8)
 
     mask_next = partial = function = None
     q_positions: Any = None
@@ -95,7 +66,7 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
         partial, mask_next = partial_blocks(list(distinct), grid, call, walk)
     elif (function := _predicate(call, walk)) is not None:
         if tokens.query_positions is None:
-            q_positions = np.arange(_whole(call.q_len, walk.block_q), dtype=np.int32)
+            q_positions = np.arange(whole(call.q_len, walk.block_q), dtype=np.int32)
         else:
             q_positions = _to_whole(tokens.query_positions, walk.block_q)
 
@@ -103,12 +74,12 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
         """`[M, R, J]` with query tiles before key/value tiles."""
         return steps.swapaxes(1, 2) if walk.transposed else steps
 
-    data_next = next_visited(grid.tiles, kinds != TileKind.EMPTY).astype(grid.index_dtype)
+    data_next = next_visited(grid.tiles, tile_kinds != TileKind.EMPTY).astype(grid.index_dtype)
     # Upstream's annotations say NumPy; the kernels take any array.
     info = MaskInfo(
         for_kernel(data_next),
         None if mask_next is None else for_kernel(mask_next),
-        for_kernel(kinds),  # type: ignore[arg-type]
+        for_kernel(tile_kinds),  # type: ignore[arg-type]
         partial,
         q_positions,
     )
@@ -121,37 +92,37 @@ def planned_mask(call: AttentionCall, walk: Pass, tokens: Tokens) -> PassMask:
 
 
 def _predicate(call: AttentionCall, walk: Pass):
-    """What the kernel computes in each tile (`PassMask.function`), or None if it allows all pairs."""
+    """The function that the kernel evaluates in each tile (`PassMask.function`), or None if it allows all pairs."""
     sticks_out = call.kv_len % walk.block_kv != 0
     if call.mask.allows_all and not sticks_out:
         return None
     masks = list(call.mask.distinct_heads(call.num_heads))
 
-    def of_head(number, values):
+    def select(number, values):
         result, *others = values
         for i, other in enumerate(others, 1):
             result = jnp.where(number == i, other, result)
         return result
 
-    def allowed(number, q_pos, kv_pos, kv_place):
+    def allowed(number, q_pos, kv_pos, kv_index):
         if len(masks) == 1:
             result = masks[0](q_pos, kv_pos)
         elif call.mask.has_row_intervals:
             # Chosen once for each query, and not for each pair.
             once = q_pos[:1] if walk.transposed else q_pos[:, :1]
-            first, last = (of_head(number, ends) for ends in zip(*(m.row_interval(once) for m in masks), strict=True))
+            first, last = (select(number, ends) for ends in zip(*(m.row_interval(once) for m in masks), strict=True))
             result = (first <= kv_pos) & (kv_pos <= last)
         else:
             # Mosaic can't select between booleans.
             each = ((number == i) & mask(q_pos, kv_pos) for i, mask in enumerate(masks))
             result = functools.reduce(jnp.logical_or, each)
-        return result & (kv_place < call.kv_len) if sticks_out else result
+        return result & (kv_index < call.kv_len) if sticks_out else result
 
     return allowed
 
 
 def _full_precision(call: AttentionCall) -> contextlib.AbstractContextManager:
-    """For float32, whose operands JAX rounds to fewer bits on TPUs unless told otherwise while a kernel is traced."""
+    """Traces float32 matmuls in full precision: by default JAX rounds their operands to fewer bits on TPUs."""
     return jax.default_matmul_precision("highest") if call.dtype == jnp.float32 else contextlib.nullcontext()
 
 
@@ -191,7 +162,7 @@ def forward(
         output, lse = _over_batch(attend_one, call, Tokens.of(inputs), query, key, value)
     output, lse = output[:, :, : call.q_len], lse[:, :, : call.q_len]
     if inputs.sinks is not None:
-        # The kernel has sinks, too, but with them its lse doesn't tell an empty row from one with small logits.
+        # The kernel has sinks, too, but with them its lse is the same for an empty row and for one with small logits.
         sinks = inputs.sinks.astype(lse.dtype)[:, None]
         row_max = jnp.maximum(lse, sinks)
         row_sum = jnp.exp(lse - row_max) + jnp.exp(sinks - row_max)
@@ -216,8 +187,8 @@ def _forward_kernel(*, o_ref, lse_ref, logsumexp_ref: None, logsumexp_scratch_re
         # Where all logits are masked, the kernel's maximum stays at MASKED; where no tile is visited, its sum stays 0.
         # A NaN is neither.
         lse_ref[...] = jnp.where(lse <= 0.5 * MASKED, -jnp.inf, lse).T[:1]
-        of_output = jnp.tile(lse, (1, pl.cdiv(width, upstream.NUM_LANES)))[:, :width]
-        o_ref[...] = jnp.where(of_output <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
+        lse_by_column = jnp.tile(lse, (1, pl.cdiv(width, upstream.NUM_LANES)))[:, :width]
+        o_ref[...] = jnp.where(lse_by_column <= 0.5 * MASKED, 0, o_ref[...].astype(jnp.float32)).astype(o_ref.dtype)
 
 
 def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning, cotangent: Cotangent) -> Gradients:
@@ -253,7 +224,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
         with _full_precision(call):
             return _over_batch(one, call, Tokens.of(inputs), *operands, *rows)
 
-    walk = d_key_value_pass(call, tuning)
+    walk = backward_dkv_pass(call, tuning)
     fused = tuning.backward == "fused"
     # The fused kernel writes a partial dQ for each key/value tile.
     outputs = {"dq": (-(-call.kv_len // walk.block_kv),)} if fused else {}
@@ -271,7 +242,7 @@ def backward(inputs: AttentionInputs, call: AttentionCall, tuning: SplashTuning,
     if fused:
         (d_query,) = (x.sum(axis=1) for x in d_query)
     else:
-        walk = d_query_pass(call, tuning)
+        walk = backward_dq_pass(call, tuning)
         scratch = {"dq": (walk.block_q, call.head_dim)}
         (d_query,) = run(upstream._flash_attention_dq_kernel, walk, {"dq": ()}, scratch)
     d_query = (d_query[:, :, : call.q_len].swapaxes(1, 2).astype(lse.dtype) * call.scale).astype(call.dtype)
@@ -315,8 +286,3 @@ def _padded(x: Array, block: int, axis: int, fill: float = 0) -> Array:
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % block)
     return jnp.pad(x, padding, constant_values=fill) if padding[axis][1] else x
-
-
-def _whole(length: int, block: int) -> int:
-    """The length, rounded up to whole blocks."""
-    return -(-length // block) * block

@@ -1,4 +1,4 @@
-"""What the splash kernel can't do."""
+"""The calls that the splash kernel refuses."""
 
 from __future__ import annotations
 

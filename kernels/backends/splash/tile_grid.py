@@ -33,12 +33,12 @@ class TileGrid:
 
     Attributes:
       tiles: the other side's tile at each step under each mask, int32; 0 in steps that do nothing.
-      kinds: `TileKind` of each step, int8: EMPTY in steps that do nothing.
+      tile_kinds: `TileKind` of each step, int8: EMPTY in steps that do nothing.
       num_tiles: tiles of the other side.
     """
 
     tiles: Int[np.ndarray, "M R J"]
-    kinds: Int[np.ndarray, "M R J"]
+    tile_kinds: Int[np.ndarray, "M R J"]
     num_tiles: int
 
     @property
@@ -62,39 +62,39 @@ def plan_grid(call: AttentionCall, walk: Pass) -> TileGrid:
         pads = [(n, 0) if walk.transposed else (0, n) for n in idle]
         return np.stack([np.pad(x, [(0, 0), pad]) for x, pad in zip(tables, pads, strict=True)])
 
-    tiles, kinds = map(stack, zip(*each, strict=True))
-    return TileGrid(tiles, kinds, walk.grid_shape(call)[1])
+    tiles, tile_kinds = map(stack, zip(*each, strict=True))
+    return TileGrid(tiles, tile_kinds, walk.grid_shape(call)[1])
 
 
 def _steps(mask: Mask, call: AttentionCall, walk: Pass) -> tuple[Int[np.ndarray, "R J"], Int[np.ndarray, "R J"]]:
     """Tile and kind of each step under one mask."""
     if call.has_positions:
         # Where each token stands is known on the device only: it may be any tile.
-        kinds = np.full(walk.grid_shape(call), TileKind.PARTIAL, np.int8)
-        return _every_tile(kinds), kinds
+        tile_kinds = np.full(walk.grid_shape(call), TileKind.PARTIAL, np.int8)
+        return _every_tile(tile_kinds), tile_kinds
     plan = make_block_plan(mask, call.q_len, call.kv_len, walk.block_q, walk.block_kv)
     return _visited_steps(plan, walk.transposed, walk.shrunk)
 
 
 @functools.lru_cache(maxsize=64)
 def _visited_steps(plan: BlockPlan, transposed: bool, shrunk: bool) -> tuple[np.ndarray, np.ndarray]:
-    kinds = (plan.transpose() if transposed else plan).kinds()
+    tile_kinds = (plan.transpose() if transposed else plan).tile_kinds()
     if not shrunk:
-        return _every_tile(kinds), kinds
-    visited = kinds != TileKind.EMPTY
+        return _every_tile(tile_kinds), tile_kinds
+    visited = tile_kinds != TileKind.EMPTY
     num_steps = max(1, int(visited.sum(axis=1).max()))
     # Idle steps come after the others, but before them in the dK/dV pass, as upstream has it.
     if transposed:
         order = np.argsort(visited, axis=1, kind="stable")[:, -num_steps:]
     else:
         order = np.argsort(~visited, axis=1, kind="stable")[:, :num_steps]
-    kinds = np.take_along_axis(kinds, order, axis=1)
-    return np.where(kinds == TileKind.EMPTY, 0, order).astype(np.int32), kinds
+    tile_kinds = np.take_along_axis(tile_kinds, order, axis=1)
+    return np.where(tile_kinds == TileKind.EMPTY, 0, order).astype(np.int32), tile_kinds
 
 
-def _every_tile(kinds: Int[np.ndarray, "R J"]) -> Int[np.ndarray, "R J"]:
+def _every_tile(tile_kinds: Int[np.ndarray, "R J"]) -> Int[np.ndarray, "R J"]:
     """Steps that visit every tile in order."""
-    return np.broadcast_to(np.arange(kinds.shape[1], dtype=np.int32), kinds.shape)
+    return np.broadcast_to(np.arange(tile_kinds.shape[1], dtype=np.int32), tile_kinds.shape)
 
 
 def next_visited(values: Any, visited: Any) -> Any:
@@ -134,7 +134,7 @@ def partial_blocks(
     found: dict[bytes, int] = {}
     distinct: list[np.ndarray] = []
     index = np.zeros(grid.tiles.shape, np.int32)
-    is_partial = grid.kinds == TileKind.PARTIAL
+    is_partial = grid.tile_kinds == TileKind.PARTIAL
     for number, row, step in np.argwhere(is_partial):
         tile = int(grid.tiles[number, row, step])
         i, j = (tile, row) if walk.transposed else (row, tile)
@@ -150,3 +150,8 @@ def partial_blocks(
         shape = (walk.block_kv, walk.block_q) if walk.transposed else (walk.block_q, walk.block_kv)
         return np.ones((1, *shape), bool), index
     return np.stack(distinct), next_visited(index, is_partial)
+
+
+def whole(length: int, block: int) -> int:
+    """The length, rounded up to whole blocks."""
+    return -(-length // block) * block

@@ -1,14 +1,14 @@
-"""Tiles of the splash kernel, the default ones of each TPU generation, and what of the chip limits them."""
+"""Tiles of the splash kernel, the default ones of each TPU generation, and the chip's limits."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kernels.backends.splash.launch import Pass
-from kernels.backends.splash.passes import d_key_value_pass, d_query_pass, forward_pass
-from kernels.backends.splash.tile_grid import plan_grid
+from kernels.backends.splash.tile_grid import plan_grid, whole
 from kernels.call import AttentionCall
 
 _TPU_LANES = 128
@@ -92,11 +92,37 @@ def resolve(tuning: SplashTuning | None, call: AttentionCall) -> SplashTuning:
     return tuning if grid_excess(call, tuning) is None else _LONGER
 
 
+def _fitted(
+    call: AttentionCall, block_q: int, block_kv: int, compute: int, *, transposed: bool = False, shrunk: bool = True
+) -> Pass:
+    """A pass with blocks no larger than the sequences need."""
+    block_q, block_kv = min(block_q, whole(call.q_len, 128)), min(block_kv, whole(call.kv_len, 128))
+    # The mask function gets the positions of whole tiles.
+    compute = block_kv if call.has_key_value_positions else math.gcd(block_kv, compute)
+    return Pass(block_q, block_kv, compute, transposed, shrunk)
+
+
+def forward_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
+    """The pass that makes the output and the lse."""
+    return _fitted(call, tuning.block_q, tuning.block_kv, tuning.block_kv_compute)
+
+
+def backward_dkv_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
+    """The pass that makes dK and dV, and dQ too if fused."""
+    blocks = (tuning.block_q_dkv, tuning.block_kv_dkv, tuning.block_kv_dkv_compute)
+    return _fitted(call, *blocks, transposed=True, shrunk=tuning.backward == "split")
+
+
+def backward_dq_pass(call: AttentionCall, tuning: SplashTuning) -> Pass:
+    """The pass that makes dQ alone."""
+    return _fitted(call, tuning.block_q_dq, tuning.block_kv_dq, tuning.block_kv_dq)
+
+
 def grid_excess(call: AttentionCall, tuning: SplashTuning) -> str | None:
     """Why the tile grids don't fit into scalar memory, or None if they do."""
-    passes = [forward_pass(call, tuning), d_key_value_pass(call, tuning)]
+    passes = [forward_pass(call, tuning), backward_dkv_pass(call, tuning)]
     if tuning.backward == "split":
-        passes.append(d_query_pass(call, tuning))
+        passes.append(backward_dq_pass(call, tuning))
     largest, walk = max(((_grid_bytes(call, walk), walk) for walk in passes), key=lambda each: each[0])
     if largest <= _GRID_BYTES:
         return None

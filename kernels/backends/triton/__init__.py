@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from kernels.backends.triton.support import unsupported_reason
 from kernels.backends.triton.tuning import TritonTuning, resolve
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
-from kernels.slice_fusion import without_slice_fusion
+from kernels.tracing.slice_fusion import without_slice_fusion
 
 __all__ = ["backward", "forward", "resolve", "unsupported_reason"]
 

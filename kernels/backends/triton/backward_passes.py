@@ -152,7 +152,7 @@ def _add_query_tile(
     q_len: tl.constexpr, head_dim: tl.constexpr, value_dim: tl.constexpr,
     block_q: tl.constexpr, block_h: tl.constexpr, block_v: tl.constexpr,
 ):  # fmt: skip
-    """What one tile of one head's queries adds to dK and dV, and if fused to dQ in memory."""
+    """Adds one tile of one head's queries to dK and dV, and if fused to dQ in memory."""
     inside: tl.constexpr = q_len % block_q == 0
     rows = (tl.cast(batch, tl.int64) * (tl.num_programs(1) * group_size) + head) * q_len
     q = load_rows(head_start(query, query_at, batch, head), at, q_len, query_at[2], head_dim, block_q, block_h, inside)
@@ -236,7 +236,7 @@ def _query_kernel(
 def _add_key_tile(
     dq, q, do, k, v, row_lse, row_delta, allowed, masked: tl.constexpr, to_cap: tl.constexpr, to_log2: tl.constexpr
 ):
-    """What one tile of keys adds to dQ."""
+    """Adds one tile of keys to dQ."""
     logits = capped(tl.dot(q, tl.trans(k)), to_cap)
     p = tl.exp2(logits * to_log2 - row_lse)
     if masked:

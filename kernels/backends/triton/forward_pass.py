@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from kernels.backends.triton.tiles import (
     Matrices,
+    add_tile,
     capped,
     head_start,
     launch_pass,
@@ -90,11 +91,11 @@ def _forward_kernel(
         if has_ids:
             allowed &= row_ids == load_tokens(key_ids + batch * kv_len, at, kv_len, block_kv, 0)[None, :]
         logits = tl.where(allowed, capped(tl.dot(q, tl.trans(k)), to_cap), float("-inf"))
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, logits, v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, logits, v, to_log2)
     for tile in range(full_start, full_stop):
         k = load_rows(keys, tile * block_kv, kv_len, key_at[2], head_dim, block_kv, block_h, True)
         v = load_rows(values, tile * block_kv, kv_len, value_at[2], value_dim, block_kv, block_v, True)
-        acc, row_max, row_sum = _add_tile(acc, row_max, row_sum, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
+        acc, row_max, row_sum = add_tile(acc, row_max, row_sum, capped(tl.dot(q, tl.trans(k)), to_cap), v, to_log2)
 
     # A NaN isn't 0: only a row without an allowed pair has summed up nothing.
     attends = row_sum != 0
@@ -110,13 +111,3 @@ def _forward_kernel(
     index = begin + tl.arange(0, block_q)
     row_lse = tl.where(attends, (row_max + tl.log2(row_sum)) * 0.6931471805599453, float("-inf"))
     tl.store(lse + (tl.cast(batch, tl.int64) * tl.num_programs(1) + head) * q_len + index, row_lse, mask=index < q_len)
-
-
-@triton.jit
-def _add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
-    """One step of the online softmax, kept in units of log₂."""
-    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
-    p = tl.exp2(logits * to_log2 - new_max[:, None])
-    alpha = tl.exp2(row_max - new_max)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
-    return acc, new_max, row_sum * alpha + tl.sum(p, 1)

@@ -1,19 +1,16 @@
-"""What the Triton kernels can't do."""
+"""The calls that the Triton kernels refuse."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
+from kernels.backends import Call
 from kernels.backends.triton.tuning import TritonTuning, resolve, shared_memory_excess
 from kernels.call import AttentionCall
-
-if TYPE_CHECKING:
-    from kernels.decode.call import DecodeCall
 
 _OLDEST_CAPABILITY = 8.0
 _MAX_HEAD_DIM = 256
@@ -26,7 +23,7 @@ def unsupported_reason(call: AttentionCall, tuning: TritonTuning | None = None) 
     return reason or (None if interpreted else shared_memory_excess(call, resolve(tuning, call)))
 
 
-def reason_in_call(call: AttentionCall | DecodeCall, *, interpreted: bool) -> str | None:
+def reason_in_call(call: Call, *, interpreted: bool) -> str | None:
     """Why no tuning serves a call of attention or of decoding."""
     capability = call.target.compute_capability
     if not interpreted:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: their launch, how an operand lies in memory, its tiles, and which ones are visited."""
+"""Shared by the Triton kernels: the launch, layouts of operands in memory, loads of their tiles, and the plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Strided(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """What is multiplied: `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, V]`."""
+    """The operands of the matmuls: `[B, T, N, H]`, `[B, S, K, H]`, `[B, S, K, V]`."""
 
     query: Strided
     key: Strided
@@ -117,7 +117,7 @@ def _interpret(kernel, outputs, grid, constants, zeroed, *inputs) -> list[np.nda
 
 
 def _pointer(array: np.ndarray) -> tl.tensor:
-    """What the interpreter makes of a PyTorch tensor, which it expects."""
+    """An array as the pointer that the interpreter expects; it makes one from a PyTorch tensor."""
     handle: Callable = triton.runtime.interpreter.TensorHandle
     pointer = tl.pointer_type(_POINTEES[array.dtype.name])
     return tl.tensor(handle(np.array([array.ctypes.data], np.uint64), pointer), pointer)
@@ -140,9 +140,9 @@ def launch_pass(
     """Runs a kernel: one program for each head's query tiles, or if transposed for each head's key/value tiles.
 
     After matrices and vectors the kernel reads the bounds of each program's tiles `[W, R, 4]`, the queries' intervals
-    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of what isn't given. Its further
-    constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become logits:
-    these are capped after `to_cap`, if there is a cap, and `to_log2` brings them to units of log₂.
+    of keys `[W, 2, T]`, key positions, and both sides' segment ids: one zero in place of each that isn't given. Its
+    further constants are strides between elements of the batch (0: shared), shapes, tiles, and how dot products become
+    logits: these are capped after `to_cap`, if there is a cap, and `to_log2` converts them to units of log₂.
     """
     bounds = make_rows(inputs, call, tiles.block_q, tiles.block_kv, transposed=transposed, only_intervals=True).bounds
     first, last, key_positions = make_key_intervals(inputs, call)
@@ -260,3 +260,13 @@ def capped(dots, to_cap: tl.constexpr):
         return 1 - 2 / (1 + tl.exp2(dots * (2 * 1.4426950408889634 * to_cap)))
     else:
         return dots
+
+
+@triton.jit
+def add_tile(acc, row_max, row_sum, logits, v, to_log2: tl.constexpr):
+    """One step of the online softmax, kept in units of log₂."""
+    new_max = tl.maximum(row_max, tl.max(logits, 1) * to_log2)
+    p = tl.exp2(logits * to_log2 - new_max[:, None])
+    alpha = tl.exp2(row_max - new_max)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None])
+    return acc, new_max, row_sum * alpha + tl.sum(p, 1)

@@ -69,6 +69,31 @@ class TritonTuning:
             raise ValueError(f"backward={self.backward!r} must be 'fused', 'split' or None")
 
 
+@dataclass(frozen=True)
+class TritonDecodeTuning:
+    """How the `triton` backend decodes.
+
+    Attributes:
+      tiles: query rows and slots of a tile (`block_kv` divides the cache's block_size), warps and stages; None for the
+        best known for the call.
+      num_programs: most programs that a call's blocks are split over; at least one runs for each sequence and head.
+      interpret: run in Triton's interpreter, on any device, float16 only: for tests, thousands of times slower.
+
+    Raises:
+      ValueError: no program.
+    """
+
+    backend: ClassVar[str] = "triton"
+
+    tiles: TritonTiles | None = None
+    num_programs: int = 528
+    interpret: bool = False
+
+    def __post_init__(self):
+        if self.num_programs < 1:
+            raise ValueError(f"num_programs={self.num_programs} must be at least 1")
+
+
 def resolve(tuning: TritonTuning | None, call: AttentionCall) -> TritonTuning:
     """Fills what a tuning leaves open. The split backward is the faster one: see docs/hopper_kernels.md."""
     tuning = tuning or TritonTuning()

@@ -20,7 +20,7 @@ from kernels.collectives import chunks as chunk_collectives
 from kernels.collectives import peer_memory
 from kernels.context.sequence_sharding import default_chunk_size
 from kernels.context.split import Split
-from kernels.target import Target
+from kernels.tracing.target import Target
 
 
 class HaloChunks(NamedTuple):

@@ -28,7 +28,7 @@ from kernels.attention.core import Halves
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.context.exchanges.needed import may_share_documents
 from kernels.context.split import Split
-from kernels.mesh import manual_axes
+from kernels.tracing.mesh_axes import manual_axes
 
 _Sums = TypeVar("_Sums", bound=tuple[Array, ...])
 

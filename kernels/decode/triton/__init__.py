@@ -4,7 +4,7 @@ They list the blocks to visit, attend to parts of the list, and merge the parts 
 Flash-Decoding.
 
 Dimensions: B batch (each element one sequence), T new tokens of each, N query heads, K key/value heads (N = K·G),
-J blocks of cells, P parts that a sequence's visited blocks are split into, V head dim of value.
+J blocks of slots, P parts that a sequence's visited blocks are split into, V head dim of value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from kernels.backends.triton.support import reason_in_call
-from kernels.backends.triton.tuning import TritonTiles, next_power_of_2, padded_head_dim
-from kernels.decode.blocks import block_kinds
+from kernels.backends.triton.tuning import TritonDecodeTuning, TritonTiles, next_power_of_2, padded_head_dim
+from kernels.decode.blocks import block_tile_kinds
 from kernels.decode.call import DecodeCall, DecodeInputs, OutputAndLse
 from kernels.decode.tokens import numbered
-from kernels.decode.triton.tuning import SMALLEST_DOT, TritonDecodeTuning, resolve
+from kernels.decode.triton.tuning import SMALLEST_DOT, resolve
 from kernels.decode.unified import UnifiedCache
 
 _LOG2_E = math.log2(math.e)
@@ -53,12 +53,12 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
     block_v = padded_head_dim(call.value_dim)
     start = functools.partial(launch, compute_capability=call.target.compute_capability, interpret=tuning.interpret)
 
-    kinds = block_kinds(call.mask, inputs.query_positions, cache.blocks(inputs.sequences))
+    tile_kinds = block_tile_kinds(call.mask, inputs.query_positions, cache.blocks(inputs.sequences))
     # `kernels.plan.list_rows` would sort; this is one kernel. It counts FULL blocks, which come first, and all: [B, 2].
     blocks, counts = start(
         list_blocks_kernel,
-        (kinds.astype(jnp.int32),),
-        (jax.ShapeDtypeStruct(kinds.shape, jnp.int32), jax.ShapeDtypeStruct((call.batch, 2), jnp.int32)),
+        (tile_kinds.astype(jnp.int32),),
+        (jax.ShapeDtypeStruct(tile_kinds.shape, jnp.int32), jax.ShapeDtypeStruct((call.batch, 2), jnp.int32)),
         grid=(call.batch,),
         constants={"num_blocks": call.num_blocks, "chunk": min(next_power_of_2(call.num_blocks), _LIST_CHUNK)},
         tiles=_ANY_TILES,
@@ -69,22 +69,22 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
     first, last = (jnp.stack(side, axis=-1) for side in zip(*bounds, strict=True))
     sequences = numbered(inputs.sequences, cache.num_sequences)
     # A slab's positions follow from its lengths; the kernel doesn't read the last two.
-    whose = (cache.lengths,) * 3
+    slot_table = (cache.lengths,) * 3
     if isinstance(cache, UnifiedCache):
-        whose = (cache.lengths, cache.table.positions, cache.table.owners)
+        slot_table = (cache.lengths, cache.table.positions, cache.table.owners)
     rows = (call.batch, call.num_new, call.num_heads)
     parts = (num_parts, *rows)
     # The output of a part without blocks, whose lse is −inf, is anything.
     part_output, part_lse = start(
         attend_part_kernel,
-        (inputs.query, cache.key, cache.value, first, last, blocks, counts, sequences, *whose),
+        (inputs.query, cache.key, cache.value, first, last, blocks, counts, sequences, *slot_table),
         (jax.ShapeDtypeStruct((*parts, call.value_dim), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)),
         grid=(call.num_kv_heads * num_row_tiles, num_parts, call.batch),
         constants={
             "num_blocks": call.num_blocks,
             "block_size": call.block_size,
-            "slab_capacity": None if call.one_slab else call.num_cells,
-            "num_words": whose[2].shape[-1],
+            "slab_capacity": None if call.one_slab else call.num_slots,
+            "num_words": slot_table[2].shape[-1],
             "num_new": call.num_new,
             "num_heads": call.num_heads,
             "num_kv_heads": call.num_kv_heads,
@@ -95,7 +95,7 @@ def attend(inputs: DecodeInputs, call: DecodeCall, tuning: TritonDecodeTuning | 
             "to_cap": None if cap is None else call.scale / cap,
             "to_log2": _LOG2_E * (call.scale if cap is None else cap),
             "tile_rows": tiles.block_q,
-            "tile_cells": tiles.block_kv,
+            "tile_slots": tiles.block_kv,
             "block_h": padded_head_dim(call.head_dim),
             "block_v": block_v,
         },

@@ -2,7 +2,7 @@
 
 from layers.pretrained.config_keys import integer, number
 from layers.pretrained.families import decoder
-from layers.pretrained.families.gemma2 import every_other_slides
+from layers.pretrained.families.gemma import every_other_slides
 from layers.pretrained.family import Family
 from layers.pretrained.layer_kinds import LayerRule
 from layers.pretrained.mxfp4 import with_unpacked_blocks
@@ -16,7 +16,7 @@ def _experts(*names: str) -> tuple[str, ...]:
     return tuple(f"blocks.*.mlp.experts.{name}" for name in names)
 
 
-FAMILY = Family(
+GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     keys=(
@@ -76,3 +76,5 @@ FAMILY = Family(
     adapt=with_unpacked_blocks,
     quantization="mxfp4",
 )
+
+FAMILIES = (GPT_OSS,)

@@ -1,7 +1,9 @@
 """The bonsai adapter against bonsai's own Qwen 3 and ViT, which are unmodified but for the adapter's one line."""
 
 import dataclasses
+import hashlib
 import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from flax import nnx
 
 
 def is_installed() -> bool:
-    """Whether the `bonsai` here is jax-ml's: PyPI has another of that name."""
+    """Returns whether the `bonsai` here is jax-ml's: PyPI has another of that name."""
     return importlib.util.find_spec("bonsai") is not None and importlib.util.find_spec("bonsai.models") is not None
 
 
@@ -19,7 +21,14 @@ pytestmark = pytest.mark.skipif(
     not is_installed(), reason="jax-ml/bonsai isn't installed: docs/adapters/bonsai.md says how"
 )
 
-BATCH, LENGTH, CELLS = 2, 12, 16
+BATCH, LENGTH, NUM_SLOTS = 2, 12, 16
+
+
+def test_the_commit_is_the_one_that_was_tried(modeling):
+    """The recipe calls a private function: with another commit, run these tests first, then set TRIED_WITH and this."""
+    source = Path(modeling.__file__).read_bytes()
+    # Of bonsai/models/qwen3/modeling.py in the commit that TRIED_WITH names; bonsai has no versions.
+    assert hashlib.sha256(source).hexdigest() == "07f6055d98264dd6df6d09312fe032233c9f052e3782066b7be8cd3dc06cbecb"
 
 
 @pytest.fixture
@@ -52,7 +61,7 @@ def make_model(modeling, config, rng):
     seed = int(rng.integers(2**31))
 
     def make(adapted, implementation="reference", config=config):
-        from layers.adapters.bonsai import use_kernels
+        from bonsai_recipe import use_kernels
 
         model = modeling.Qwen3(config, rngs=nnx.Rngs(seed))
         model.embedder.embedding.set_value(model.embedder.embedding[...].astype(jnp.float32))
@@ -69,7 +78,7 @@ def tokens(rng):
 
 
 def cache_of(modeling, config):
-    return [modeling.LayerCache(config, BATCH, CELLS, jnp.float32) for _ in range(config.num_layers)]
+    return [modeling.LayerCache(config, BATCH, NUM_SLOTS, jnp.float32) for _ in range(config.num_layers)]
 
 
 def assert_same(ours, theirs):
@@ -113,8 +122,7 @@ def test_state_keeps_its_names(make_model):
 
 def test_other_models_are_refused(rng):
     from bonsai.models.vit import modeling as vit
-
-    from layers.adapters.bonsai import use_kernels
+    from bonsai_recipe import use_kernels
 
     with pytest.raises(ValueError, match=r"expected a model whose layers have an `attn` of bonsai.models.qwen3.*Trans"):
         use_kernels(vit.ViTClassificationModel(small_vit(vit), rngs=nnx.Rngs(0)))
@@ -152,7 +160,7 @@ def test_on_a_mesh(modeling, config, make_model, rng):
 
     def logits(adapted, config, tokens):
         model = make_model(adapted, config=config)
-        caches = nnx.List([modeling.LayerCache(config, 8, CELLS, jnp.float32) for _ in range(config.num_layers)])
+        caches = nnx.List([modeling.LayerCache(config, 8, NUM_SLOTS, jnp.float32) for _ in range(config.num_layers)])
         attend = nnx.jit(lambda model, caches, part: model(part, cache=caches, segment_ids=jnp.ones_like(part)))
         return [attend(model, caches, part) for part in (tokens[:, :-1], tokens[:, -1:])]
 

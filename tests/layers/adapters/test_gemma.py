@@ -1,5 +1,6 @@
 """The gemma adapter against the unmodified models of Google DeepMind's `gemma` package."""
 
+import importlib.metadata
 import importlib.util
 import re
 
@@ -13,6 +14,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 BATCH, LENGTH, WINDOW = 2, 12, 4
+
+
+def test_the_version_is_the_one_that_was_tried():
+    """The recipe overrides private methods: with another version, run these tests first, then set TRIED_WITH."""
+    import gemma_recipe
+
+    assert importlib.metadata.version("gemma") == gemma_recipe.TRIED_WITH
 
 
 @pytest.fixture
@@ -97,7 +105,7 @@ MODELS = {
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
 def test_models(make_model, draw_params, tokens, changes):
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     model = make_model(**changes)
     params = draw_params(model, tokens)
@@ -109,12 +117,12 @@ def test_models(make_model, draw_params, tokens, changes):
 @pytest.mark.parametrize("implementation", ["reference", None])
 def test_padding(make_model, draw_params, tokens, rng, where, implementation):
     """Gemma counts windows without padding, and hides it, wherever it stands."""
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     model = make_model()
-    places, size = np.arange(LENGTH), rng.integers(1, LENGTH // 2, (BATCH, 1))
+    indices, size = np.arange(LENGTH), rng.integers(1, LENGTH // 2, (BATCH, 1))
     first = {"left": 0, "right": LENGTH - size, "middle": 3}[where]
-    tokens = jnp.where((places >= first) & (places < first + size), 0, tokens)
+    tokens = jnp.where((indices >= first) & (indices < first + size), 0, tokens)
     params = draw_params(model, tokens)
     theirs = logits_and_gradients(model, params, tokens)
     assert_same(logits_and_gradients(with_kernels(model, implementation=implementation), params, tokens), theirs)
@@ -122,23 +130,23 @@ def test_padding(make_model, draw_params, tokens, rng, where, implementation):
 
 def test_each_model_is_traced_for_itself(make_model, draw_params, tokens, monkeypatch):
     """Gemma's `nn.jit` keeps traces: one with kernels must not serve the model as it was, nor the other way round."""
-    from layers.adapters import gemma
+    import gemma_recipe
 
     calls = []
-    attend = gemma.dot_product_attention
-    monkeypatch.setattr(gemma, "dot_product_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
+    attend = gemma_recipe.dot_product_attention
+    monkeypatch.setattr(gemma_recipe, "dot_product_attention", lambda *a, **k: calls.append(1) or attend(*a, **k))
     model = make_model(hidden_dim=48)  # no other test traces this one
     params = draw_params(model, tokens)
     model.apply(params, tokens)
     assert not calls
-    gemma.with_kernels(model, implementation="reference").apply(params, tokens)
+    gemma_recipe.with_kernels(model, implementation="reference").apply(params, tokens)
     assert len(calls) == 2
     model.apply(params, tokens)
     assert len(calls) == 2
 
 
 def test_parameters_keep_their_names(make_model, tokens):
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     model = make_model()
     shapes = [jax.eval_shape(m.init, jax.random.key(0), tokens) for m in (model, with_kernels(model))]
@@ -159,7 +167,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("options", "message"), REFUSALS.values(), ids=REFUSALS.keys())
 def test_refusals(make_model, draw_params, tokens, options, message):
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     model = make_model()
     with pytest.raises(ValueError, match=message):
@@ -167,7 +175,7 @@ def test_refusals(make_model, draw_params, tokens, options, message):
 
 
 def test_other_architectures_are_refused(gm):
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     with pytest.raises(ValueError, match=r"expected a Gemma 2 or 3 of gemma.gm.nn.Transformer, got Gemma4"):
         with_kernels(gm.nn.Gemma4_E2B())
@@ -175,7 +183,7 @@ def test_other_architectures_are_refused(gm):
 
 def test_no_array_of_length_squared(make_model, draw_params):
     """Gemma still describes its dense mask; XLA drops what nothing reads."""
-    from layers.adapters.gemma import with_kernels
+    from gemma_recipe import with_kernels
 
     model, length = make_model(), 1024
     tokens = jnp.ones((1, length), jnp.int32)

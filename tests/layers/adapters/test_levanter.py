@@ -157,10 +157,10 @@ def test_without_batch_and_with_one_key_head(levanter, call):
 
 
 def test_half_precision_comes_out_as_the_query(levanter, call):
-    halves = types.SimpleNamespace(
+    half_precision = types.SimpleNamespace(
         inputs=tuple(x.astype(jnp.bfloat16) for x in call.inputs), cotangent=call.cotangent, axes=call.axes
     )
-    out, _ = ours(halves, mask=levanter.Mask.causal(), attention_dtype=jnp.float32)
+    out, _ = ours(half_precision, mask=levanter.Mask.causal(), attention_dtype=jnp.float32)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         out.array.astype(jnp.float32), theirs(call, mask=levanter.Mask.causal())[0].array, atol=0.05

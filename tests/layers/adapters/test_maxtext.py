@@ -94,7 +94,7 @@ def run(op, arrays, segment_ids=None, sinks=None, **options):
 
 @pytest.fixture
 def ours(op_module, monkeypatch):
-    """Runs with the one line of docs/adapters/maxtext.md, and counts on the reference unless told otherwise."""
+    """Runs with the one line of docs/adapters/maxtext.md, and counts calls, of the reference by default."""
     from layers.adapters.maxtext import apply_attention
 
     def attend(op, arrays, *args, implementation="reference", **options):

@@ -1,6 +1,8 @@
 """Runs the pages in docs/adapters as a reader would, where the package that a page is about is installed."""
 
+import importlib
 import importlib.util
+import shutil
 
 import pytest
 
@@ -13,8 +15,17 @@ PAGES = sorted((ROOT / "docs" / "adapters").glob("*.md"))
 def test_page_runs(page, tmp_path):
     if importlib.util.find_spec(page.stem) is None:
         pytest.skip(f"{page.stem} isn't installed: docs/adapters/{page.name} says how")
+    for recipe in page.parent.glob("*_recipe.py"):
+        shutil.copy(recipe, tmp_path)
     # Under the name of the page, the program would be found in the place of the package.
     program = [section for section in parse(page.read_text(), f"page_of_{page.name}") if section.snippets]
     assert program
     for section in program:
         execute(section, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["bonsai", "gemma"])
+def test_a_recipe_names_the_version_that_it_was_tried_with(name):
+    recipe, page = importlib.import_module(f"{name}_recipe"), ROOT / "docs" / "adapters" / f"{name}.md"
+    assert recipe.TRIED_WITH in recipe.__doc__
+    assert recipe.TRIED_WITH in page.read_text().partition("## Tried with")[2]

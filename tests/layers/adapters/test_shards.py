@@ -1,4 +1,4 @@
-"""What all adapters share: attention in shards of a mesh, and modules that import none of the packages."""
+"""Shared by all adapters: attention in shards of a mesh, and modules that import none of the packages."""
 
 import importlib.util
 import pkgutil
@@ -66,7 +66,7 @@ def test_adapters_import_no_package(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     adapters = {module.name for module in pkgutil.iter_modules(layers.adapters.__path__)}
-    assert len(adapters) > 3
+    assert {"levanter", "maxtext", "shards"} <= adapters
     for name in adapters:
         spec = importlib.util.find_spec(f"layers.adapters.{name}")
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,4 +1,4 @@
-"""What transformers computed with its tiny models, as make_golden.py keeps it, and the same computed here."""
+"""Outputs of transformers' tiny models, as make_golden.py keeps them, and the same computed here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHECKED_POSITIONS = (0, 15, 16, 38, 39)
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What transformers computed in float64.
+    """Outputs of transformers in float64.
 
     Args:
       tokens: a prompt.

@@ -220,7 +220,7 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def greedy_tokens(model: Any, prompt: np.ndarray, num_tokens: int) -> np.ndarray:
-    """What `generate` adds to a prompt when it always takes the likeliest token."""
+    """Tokens that `generate` adds to a prompt when it always takes the likeliest token."""
     inputs = torch.tensor(prompt[None], dtype=torch.long)
     outputs = model.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=num_tokens, min_new_tokens=num_tokens,

@@ -8,12 +8,13 @@ import pytest
 
 from kernels import CausalMask, LocalMask
 from layers import GPTConfig
+from layers.pretrained import config_from_huggingface
 from tests.layers.pretrained.published_configs import LLAMA3_SCALING, PUBLISHED, REFUSED, sizes
 
 
 def read(folder, values) -> GPTConfig:
     (folder / "config.json").write_text(json.dumps(values))
-    return GPTConfig.from_huggingface(folder)
+    return config_from_huggingface(folder)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -52,7 +52,7 @@ def save_model(values: dict[str, Any], folder: Path, rng: np.random.Generator) -
 
 
 def refusal_of(folder: Path) -> str | None:
-    """What is said of the folder's config.json; None: it is read."""
+    """The refusal of the folder's config.json; None: it is read."""
     try:
         config_from_huggingface(folder)
     except ValueError as refusal:
@@ -61,7 +61,7 @@ def refusal_of(folder: Path) -> str | None:
 
 
 def expected_logits(folder: Path, tokens: np.ndarray) -> np.ndarray | None:
-    """What transformers computes; None where it fails."""
+    """The logits of transformers; None where it fails."""
     try:
         with float64_everywhere():
             return logits_of(load_reference(folder), tokens[None])[0]
@@ -98,8 +98,8 @@ def test_a_random_config_is_read_as_transformers_reads_it_or_is_refused(name, tm
             values = draw(rng, transformers.CONFIG_MAPPING[name], classes)
             tokens = rng.integers(0, values["vocab_size"], LENGTH)
             (folder / "config.json").write_text(json.dumps(values))
-            if (told := refusal_of(folder)) is not None:
-                assert "\n" not in told
+            if (refusal := refusal_of(folder)) is not None:
+                assert "\n" not in refusal
                 continue
             if not save_model(values, folder, rng) or (expected := expected_logits(folder, tokens)) is None:
                 continue  # transformers refuses it

@@ -32,23 +32,23 @@ def test_any_slice_of_any_tensor_is_read(chunk_bytes, run_bytes, tmp_path, rng, 
             }
             data += array.tobytes()
     (path := tmp_path / "file.safetensors").write_bytes(file_bytes(header, data))
-    preadv, places = os.preadv, []
+    preadv, reads = os.preadv, []
 
     def watched(descriptor, buffers, offset):
-        places.append((offset, offset + sum(len(buffer) for buffer in buffers)))
+        reads.append((offset, offset + sum(len(buffer) for buffer in buffers)))
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", watched)
     with SafetensorsFile(path) as file:
         assert file.tensors.keys() == arrays.keys()
-        assert max(places)[1] == path.stat().st_size - len(data), "the header alone has been read"
+        assert max(reads)[1] == path.stat().st_size - len(data), "the header alone has been read"
         for name, array in arrays.items():
             tensor = file.tensors[name]
             assert (tensor.shape, tensor.dtype) == (array.shape, array.dtype)
             for index in [whole(array.shape), *(random_index(rng, array.shape) for _ in range(10))]:
-                places.clear()
+                reads.clear()
                 np.testing.assert_array_equal(tensor.read(index), array[index])
-                assert all(tensor.offset <= first <= last <= tensor.offset + array.nbytes for first, last in places)
+                assert all(tensor.offset <= first <= last <= tensor.offset + array.nbytes for first, last in reads)
 
 
 def test_long_runs_are_read_without_what_lies_between_them(tmp_path, rng, monkeypatch):

@@ -1,4 +1,4 @@
-"""What is saved is whole or isn't there, and what transformers has no words for is refused."""
+"""A saved folder is whole or absent, and models that transformers can't express are refused."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_the_host_holds_few_bytes_that_are_not_on_their_way(tmp_path, monkeypatc
 
     monkeypatch.setattr(shards.ShardReader, "_read_piece", counted)
     read_params(tmp_path, config, progress=progress)
-    assert num_read == placed > 8000, "all bytes are told of"
+    assert num_read == placed > 8000, "all bytes are reported"
     assert most < 1500, "what is read ahead, the piece that is being placed, and one that is larger than that"
 
 

@@ -11,7 +11,7 @@ import pytest
 import trainer
 
 # Named for what they hold. Nobody would run them.
-THINGS = {"errors", "hardware", "in_process", "saved_run", "together", "workdir"}
+THINGS = {"errors", "hardware", "saved_run", "workdir"}
 COMMANDS = {"compile", "export", "sample"}
 
 

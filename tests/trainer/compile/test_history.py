@@ -40,7 +40,7 @@ class UnevenBatches:
         if self._step != LONG_STEP:
             return batch
         twice = {name: np.concatenate([array, array]) for name, array in batch.arrays.items()}
-        rows = (*batch.rows, *(row + batch.batch_size for row in batch.rows))
+        rows = (*batch.indices, *(row + batch.batch_size for row in batch.indices))
         return BatchShare(twice, rows, batch.document_lengths * 2)
 
 

@@ -21,9 +21,10 @@ from trainer.config import LossConfig
 from trainer.config.file import load_config
 from trainer.errors import TrainingFailed, UserMistake
 from trainer.loop.evaluator import Evaluator
+from trainer.loop.training_loop import TrainingLoop
 from trainer.observers.observer import Evaluation, Observers
 from trainer.observers.times import TimeAccount
-from trainer.train import TrainingLoop, train
+from trainer.train import train
 from trainer.workdir import claim_workdir
 
 # As reported, with what follows in the first lines.
@@ -123,7 +124,7 @@ def test_a_step_that_is_too_large_ends_the_run_with_one_message(config, tmp_path
     memory = MemoryReport(arguments=3_000, outputs=2_000, aliased=1_500, temporaries=70_000, code=100, peak=73_600)
     report = CompileReport("train_step", 0.0, 0.0, 0.0, cache_hit=False, memory=memory)
     programs = CompiledSteps(lambda: jnp.zeros(()), TrainStep(), TrainStep(), (report,))
-    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: programs)
+    monkeypatch.setattr("trainer.loop.training_loop.compile_steps", lambda *_, **__: programs)
     workdir = claim_workdir(tmp_path, config)
     command = ["python", "-m", "trainer", "--config", "a page.py", "--workdir", str(tmp_path), "--seed", "1"]
     with pytest.raises(TrainingFailed) as caught:
@@ -221,9 +222,9 @@ def test_the_loop_names_what_ran(config, monkeypatch, program):
     loop.setup.samples = SimpleNamespace(write=fail)
     loop.checkpoints.restore_newest = fail if program == "restoring" else lambda _: None
     evaluate = fail if program == "eval_step" else lambda *_: Evaluation(1.0, None, 1)
-    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
+    monkeypatch.setattr("trainer.loop.training_loop.compile_steps", lambda *_, **__: SimpleNamespace(init_state=fail))
     monkeypatch.setattr("trainer.loop.evaluator.evaluate", evaluate)
-    monkeypatch.setattr("trainer.train.jax.block_until_ready", fail)
+    monkeypatch.setattr("trainer.loop.training_loop.jax.block_until_ready", fail)
     loop.account.seconds = lambda _: 0.0
     loop.programs = SimpleNamespace(train_step=lambda *_: (None, None), eval_step=None)
     loop.setup.flops = SimpleNamespace(of_documents=lambda _: (0, 0))
@@ -235,8 +236,13 @@ def test_the_loop_names_what_ran(config, monkeypatch, program):
         "eval_step": evaluate_if_due,
         "sampling": evaluate_if_due,
     }
+
+    def begin():
+        TrainingLoop.restore(loop)
+        TrainingLoop.compile(loop)
+
     with pytest.raises(OutOfMemory) as caught:
-        run.get(program, lambda: TrainingLoop.restore_and_compile(loop))()
+        run.get(program, begin)()
     assert caught.value.program == program
 
 

@@ -1,4 +1,4 @@
-"""What may change when a run resumes: each field has an aspect, changes are kept, what can't be meant is refused."""
+"""Changes when a run resumes: each field declares the consequence, changes are kept, some are refused."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from layers import GPTConfig, RopeScaling
 from trainer import config as configs
 from trainer.config import DataConfig, OptimizerConfig, TrainConfig
 from trainer.config.changes import (
-    ASPECT_OF_FIELD,
-    Aspect,
+    CHANGE_OF_FIELD,
     ConfigChange,
     ConfigHistory,
     changes_to_json,
     refuse_other_run,
 )
 from trainer.config.file import flag_types
+from trainer.config.options import Change, change_of
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
 from trainer.step.sharding import make_mesh
@@ -66,11 +66,31 @@ CHANGED = TrainConfig(
 )
 
 
-def test_every_field_has_an_aspect():
-    assert set(ASPECT_OF_FIELD) == set(flag_types()), (
-        "say in trainer/config/changes.py what a change of the field means"
-    )
-    assert set(ASPECT_OF_FIELD.values()) == set(get_args(Aspect)), "each aspect is some field's"
+def test_every_field_declares_the_consequence_of_a_change():
+    assert set(CHANGE_OF_FIELD) == set(flag_types()), "see trainer/config/options.py"
+    assert set(CHANGE_OF_FIELD.values()) == set(get_args(Change)), "each consequence is some field's"
+    # Of the model's fields, which `layers` declares, the section says it: "model" for all that it doesn't name.
+    of_model = {name: change for name, change in CHANGE_OF_FIELD.items() if name.startswith("model.")}
+    assert {name for name, change in of_model.items() if change != "model"} == {
+        "model.implementation",
+        "model.decode_implementation",
+        "model.remat",
+        "model.scan_layers",
+        "model.compute_dtype",
+    }
+
+
+def test_the_number_of_fields():
+    """Each setting is one more for everybody to read. Whoever adds one says here that it is worth it."""
+    assert len(flag_types()) == 110
+
+
+def test_a_field_without_a_consequence_is_found():
+    @dataclasses.dataclass(frozen=True)
+    class Bare:
+        num_steps: int = 3
+
+    assert change_of(Bare, "num_steps") is None
 
 
 def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
@@ -78,7 +98,7 @@ def test_whatever_can_be_meant_may_change_and_is_kept_with_its_step():
     history = ConfigHistory(CONFIG).resumed(40, CHANGED)
     refused = ("model", "optimizer", "tokenizer", "seed", "beginning")
     expected = {
-        name for name, aspect in ASPECT_OF_FIELD.items() if aspect not in refused and not name.startswith("mesh.")
+        name for name, change in CHANGE_OF_FIELD.items() if change not in refused and not name.startswith("mesh.")
     }
     assert {change.field for change in history.changes} == expected
     assert ConfigChange(40, "num_steps", 200, 300) in history.changes

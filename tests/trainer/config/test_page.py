@@ -76,7 +76,7 @@ def test_a_page_is_called_with_the_arguments_behind_its_name(page):
         ("limit=x", "limit: expected INT or None, got 'x'"),
         ("untyped=3", "get_config() doesn't say of what type untyped is; annotate it in the page, as"),
         ("several=3", "several: --config can't tell several values"),
-        ("table=3", "table: a value of type <class 'dict'> can't be told on the command line"),
+        ("table=3", "table: a value of type <class 'dict'> can't be given on the command line"),
         ("rate=0", "11: optimizer.learning_rate=0.0 must be positive and finite"),
     ],
 )

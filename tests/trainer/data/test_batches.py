@@ -101,7 +101,7 @@ def test_batches_of_another_size_go_on_with_the_next_sequence(make_iterator, rng
         assert _rows(_take(changed, 4)) == rows[position : position + 4 * batch_size]
         state, position = changed.get_state(), position + 4 * batch_size
     for some in ((0, 3), (1, 2)):
-        share = make_iterator(batch_size=4, rows=some)
+        share = make_iterator(batch_size=4, indices=some)
         share.set_state(state)
         assert _rows(_take(share, 1)) == [rows[position + row] for row in some]
 
@@ -176,14 +176,14 @@ def test_a_state_that_is_none_is_told(make_iterator, change):
 def test_each_process_reads_its_rows_of_the_batch_that_one_process_reads_whole(make_iterator, corpus, rng, monkeypatch):
     whole = make_iterator(batch_size=6)
     rows_of = [sorted(rng.choice(6, rng.integers(1, 7), replace=False).tolist()) for _ in range(3)]
-    processes = [make_iterator(batch_size=6, rows=rows) for rows in rows_of]
+    processes = [make_iterator(batch_size=6, indices=rows) for rows in rows_of]
     fingerprints = {process.fingerprint() for process in processes}
     for _ in range(30):
         batch = next(whole)
         rows = _rows([batch.arrays])
         for mine, process in zip(rows_of, processes, strict=True):
             share = next(process)
-            assert (share.rows, share.batch_size) == (tuple(mine), 6)
+            assert (share.indices, share.batch_size) == (tuple(mine), 6)
             assert _rows([share.arrays]) == [rows[row] for row in mine]
             # All processes know of all documents.
             lengths = (share.document_lengths, batch.document_lengths, batch.arrays["segment_ids"])
@@ -208,8 +208,8 @@ def test_a_process_reads_no_tokens_but_its_own(corpus, make_iterator, monkeypatc
         PackedSequences, "__getitem__", lambda self, index: read[self].append(index) or build(self, index)
     )
     _take(make_iterator(batch_size=1, num_prefetch_batches=1), 30)
-    _take(make_iterator(batch_size=6, rows=[1, 4], num_prefetch_batches=1), 5)
-    ValidationSet.choose(corpus, sequence_length=T, num_sequences=8).batches(4, rows=[1])
+    _take(make_iterator(batch_size=6, indices=[1, 4], num_prefetch_batches=1), 5)
+    ValidationSet.choose(corpus, sequence_length=T, num_sequences=8).batches(4, indices=[1])
     every, mine, validation = (read[stream] for stream in made if stream in read)
     assert mine[:10] == [every[6 * batch + row] for batch in range(5) for row in (1, 4)]
     assert len(validation) == 2
@@ -278,7 +278,7 @@ def test_validation_batches_are_fixed_and_exactly_as_many_as_asked(corpus, batch
     assert len(set(_rows(batches)[:8])) == 8
     assert not np.concatenate([batch["segment_ids"] for batch in batches])[8:].any()
     for row in range(batch_size):
-        assert _rows(make(rows=[row])) == _rows(batches)[row::batch_size]
+        assert _rows(make(indices=[row])) == _rows(batches)[row::batch_size]
 
 
 def test_validation_can_use_every_sequence_and_no_more(corpus):

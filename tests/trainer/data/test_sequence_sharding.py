@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_another_sharding_and_another_batch(config, open_batc
 
 def test_each_process_shards_its_rows_as_one_process_does(open_batches):
     whole, validation = open_batches("balanced")
-    mine, my_validation = open_batches("balanced", rows_of=lambda batch_size: range(1, batch_size, 2))
+    mine, my_validation = open_batches("balanced", indices_of=lambda batch_size: range(1, batch_size, 2))
     pairs = [(next(whole), next(mine)) for _ in range(10)]
     for batch, share in [*pairs, *zip(validation, my_validation, strict=True)]:
         for name, array in batch.arrays.items():

@@ -302,7 +302,7 @@ def test_a_process_that_is_told_to_leave_leaves_nothing(number, status, trained,
 EXPORT_BOTH = """
 import sys
 from trainer.export.__main__ import main
-from trainer.process.resident_memory import peak_resident_bytes
+from trainer.hardware import peak_resident_bytes
 
 for workdir in sys.argv[1:]:
     assert main(["--workdir", workdir, "--output", workdir + "-exported"]) == 0

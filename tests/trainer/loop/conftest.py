@@ -9,12 +9,12 @@ import pytest
 
 from tests.trainer.loop.steps import EndlessBatches, make_metrics
 from trainer.config.file import load_config
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
+from trainer.loop.training_loop import TrainingLoop
 from trainer.observers.observer import Start
 from trainer.observers.record import RunRecord
 from trainer.observers.times import TimeAccount
 from trainer.step.flops import StepFlops
-from trainer.train import TrainingLoop
 from trainer.workdir import claim_workdir
 
 
@@ -49,7 +49,7 @@ def make_loop(config, tmp_path, watched_console):
             train_step=lambda state, _: (state, metrics), eval_step=None, is_compiling=False
         )
         loop.state = {"w": jnp.zeros(3)}
-        loop.observers.started(Start(0, config.num_steps, [], []))
+        loop.observers.observe(Start(0, config.num_steps, [], []))
         opened.append(loop)
         close = loop.close
         loop.close = lambda: (opened.remove(loop), close())

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import trainer.checkpoints.training_state
+import trainer.loop.training_loop
 import trainer.train
 from trainer.__main__ import main
 
@@ -75,7 +76,7 @@ if __name__ == "__main__":
     steps = {int(step) for step in told.split(",") if step}
     match name:
         case "hang-step":
-            window = trainer.train.RunningWindow
+            window = trainer.loop.training_loop.RunningWindow
             window.wait = hang_at_call(window.wait, 2)
         case "hang-save":
             checkpoints = trainer.checkpoints.training_state

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.data import BatchShare
-from trainer.step.functions import StepMetrics
-from trainer.train import TrainingLoop
+from trainer.loop.training_loop import TrainingLoop
+from trainer.step.train_step import StepMetrics
 
 
 class EndlessBatches:

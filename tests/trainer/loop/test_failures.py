@@ -22,12 +22,12 @@ import trainer.train
 from kernels import SplashTuning
 from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates, warnings_of
 from trainer.__main__ import main
+from trainer.checkpoints.event_loops import DrainingEventLoop
 from trainer.checkpoints.training_state import find_damage
 from trainer.config import SamplesConfig
 from trainer.config.file import load_saved_config
 from trainer.errors import TrainingFailed, UserMistake
-from trainer.process.event_loops import DrainingEventLoop
-from trainer.train import prepare
+from trainer.train import prepare, take_steps
 from trainer.train import train as run_training
 from trainer.workdir import claim_workdir
 
@@ -92,18 +92,19 @@ def make_loops(monkeypatch, train):
         progress = SimpleNamespace(under_way=lambda: "3 steps")
 
         def __init__(self, setup, workdir, this, traced):
-            self._record = this.record
+            self.record = this.record
 
-        def restore_and_compile(self):
+        def restore(self):
             pass
 
-        def train(self):
-            return train(self._record)
+        def compile(self):
+            pass
 
         def close(self):
             pass
 
     monkeypatch.setattr("trainer.train.TrainingLoop", Loop)
+    monkeypatch.setattr("trainer.train.take_steps", lambda loop: train(loop.record))
     monkeypatch.setattr("trainer.train.prepare", lambda *_: SimpleNamespace(to_json=dict, facts=dict))
 
 
@@ -156,7 +157,7 @@ def test_the_record_tells_that_ctrl_c_after_a_stop_signal_left_without_saving(co
         return 0
 
     make_loops(monkeypatch, train)
-    monkeypatch.setattr("trainer.process.signals.os._exit", leave)
+    monkeypatch.setattr("trainer.launch.signals.os._exit", leave)
     run_training(config, claim_workdir(tmp_path, config), command=[], started=time.perf_counter())
     assert statuses == [130]
     record = json.loads((tmp_path / "record.json").read_text())
@@ -192,7 +193,7 @@ def test_a_signal_at_a_runs_end_changes_neither_its_record_nor_its_status(
 
     make_loops(monkeypatch, train)
     monkeypatch.setattr("trainer.observers.record.write_atomically", write)
-    monkeypatch.setattr("trainer.process.signals.os._exit", statuses.append)
+    monkeypatch.setattr("trainer.launch.signals.os._exit", statuses.append)
     monkeypatch.setattr(trainer.train, "train", run_and_signal)
     assert main(["--config", str(trainer_command.config), "--workdir", str(tmp_path / "run")]) == status
     assert statuses == left
@@ -279,7 +280,7 @@ def test_saves_that_fail_are_made_up_for_by_later_ones(make_loop, monkeypatch, p
 
     monkeypatch.setattr(loop.checkpoints, "save", save_or_fail)
     end_well(loop)
-    assert loop.train() == 0
+    assert take_steps(loop) == 0
     loop.close()
     warnings = warnings_of(loop)
     failed = r"saving checkpoint .*/(\d+) failed: OSError: \[Errno 28\] No space left"
@@ -329,7 +330,7 @@ def test_a_workdir_that_becomes_read_only_ends_the_run_with_the_second_save(make
     make_read_only(loop.workdir.path)
     newest = loop.workdir.checkpoints / "1"
     with pytest.raises(TrainingFailed) as failed:
-        loop.train()
+        take_steps(loop)
     loop.close()
     message = str(failed.value)
     assert message.startswith(f"saving checkpoint {newest.with_name('40')} failed: OSError: [Errno 30] Read-on")
@@ -401,12 +402,12 @@ def test_saving_is_rehearsed_before_anything_is_compiled(make_loop, monkeypatch)
         assert devices == ["a device"]
         raise TrainingFailed("no checkpoint can be saved")
 
-    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history)
-    monkeypatch.setattr("trainer.train.restore", lambda *_: resumed)
+    resumed = SimpleNamespace(state=3, step=0, config_history=loop.config_history, origin=None)
+    monkeypatch.setattr("trainer.loop.training_loop.restore", lambda *_: resumed)
     loop.setup.functions = SimpleNamespace(mesh=SimpleNamespace(devices=np.array(["a device"])))
     monkeypatch.setattr(loop.saver, "rehearse", refuse)
     with pytest.raises(TrainingFailed, match="no checkpoint can be saved"):
-        loop.restore_and_compile()
+        loop.restore()
 
 
 def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop):
@@ -415,7 +416,7 @@ def test_a_workdir_that_is_removed_under_a_run_is_made_again(make_loop):
     loop.run_window()
     loop.saver.save_at_last(loop.snapshot)
     shutil.rmtree(loop.workdir.path)
-    assert loop.train() == 0
+    assert take_steps(loop) == 0
     loop.close()
     warnings = warnings_of(loop)
     told = f"workdir {loop.workdir.path} was removed; it is made again, for what follows"
@@ -460,7 +461,7 @@ def test_a_save_that_fails_does_not_hide_that_the_loss_was_not_finite(make_loop,
     loop.saver.save(loop.snapshot)
     skip_updates(loop, [2, *range(4, 12)])
     with pytest.raises(TrainingFailed, match=r"step 11: loss nan, .* not finite, like the 7 updates before, so"):
-        loop.train()
+        take_steps(loop)
     warnings = warnings_of(loop)
     assert ["checkpoints/1 failed: OSError" in line for line in warnings] == [False, True]
     assert warnings[1].endswith("can be written to"), "no save will try again"
@@ -471,7 +472,7 @@ def test_a_stop_before_the_first_step_claims_no_checkpoint(make_loop, watched_co
     loop.stop.requested = True
     loop.setup.corpus = SimpleNamespace(unigram_nats_per_token=2.0)
     loop.setup.devices = jax.devices()
-    assert loop.train() == 75
+    assert take_steps(loop) == 75
     loop.close()
     [(title, _, commands)] = [told for kind, *told in watched_console.told if kind == "closing"]
     assert title == "stopped at step 0 of 60, with nothing to save yet; run the same command again"

@@ -18,7 +18,7 @@ from kernels import CausalMask, LocalMask
 from layers import GPT
 from layers.pretrained.table import parameter_shapes
 from tests.host_cpus import environment_of_cpus
-from tests.trainer.hosts.test_several_processes import free_port
+from tests.trainer.launch.test_several_processes import free_port
 from trainer.checkpoints.parameters import restore_params
 from trainer.checkpoints.training_state import Checkpoints
 from trainer.cli.train_command import TrainCommand, parse_command_line
@@ -27,7 +27,7 @@ from trainer.config import TrainConfig
 from trainer.config.changes import ConfigHistory
 from trainer.data import load_corpus, make_train_iterator
 from trainer.errors import UserMistake
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.loop.initial_params import load_initial_params
 from trainer.saved_run import abstract_params, open_saved_run
 from trainer.step.functions import make_step_functions

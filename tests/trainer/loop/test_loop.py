@@ -18,8 +18,9 @@ from kernels import CausalMask, LocalMask, Target
 from layers import LayerOverride
 from trainer.__main__ import main
 from trainer.config.file import load_config
-from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention, plan_attention
+from trainer.step.attention_plan import AttentionPlan, attention_calls, describe_attention
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import make_mesh
 
 NUM_STEPS = 60  # of the tiny config
@@ -253,7 +254,7 @@ def test_ctrl_c_while_compiling_leaves_at_once(trainer_command, tmp_path):
 def test_a_second_ctrl_c_leaves_at_once_whatever_the_main_thread_does(before):
     # The main thread waits inside C, as it does while XLA compiles or steps, where no handler of Python's can run.
     script = (
-        "import ctypes, os, time; from trainer.process.signals import StopRequest\n"
+        "import ctypes, os, time; from trainer.launch.signals import StopRequest\n"
         "def leave(): os.write(1, b'leaving\\n'); time.sleep(30)  # on a disk that hangs, for example\n"
         "with StopRequest(lambda name: os.write(1, f'{name}\\n'.encode()), leave) as stop:\n"
         f"    {before}\n"
@@ -339,7 +340,7 @@ def test_the_planned_attention_is_what_the_model_calls(trainer_command, monkeypa
     jax.eval_shape(functions.eval_step, functions.abstract_state.params, functions.abstract_batch)
     device = mesh.devices.flat[0]
     assert set(seen) == set(attention_calls(config, Target.of(device)))
-    plans = plan_attention(config, mesh)
+    plans = make_plan(config, mesh).attention
     assert {plan.mask for plan in plans} == {repr(mask) for mask in config.model.masks}
     assert [plan.to_json()["num_layers"] for plan in plans] == [1, 1]
 

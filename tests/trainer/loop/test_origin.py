@@ -13,7 +13,7 @@ from trainer.cli.train_command import parse_command_line
 from trainer.config import TrainConfig
 from trainer.errors import TrainingFailed
 from trainer.export.family import describe_export
-from trainer.hosts.peers import Peers
+from trainer.launch.peers import Peers
 from trainer.loop.origin import find_origin, longer_than_trained, read_origin
 from trainer.train import train
 from trainer.workdir import Workdir, claim_workdir

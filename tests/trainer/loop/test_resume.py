@@ -147,7 +147,9 @@ def test_a_run_is_extended_with_another_rate_batch_and_evaluation_then_cut_short
     assert sum(line.startswith("validation losses are measured otherwise from now on") for line in lines) == 1
 
     # The example of `make help`: a run that is past the steps asked for has none left to make.
-    monkeypatch.setattr("trainer.train.compile_steps", lambda *_, **__: CompiledSteps(None, None, None, ()))
+    monkeypatch.setattr(
+        "trainer.loop.training_loop.compile_steps", lambda *_, **__: CompiledSteps(None, None, None, ())
+    )
     shorter = resume(dataclasses.replace(extended, num_steps=5))
     assert shorter.status == 0
     assert (shorter.record["status"], shorter.record["step"]) == ("completed", 7)

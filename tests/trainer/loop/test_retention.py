@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from layers import GPTConfig
 from trainer.config import CheckpointConfig, EvaluationConfig, TrainConfig
-from trainer.loop.retention import spared_steps
+from trainer.loop.saver import spared_steps
+from trainer.loop.training_loop import TrainingLoop
 from trainer.observers.observer import VALIDATION_LOSS
+from trainer.train import take_steps
 
 
 @given(
@@ -52,7 +54,7 @@ def test_a_run_keeps_its_best_checkpoint(make_loop, config, tmp_path, monkeypatc
             loop.evaluator.evaluations[step] = {"step": step, VALIDATION_LOSS: losses[step]}
 
     monkeypatch.setattr(loop.evaluator, "evaluate_if_due", evaluate)
-    monkeypatch.setattr("trainer.train.tell_ending", lambda *_: 0)
-    loop.train()
+    monkeypatch.setattr(TrainingLoop, "end", lambda _: 0)
+    take_steps(loop)
     loop.close()
     assert sorted(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == [4, 6, 10]

@@ -9,6 +9,7 @@ import trainer.train
 from tests.trainer.loop.faulty_run import poison, spoiled_batches
 from tests.trainer.loop.steps import end_well, record_of, saved, skip_updates
 from trainer.errors import TrainingFailed
+from trainer.train import take_steps
 
 
 def test_skipped_updates_are_told_and_counted_and_not_saved(make_loop, watched_console):
@@ -16,7 +17,7 @@ def test_skipped_updates_are_told_and_counted_and_not_saved(make_loop, watched_c
     loop = make_loop()
     skip_updates(loop, [12, 13, 20, *range(33, 40)])
     end_well(loop)
-    assert loop.train() == 0
+    assert take_steps(loop) == 0
     loop.close()
     assert saved(loop) == ["40", "60"]
     lines = [tuple(told) for told in watched_console.told if told[0] in ("warning", "note")]
@@ -53,7 +54,7 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_the_last_good_checkp
     loop.run_window()
     loop.saver.save(loop.snapshot)
     with pytest.raises(TrainingFailed) as failed:
-        loop.train()
+        take_steps(loop)
     loop.close()
     before = f", like the {limit - 1} updates before" if limit > 1 else ""
     assert str(failed.value).startswith(

@@ -8,7 +8,8 @@ import pytest
 from trainer.cli.train_command import parse_command_line
 from trainer.errors import UserMistake
 from trainer.loop.step_trace import StepTrace
-from trainer.train import TrainingLoop
+from trainer.loop.training_loop import TrainingLoop
+from trainer.train import take_steps
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def profiler(monkeypatch):
 @pytest.fixture
 def make_traced(make_loop, profiler, monkeypatch):
     """A loop that traces some steps; its steps and waits are told with the profiler's."""
-    monkeypatch.setattr("trainer.train.tell_ending", lambda *_: 0)
+    monkeypatch.setattr(TrainingLoop, "end", lambda _: 0)
 
     def make(traced: range, **changed) -> TrainingLoop:
         loop = make_loop(**changed)
@@ -41,7 +42,7 @@ def test_exactly_those_steps_are_traced_between_two_idle_moments(make_traced, pr
     waited = []
     block = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(len(profiler)) or block(x))
-    loop.train()
+    take_steps(loop)
     loop.close()
     assert profiler == [*range(1, 10), "start profile", 10, 11, 12, 13, "stop", *range(14, 21)]
     assert {profiler.index("start profile"), profiler.index("stop")} <= set(waited), "the device is idle at both ends"
@@ -57,7 +58,7 @@ def test_a_trace_that_a_stop_cuts_short_is_written(make_traced, profiler):
         return dispatch(*given)
 
     loop.programs.train_step = stop_at_5
-    loop.train()
+    take_steps(loop)
     loop.close()
     assert profiler == [1, 2, "start profile", 3, 4, 5, "stop"]
 
@@ -77,7 +78,7 @@ def test_a_profiler_that_fails_ends_no_run(make_traced, profiler, monkeypatch):
 
     monkeypatch.setattr(jax.profiler, "stop_trace", fail)
     loop = make_traced(range(2, 4), num_steps=5)
-    loop.train()
+    take_steps(loop)
     loop.close()
     assert profiler == [1, "start profile", 2, 3, 4, 5]
     told = f"steps 2 to 3 can't be traced in {loop.workdir.profile}: no room"

@@ -13,7 +13,7 @@ from trainer.data import BatchShare
 from trainer.loop.window import RunningWindow
 from trainer.observers.times import StepTimes, TimeAccount
 from trainer.step.flops import FlopCounter
-from trainer.step.functions import StepMetrics
+from trainer.step.train_step import StepMetrics
 
 T = 64
 

@@ -13,7 +13,7 @@ from layers import GPTConfig
 from trainer.config import DataConfig, OptimizerConfig, TrainConfig
 from trainer.observers import loss_plot
 from trainer.observers.loss_plot import draw_losses
-from trainer.observers.next_commands import next_commands
+from trainer.observers.summary import next_commands
 from trainer.workdir import Workdir
 
 CONFIG = TrainConfig("run", GPTConfig(), 20, optimizer=OptimizerConfig(num_warmup_steps=2))

@@ -38,7 +38,7 @@ class Logs(Observers):
         entries = [
             make_entry(entry["step"], {name: entry[name] for name in entry if name != "step"}) for entry in entries
         ]
-        self.window(LogWindow(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, entries))
+        self.observe(LogWindow(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, entries))
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def start(tmp_path, watched_console):
     def start(restored_step: int, reports=()) -> Logs:
         path = tmp_path / "metrics.jsonl"
         logs = Logs(MetricsFile(path, watched_console), TensorBoard(tmp_path / "tensorboard", watched_console))
-        logs.started(Start(restored_step, 100, LoggedEntries(path, restored_step, watched_console), reports))
+        logs.observe(Start(restored_step, 100, LoggedEntries(path, restored_step, watched_console), reports))
         return logs
 
     return start
@@ -146,7 +146,7 @@ def test_a_log_that_begins_late_tells_an_evaluation_of_the_last_step_once(
     start(0).write(make_entries(1, 3))
     with limit_file_size(10):
         log = start(3)
-    log.evaluated(Evaluated.now(3, Evaluation(2.5, None, 7), "d"))
+    log.observe(Evaluated.now(3, Evaluation(2.5, None, 7), "d"))
     log.close()
     assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 3]
     assert_tensorboard_shows_the_metrics(tmp_path, read_tensorboard)
@@ -187,9 +187,9 @@ def test_what_earlier_attempts_compiled_is_kept_up_to_the_step_gone_on_from(tmp_
 
     log = start(0, [report("init_state", 1.0), report("train_step", 2.0)])
     for step in (3, 6, 9):
-        log.recompiled(recompile(step, 10.0 + step))
+        log.observe(recompile(step, 10.0 + step))
     log = start(6, [report("train_step", 3.0)])
-    log.recompiled(recompile(8, 20.0))
+    log.observe(recompile(8, 20.0))
     start(8, [report("train_step", 4.0)])
     shown = read_tensorboard(tmp_path / "tensorboard")
     assert shown["compile/init_state/trace_s"] == {0: 1.0}

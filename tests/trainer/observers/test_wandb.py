@@ -14,7 +14,7 @@ from trainer.compile.recompilation import ArgumentChange
 from trainer.compile.stages import CompileReport
 from trainer.config import TrainConfig, WandbConfig
 from trainer.errors import UserMistake
-from trainer.observers.observer import Ending, Evaluated, Evaluation, LogWindow, Start, make_entry
+from trainer.observers.observer import Ending, Evaluated, Evaluation, LogWindow, Saved, Start, make_entry
 from trainer.observers.wandb import WeightsAndBiases
 from trainer.terminal.console import Console
 from trainer.train import prepare
@@ -45,14 +45,14 @@ def read_logged(folder, expected: set[bytes]) -> bytes:
 def test_an_offline_run_keeps_every_value_in_the_workdir(tmp_path):
     report = CompileReport("train_step", 1.25, 0.5, 60.0, False, None)
     observer = WeightsAndBiases(CONFIG, tmp_path, Console())
-    observer.started(Start(0, 200, [], [report]))
-    observer.recompiled(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
-    observer.window(make_window(1, 3.125, 3.0625, float("nan")))
+    observer.observe(Start(0, 200, [], [report]))
+    observer.observe(Recompile(2, "2026-01-01", report, (ArgumentChange("batch", "shape", "2", "3"),)))
+    observer.observe(make_window(1, 3.125, 3.0625, float("nan")))
     loss = make_entry(3, {"validation_nats_per_token": 2.6875, "validation_bits_per_byte": None})
     loss |= {"validation_digest": "5eed"}
-    observer.evaluated(Evaluated(3, Evaluation(2.6875, None, 10), loss))
-    observer.saved(3, tmp_path / "checkpoints" / "3")
-    observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
+    observer.observe(Evaluated(3, Evaluation(2.6875, None, 10), loss))
+    observer.observe(Saved(3, tmp_path / "checkpoints" / "3"))
+    observer.observe(Ending("completed", 3, tmp_path / "checkpoints" / "3", loss, 3.5, {}))
     observer.close()
     names = {b"loss", b"validation_nats_per_token", b"compile/train_step/trace_s", b"checkpoint_step"}
     values = {b"3.125", b"3.0625", b"2.6875", b"60", b"completed", b"a-project"}
@@ -66,8 +66,8 @@ def test_a_run_that_fails_is_closed_and_one_that_never_started_leaves_nothing(tm
     WeightsAndBiases(CONFIG, tmp_path, Console()).close()
     assert not (tmp_path / "wandb").exists()
     observer = WeightsAndBiases(CONFIG, tmp_path, Console())
-    observer.started(Start(0, 200, [], []))
-    observer.window(make_window(1, 3.125))
+    observer.observe(Start(0, 200, [], []))
+    observer.observe(make_window(1, 3.125))
     observer.close()
     observer.close()
     read_logged(tmp_path, {b"3.125"})
@@ -89,9 +89,9 @@ class _LostRun:
 def test_a_service_that_is_gone_is_warned_of_once_and_the_run_goes_on(tmp_path, capsys):
     observer = WeightsAndBiases(CONFIG, tmp_path, Console())
     observer._run = _LostRun()
-    observer.window(make_window(1, 3.125, 3.0625))
-    observer.saved(3, tmp_path / "checkpoints" / "3")
-    observer.finished(Ending("completed", 3, tmp_path / "checkpoints" / "3", None, 3.5, {}))
+    observer.observe(make_window(1, 3.125, 3.0625))
+    observer.observe(Saved(3, tmp_path / "checkpoints" / "3"))
+    observer.observe(Ending("completed", 3, tmp_path / "checkpoints" / "3", None, 3.5, {}))
     observer.close()
     told = capsys.readouterr().out
     assert told.count("warning: ") == 1

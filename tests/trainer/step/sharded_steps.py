@@ -8,7 +8,7 @@ from layers import GPTConfig
 from trainer.config import ContextConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data import BatchShare
 from trainer.step.functions import make_step_functions
-from trainer.step.global_batch import make_global_batch, rows_of_process
+from trainer.step.global_batch import indices_of_process, make_global_batch
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
 BATCH_SIZE, LENGTH, VOCAB_SIZE = 8, 32, 64
@@ -36,7 +36,7 @@ def make_batch(rng):
 def put(batch, mesh):
     """A batch on the devices, as a run puts it there."""
     sharding = batch_sharding(mesh)
-    share = BatchShare(batch, rows_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
+    share = BatchShare(batch, indices_of_process(sharding, BATCH_SIZE, LENGTH), (np.zeros(0, np.int64),) * BATCH_SIZE)
     return make_global_batch(share, sharding)
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from layers import GPTConfig
 from trainer.config import ContextConfig, MeshConfig, TrainConfig
 from trainer.errors import UserMistake
-from trainer.step.attention_plan import plan_sequence_sharding
+from trainer.step.attention_plan import plan_context_parallelism
 
 RING = TrainConfig(
     name="ring",
@@ -34,15 +34,15 @@ def mesh():
 def test_a_ring_that_newer_runtimes_for_cpus_mix_up_is_refused(version, mesh, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", version)
     with pytest.raises(UserMistake, match=r"exchange='ring' beside model\.remat='full' and gradient_accumulation=2"):
-        plan_sequence_sharding(RING, mesh)
+        plan_context_parallelism(RING, mesh)
     once = dataclasses.replace(RING, gradient_accumulation=1)
     kept = dataclasses.replace(RING, model=dataclasses.replace(RING.model, remat="none"))
     gathered = dataclasses.replace(RING, context=ContextConfig(exchange="all_gather"))
     for config, exchange in ((once, "ring"), (kept, "ring"), (gathered, "all_gather")):
-        assert {chosen.name for chosen in plan_sequence_sharding(config, mesh)[1].exchanges} == {exchange}
-    plan_sequence_sharding(RING, None)  # the devices may be others
+        assert {chosen.name for chosen in plan_context_parallelism(config, mesh).exchanges} == {exchange}
+    plan_context_parallelism(RING, None)  # the devices may be others
 
 
 def test_a_ring_is_served_where_the_runtime_is_right(mesh, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    assert {chosen.name for chosen in plan_sequence_sharding(RING, mesh)[1].exchanges} == {"ring"}
+    assert {chosen.name for chosen in plan_context_parallelism(RING, mesh).exchanges} == {"ring"}

@@ -7,7 +7,7 @@ import pytest
 from kernels import Target
 from layers import GPTConfig, MoEConfig
 from trainer.config import MeshConfig, TrainConfig
-from trainer.step.expert_plan import plan_experts
+from trainer.step.plan import plan_experts
 
 H200 = Target("gpu", "NVIDIA H200", 9.0, 132)
 

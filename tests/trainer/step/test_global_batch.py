@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from trainer.config import MeshConfig
 from trainer.data import BatchShare
-from trainer.step.global_batch import _part, make_global_batch, rows_of_process
+from trainer.step.global_batch import _part, indices_of_process, make_global_batch
 from trainer.step.sharding import AXES, batch_sharding, make_mesh
 
 
@@ -62,7 +62,7 @@ def test_processes_read_what_their_devices_need_and_together_the_whole_batch(_, 
     read = set()
     for process in np.unique(processes).tolist():
         sharding = sharding_seen_by(process, processes, shape)
-        rows = rows_of_process(sharding, batch_size, length)
+        rows = indices_of_process(sharding, batch_size, length)
         share = read_rows({"tokens": batch}, rows)
         needed = set()
         for device, index in sharding.devices_indices_map(batch.shape).items():
@@ -78,11 +78,11 @@ def test_processes_read_what_their_devices_need_and_together_the_whole_batch(_, 
 
 def test_processes_along_the_batch_axes_share_no_row():
     processes = np.repeat([0, 1], 4)
-    shares = [rows_of_process(sharding_seen_by(process, processes, (2, 2, 1, 2)), 8, 16) for process in (0, 1)]
+    shares = [indices_of_process(sharding_seen_by(process, processes, (2, 2, 1, 2)), 8, 16) for process in (0, 1)]
     assert shares == [(0, 1, 2, 3), (4, 5, 6, 7)]
     # Along the context axis both need every row, of which each puts its tokens on its devices.
     processes = np.tile([0, 1], 4)
-    shares = [rows_of_process(sharding_seen_by(process, processes, (2, 2, 1, 2)), 8, 16) for process in (0, 1)]
+    shares = [indices_of_process(sharding_seen_by(process, processes, (2, 2, 1, 2)), 8, 16) for process in (0, 1)]
     assert shares == [tuple(range(8))] * 2
 
 
@@ -92,7 +92,7 @@ def test_one_process_puts_a_whole_batch_on_its_devices(rng):
         "tokens": rng.integers(0, 1000, (6, 16)).astype(np.int32),
         "target_mask": rng.integers(0, 2, (6, 16)).astype(bool),
     }
-    rows = rows_of_process(sharding, 6, 16)
+    rows = indices_of_process(sharding, 6, 16)
     assert rows == tuple(range(6))
     batch = make_global_batch(read_rows(arrays, rows), sharding)
     expected = jax.device_put(arrays, sharding)

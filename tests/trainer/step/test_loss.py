@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 
 from kernels import Target
-from kernels.exp_logits import ExpLogits
+from kernels.loss.exp_logits import ExpLogits
 from trainer.step.loss import chunked_cross_entropy
 
 
@@ -195,7 +195,7 @@ def test_a_nan_stays_one(rng):
 
 
 def exact_exponentials(hidden, head, shifts, *, soft_cap):
-    """What `kernels.exp_logits.ExpLogits` computes, without rounding."""
+    """What `kernels.loss.exp_logits.ExpLogits` computes, without rounding."""
     logits = hidden @ head
     slopes = 1.0
     if soft_cap is not None:

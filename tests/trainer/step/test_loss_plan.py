@@ -1,18 +1,16 @@
 """What the opening panel, the record and the compile report say of the loss."""
 
-import dataclasses
-
 import pytest
 
 from kernels import Target
-from kernels.exp_logits import ExpLogits
+from kernels.loss.exp_logits import ExpLogits
 from layers import GPTConfig
 from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import LossConfig, TrainConfig
 from trainer.errors import UserMistake
 from trainer.step.functions import make_step_functions
-from trainer.step.loss_plan import plan_loss
+from trainer.step.plan import plan_loss
 from trainer.step.sharding import make_mesh
 
 H200, TPU = Target("gpu", "NVIDIA H200", 9.0, 132), Target("tpu", "TPU v5p")
@@ -54,7 +52,7 @@ def test_a_step_refuses_the_kernel_where_there_is_none():
 def test_the_compile_report_has_the_loss():
     config = config_of()
     plan = plan_loss(config, H200)
-    profile = dataclasses.replace(make_profile(needed=10), loss=plan)
+    profile, on_gpu = make_profile(needed=10, loss=plan), make_profile(needed=10, loss=plan, target=H200)
     assert "loss" not in describe_target(config, None, profile)  # of a TPU
     assert profile_to_json(profile)["loss"] == plan.to_json()
-    assert describe_target(config, None, dataclasses.replace(profile, platform="gpu"))["loss"] == plan.describe()
+    assert describe_target(config, None, on_gpu)["loss"] == plan.describe()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainer.step.pinned_memory import limit_pinned_memory
+from trainer.step.sharding import limit_pinned_memory
 
 VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 

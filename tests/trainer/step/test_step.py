@@ -15,9 +15,9 @@ from tests.trainer.step.sharded_steps import PLAIN
 from tests.trainer.step.test_loss import exact_exponentials
 from trainer.compile.stages import compile_in_stages, count_compilations
 from trainer.config import LossConfig, MeshConfig, OptimizerConfig, TrainConfig
-from trainer.step import functions as step_functions
 from trainer.step.functions import WITHOUT_CUDA_GRAPHS, compiler_options, make_step_functions
 from trainer.step.optimizer import make_optimizer
+from trainer.step.plan import make_plan
 from trainer.step.sharding import make_mesh
 from trainer.step.skipping import NUM_RECENT, Skipping
 
@@ -145,12 +145,13 @@ def test_accumulation_equals_the_large_batch(rng, functions, initial_state, trai
 
 @pytest.mark.parametrize(("factor", "num_recomputed"), [(1, 0), (1e5, 2)])
 def test_losses_computed_again_are_counted_by_micro_batch(
-    rng, functions, initial_state, train_step, monkeypatch, factor, num_recomputed
+    rng, functions, initial_state, train_step, factor, num_recomputed
 ):
     """Far logits have unlikely targets, whose exponentials don't fit."""
-    plan = SimpleNamespace(exp_logits=lambda _: exact_exponentials)
-    monkeypatch.setattr(step_functions, "plan_loss", lambda *_: plan)
-    by_exponentials = make_step_functions(dataclasses.replace(CONFIG, gradient_accumulation=2), functions.mesh)
+    config, mesh = dataclasses.replace(CONFIG, gradient_accumulation=2), functions.mesh
+    loss = SimpleNamespace(exp_logits=lambda _: exact_exponentials)
+    plan = dataclasses.replace(make_plan(config, mesh), loss=loss)
+    by_exponentials = make_step_functions(config, mesh, plan)
     batch, state = make_batch(rng), copy(initial_state)
     state.params["final_norm"]["scale"] *= factor
     _, expected = train_step(copy(state), batch)
@@ -302,7 +303,7 @@ def test_steps_whose_gpus_wait_for_each_other_run_outside_of_cuda_graphs(platfor
 
 
 def test_compiler_options_reach_the_compiler(monkeypatch):
-    monkeypatch.setattr(step_functions, "compiler_options", lambda _: {"xla_no_such_option": "1"})
+    monkeypatch.setattr("trainer.step.functions.compiler_options", lambda _: {"xla_no_such_option": "1"})
     step = make_step_functions(CONFIG, make_mesh(MeshConfig()))
     lowered = step.train_step.lower(step.abstract_state, step.abstract_batch)
     with pytest.raises(Exception, match="xla_no_such_option"):

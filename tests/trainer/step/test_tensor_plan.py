@@ -13,10 +13,9 @@ from tests.trainer.compile.step_profiles import make_profile
 from trainer.compile.command.report import describe_target, profile_to_json
 from trainer.config import MeshConfig, TensorConfig, TrainConfig
 from trainer.errors import UserMistake
-from trainer.step.expert_plan import ExpertPlan
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import ExpertPlan, TensorPlan, plan_tensor
 from trainer.step.sharding import AXES, make_mesh
-from trainer.step.tensor_plan import TensorPlan, plan_tensor
 
 MOE = MoEConfig(num_experts=8, num_experts_per_token=2, expert_width=128)
 
@@ -170,10 +169,10 @@ def test_the_layers_get_what_the_config_names(collectives):
 )
 def test_the_compile_report_has_the_plan(part, plan):
     config = config_of(mesh_of(FakeCpu))
-    profile = dataclasses.replace(make_profile(needed=10), **{part: plan})
+    profile = make_profile(needed=10, **{part: plan})
     assert describe_target(config, None, profile)[part] == plan.describe()
     assert "  mosaic_gpu passed over: it is for others" in plan.describe()
     assert profile_to_json(profile)[part] == plan.to_json()
-    without = dataclasses.replace(profile, **{part: None})
+    without = make_profile(needed=10)
     assert part not in describe_target(config, None, without)
     assert profile_to_json(without)[part] is None

@@ -12,7 +12,7 @@ import rich.console
 
 from trainer.compile.stages import CompileReport, MemoryReport
 from trainer.observers.console_lines import ConsoleLines
-from trainer.observers.observer import Evaluated, Evaluation, LogWindow, Start
+from trainer.observers.observer import Advanced, Evaluated, Evaluation, LogWindow, Start, Stopped
 from trainer.terminal.console import Console
 from trainer.terminal.units import format_bytes, format_count, format_loss, format_seconds
 
@@ -43,14 +43,14 @@ def show_a_run(output: rich.console.Console) -> str:
     memory = MemoryReport(2_000_000, 1_000, 1_000, 3_000_000, 500, 5_000_000)
     with console.working("compiling"):
         console.note("a word while it compiles")
-    lines.started(Start(0, 40, [], [CompileReport("train_step", 1.0, 2.0, 62.0, True, memory)]))
-    lines.advanced(5)
-    lines.window(make_window(10))
+    lines.observe(Start(0, 40, [], [CompileReport("train_step", 1.0, 2.0, 62.0, True, memory)]))
+    lines.observe(Advanced(5))
+    lines.observe(make_window(10))
     console.note("checkpoint 10 is damaged")
-    lines.evaluated(Evaluated(10, Evaluation(3.125, 4.5, 1000), {}))
-    lines.window(make_window(20))
-    lines.stopped()
-    lines.stopped()
+    lines.observe(Evaluated(10, Evaluation(3.125, 4.5, 1000), {}))
+    lines.observe(make_window(20))
+    lines.observe(Stopped())
+    lines.observe(Stopped())
     facts = {"written": ["/tmp/run/record.json", "/tmp/run/metrics.jsonl"]}
     console.closing("completed: step 40 of 40", facts, ["python -m trainer.sample --workdir /tmp/run"])
     return output.file.getvalue()
@@ -104,7 +104,7 @@ def test_a_terminal_gets_a_panel_and_a_progress_bar():
 
 
 def test_an_mfu_that_is_unknown_is_left_out(capsys):
-    ConsoleLines(Console()).window(dataclasses.replace(make_window(10), mfu_causal=None))
+    ConsoleLines(Console()).observe(dataclasses.replace(make_window(10), mfu_causal=None))
     assert capsys.readouterr().out.rstrip() == f"step 10/40  {SPEED.replace('  MFU 41.0%', '')}"
 
 

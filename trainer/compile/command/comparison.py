@@ -33,7 +33,7 @@ class Comparison:
 
     @property
     def compares_pages(self) -> bool:
-        """Whether the variants are config pages."""
+        """True: the variants are config pages."""
         return self.field == _PAGES
 
     @staticmethod

@@ -15,8 +15,7 @@ from trainer.compile.step_profile import StepProfile
 from trainer.compile.topology import Topology
 from trainer.config import TrainConfig
 from trainer.config.file import config_to_json
-from trainer.process.versions import installed_versions
-from trainer.step.attention_plan import describe_attention
+from trainer.hardware import installed_versions
 from trainer.terminal.units import format_bytes, format_count, format_seconds
 
 SCHEMA_VERSION = 1
@@ -36,10 +35,7 @@ def describe_target(config: TrainConfig, topology: Topology | None, profile: Ste
         "mesh": " × ".join(f"{axis} {size}" for axis, size in profile.mesh.items()),
         "model": f"{format_count(profile.num_parameters)} parameters, {config.model.num_layers} layers of width "
         f"{config.model.width}, {config.model.compute_dtype} compute, remat {config.model.remat}",
-        "attention": describe_attention(profile.attention),
-        **({} if profile.experts is None else {"experts": profile.experts.describe()}),
-        **({} if profile.tensor is None else {"tensor": profile.tensor.describe()}),
-        **({"loss": profile.loss.describe()} if profile.platform == "gpu" else {}),
+        **profile.plan.describe(),
         "step": f"{profile.tokens_per_step:,} tokens: {config.batch_size} × {config.sequence_length:,}{micro_batches}",
     }
 
@@ -78,7 +74,7 @@ def describe_times(profile: StepProfile) -> str:
 
 
 def describe_verdict(profile: StepProfile) -> str:
-    """Whether it fits, and by how much."""
+    """The verdict: whether the program fits, and by how much."""
     fit = profile.fit
     if fit is None:
         return "unknown: the backend doesn't tell what the program takes"
@@ -149,7 +145,7 @@ def comparison_table(field: str, profiles: Mapping[Variant, StepProfile]) -> lis
     lines = [[field, *_measures(last)]]
     for variant, profile in profiles.items():
         measures = zip(_measures(profile).values(), _measures(last).values(), strict=True)
-        lines.append([variant.name, *(f"{told} {_ratio(value, of_last)}" for (told, value), (_, of_last) in measures)])
+        lines.append([variant.name, *(f"{name} {_ratio(value, of_last)}" for (name, value), (_, of_last) in measures)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
 
@@ -224,10 +220,7 @@ def profile_to_json(profile: StepProfile) -> dict[str, Any]:
         "mesh": profile.mesh,
         "num_parameters": profile.num_parameters,
         "tokens_per_step": profile.tokens_per_step,
-        "attention": [plan.to_json() for plan in profile.attention],
-        "experts": None if profile.experts is None else profile.experts.to_json(),
-        "tensor": None if profile.tensor is None else profile.tensor.to_json(),
-        "loss": profile.loss.to_json(),
+        **profile.plan.to_json(),
         "compile": {
             "trace_s": profile.compiled.trace_s,
             "lower_s": profile.compiled.lower_s,

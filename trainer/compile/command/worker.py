@@ -24,14 +24,14 @@ from trainer.hardware import expected_platform
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What the worker is to compile."""
+    """A program for the worker to compile."""
 
     arguments: tuple[str, ...]
     """`--config FILE` and the overrides, as on a command line."""
     topology: Topology | None
     """None: the local devices."""
     use_cache: bool = True
-    """Whether the persistent cache is used as the config says. It is never used for a topology: JAX
+    """False: the persistent cache is off, whatever the config says. It is never used for a topology: JAX
     (0.10.2 to 0.12) can write the program of a device that isn't attached, but can't read it."""
 
 

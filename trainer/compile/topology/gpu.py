@@ -32,7 +32,7 @@ class GpuModel:
     name: str
     """In the names of topologies."""
     device_kind: str
-    """What JAX calls one device."""
+    """JAX's name of one device."""
     memory_gib: float
     """The total that CUDA reports (`cudaMemGetInfo`): a little less than the data sheet's 80 and 141 GB hold."""
     bandwidth_tb_s: float
@@ -173,7 +173,7 @@ def _plugin() -> tuple[str, str] | None:
 
 
 def _has_ptxas() -> bool:
-    """Whether XLA finds ptxas: on the path, in CUDA's usual folder, or in the wheel nvidia-cuda-nvcc."""
+    """True if XLA finds ptxas: on the path, in CUDA's usual folder, or in the wheel nvidia-cuda-nvcc."""
     wheels = importlib.util.find_spec("nvidia")
     folders = [_CUDA_FOLDER / "bin"]
     for folder in (wheels.submodule_search_locations or ()) if wheels else ():

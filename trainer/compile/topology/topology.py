@@ -1,4 +1,4 @@
-"""What every topology answers, whoever made its devices."""
+"""The questions that every topology answers, whoever made its devices."""
 
 from __future__ import annotations
 

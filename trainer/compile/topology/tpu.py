@@ -1,4 +1,4 @@
-"""Slices of TPUs that aren't there: their names, their memory, and how libtpu is told to compile for one.
+"""Slices of TPUs that aren't there: their names, their memory, and how libtpu compiles for one.
 
 A topology's name is libtpu's: the generation and the shape of the slice in chips, such as v5p:2x2x1.
 """
@@ -28,7 +28,7 @@ class Generation:
     cores_per_chip: int
     """As accelerator types count them: v5p-8 has 4 chips, and so has v6e-4."""
     device_kind: str
-    """What JAX calls one device."""
+    """JAX's name of one device."""
     num_dims: int
     """Of a slice's shape."""
     examples: tuple[str, ...]
@@ -41,7 +41,7 @@ class Generation:
     """Options with which libtpu's devices are those that JAX has on the real machine."""
 
     def memory(self) -> DeviceMemory:
-        """What libtpu lets a program take."""
+        """The memory that libtpu lets a program take."""
         source = f"libtpu's limit for {self.name}, {self.memory_gib:g} GiB by its data sheet"
         return DeviceMemory(round(self.usable_gib * GIB), source)
 

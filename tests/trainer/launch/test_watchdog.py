@@ -1,0 +1,167 @@
+"""A run that hangs is ended with status 70, stacks and a record; one that is only slow, or compiles, is not."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from tests.host_cpus import environment_of_cpus
+from trainer.config import WatchdogConfig
+from trainer.launch.watchdog import Watchdog
+from trainer.observers.times import StepTimes, TimeAccount
+
+LIMITS = WatchdogConfig(factor=10.0, min_seconds=30.0, first_seconds=200.0)
+
+
+class Run:
+    """A watchdog over an account and step times, with a clock of its own."""
+
+    def __init__(self, config: WatchdogConfig = LIMITS):
+        self.account, self.times, self.told = TimeAccount(time.perf_counter()), StepTimes(), []
+        self.watchdog = Watchdog(config, self.account, self.times.typical_step_s, self.told.append)
+        self.now = 0.0
+        self.watchdog.watch.look(self.now)
+
+    def take(self, seconds: float) -> None:
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            self.watchdog.watch.look(self.now)
+
+
+def test_a_step_hangs_when_it_takes_ten_times_the_median():
+    run = Run()
+    with run.account.measure("step"):
+        run.take(199)
+        assert not run.told, "the first has nothing to be compared with"
+        run.take(3)
+    assert run.told.pop() == "stalled: a step has taken 3 min 20 s, and none was done before"
+    for _ in range(3):
+        run.times.add_window(4, 4 * 6.0, 1, (0.5, 0.5))
+    for _ in range(5):
+        with run.account.measure("step"):
+            run.take(59)
+    assert not run.told
+    with run.account.measure("step"):
+        run.take(61)
+    assert run.told == ["stalled: a step has taken 1 min 0 s, where 6.0 s is usual"]
+
+
+def test_quick_things_have_the_shortest_limit():
+    run = Run()
+    run.times.add_window(1, 0.01, 1, (0.5, 0.5))
+    with run.account.measure("step"):
+        run.take(29)
+    assert not run.told
+    with run.account.measure("step"):
+        run.take(32)
+    assert len(run.told) == 1
+
+
+@pytest.mark.parametrize(("activity", "name"), [("data_wait", "the wait for a batch"), ("evaluation", "an evaluation")])
+def test_waits_for_data_and_evaluations_are_compared_with_their_own_kind(activity, name):
+    run = Run()
+    for _ in range(3):
+        with run.account.measure(activity):
+            run.take(150)
+    assert not run.told, "the first three have nothing to be compared with"
+    with run.account.measure(activity):
+        run.take(31)
+    assert run.told.pop().startswith(f"stalled: {name} has taken 30.5 s, where ")
+
+
+def test_saves_are_watched_in_the_background():
+    run = Run()
+    for number in range(3):
+        with run.watchdog.saving():
+            with run.account.measure("step"):
+                run.take(20)
+            run.take(170 - 20 * number)
+    assert not run.told
+    with run.watchdog.saving():
+        run.take(31)
+    assert run.told.pop().startswith("stalled: a save has taken 30.5 s, where ")
+
+
+def test_what_is_not_watched_may_take_as_long_as_it_takes():
+    run = Run()
+    run.take(10_000)
+    for activity in ("compile", "checkpoint"):
+        with run.account.measure(activity):
+            run.take(10_000)
+    assert not run.told
+
+
+def test_a_watchdog_that_is_turned_off_starts_no_thread():
+    run = Run(WatchdogConfig(enabled=False))
+    with run.watchdog.watching(lambda: False):
+        assert not run.watchdog.watch.is_running
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("fault", "name", "place"), [("hang-step", "a step", "run_window"), ("hang-save", "a save", "_finish_inside")]
+)
+def test_a_run_that_hangs_ends_with_70_its_stacks_and_a_record(trainer_command, tmp_path, read_run, fault, name, place):
+    limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
+    stalled = trainer_command.run_alone("--workdir", tmp_path, *limits, module=f"tests.trainer.loop.faulty_run {fault}")
+    assert stalled.status == 70, stalled.errors
+    record, steps, _ = read_run(tmp_path)
+    assert record["status"] == "failed"
+    assert record["message"].startswith(f"stalled: {name} has taken ")
+    stacks = tmp_path / "stacks-0.txt"
+    assert f"the threads' stacks are in {stacks}; run the same command again" in record["message"]
+    assert stalled.errors.startswith(f"error: {record['message']}\n")
+    for text in (stacks.read_text(), stalled.errors):
+        assert f" in {place}\n" in text
+        assert " in main\n" in text, "of every thread"
+    assert record["step"] >= len(steps) > 0
+
+
+def start_two(trainer_command, workdir, *faults: str, arguments=()) -> list[subprocess.Popen[str]]:
+    """Two processes of one device each, that train together, each with a fault."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(index: int, fault: str) -> subprocess.Popen[str]:
+        together = ("--workdir", workdir, "--mesh.data", 2, "--distributed", f"{address},2,{index}")
+        module = f"tests.trainer.loop.faulty_run {fault}"
+        return trainer_command.start(*together, *arguments, module=module, **environment_of_cpus(1))
+
+    return [start(*each) for each in enumerate(faults)]
+
+
+@pytest.mark.full
+def test_a_process_whose_data_hang_ends_both_and_each_leaves_its_stacks(trainer_command, tmp_path, read_run):
+    limits = ("--watchdog.min-seconds", 8, "--watchdog.first-seconds", 8)
+    processes = start_two(trainer_command, tmp_path, "none", "hang-data:12", arguments=limits)
+    ended = [trainer_command.finish(process) for process in processes]
+    assert [each.status for each in ended] == [70, 70], [each.errors for each in ended]
+    record, _, _ = read_run(tmp_path)
+    assert record["status"] == "failed"
+    assert re.match(r"(process 1 \(.*\): )?stalled: ", record["message"])
+    assert f"stacks are in {tmp_path}/stacks-*.txt; run the same command again" in record["message"]
+    stacks = [(tmp_path / f"stacks-{index}.txt").read_text() for index in range(2)]
+    assert ["faulty_run.py" in text and " in __next__" in text for text in stacks] == [False, True], "the cause"
+
+
+@pytest.mark.full
+def test_a_process_that_is_stopped_ends_the_other_within_half_a_minute(trainer_command, tmp_path, read_run):
+    first, second = start_two(trainer_command, tmp_path, "none", "none", arguments=("--num-steps", 100_000))
+    for line in first.stdout:
+        if line.startswith("step 1/"):
+            break
+    second.send_signal(signal.SIGSTOP)
+    stopped = trainer_command.finish(first, time.perf_counter())
+    second.kill()
+    second.communicate()
+    assert stopped.status == 69, stopped.errors
+    assert stopped.seconds < 30
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["status"] == "failed"
+    assert re.match(r"process 1 \(.*\) is gone: no sign of life for 12 s ", record["message"])
+    assert f"error: {record['message']}\n" in stopped.errors

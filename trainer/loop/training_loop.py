@@ -1,0 +1,217 @@
+"""The parts of a run around its steps: state, programs, observers, saves, evaluations. See `trainer/train.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from trainer.checkpoints.training_state import Checkpoints
+from trainer.compile.history import CompileHistory
+from trainer.compile.out_of_memory import running
+from trainer.compile.persistent_cache import cache_folder
+from trainer.compile.programs import CompiledSteps, compile_steps
+from trainer.config.changes import ConfigHistory, changes_to_json
+from trainer.errors import TrainingFailed
+from trainer.launch.process_exit import COMPLETED, PREEMPTED
+from trainer.launch.watchdog import Watchdog
+from trainer.loop.attempt import Attempt
+from trainer.loop.evaluator import Evaluator
+from trainer.loop.initial_params import InitialParams, load_initial_params
+from trainer.loop.progress import Progress
+from trainer.loop.resume import restore
+from trainer.loop.saver import Saver, Snapshot, spared_steps
+from trainer.loop.setup import Setup
+from trainer.loop.skipped_updates import too_many_skipped
+from trainer.loop.step_trace import StepTrace
+from trainer.loop.window import RunningWindow
+from trainer.observers.make_observers import make_observers
+from trainer.observers.metrics import LoggedEntries
+from trainer.observers.observer import Ending, Observers, Start, Stopped
+from trainer.observers.record import measured_memory
+from trainer.observers.times import StepTimes
+from trainer.step.train_step import TrainState
+from trainer.workdir import Workdir
+
+
+class TrainingLoop:
+    """Steps, evaluations and saves of a run.
+
+    Args:
+      setup: data, devices and step functions.
+      workdir: where everything is written.
+      this: the attempt: its console, record, account of time and stop signals.
+      traced: steps to trace for xprof.
+    """
+
+    def __init__(self, setup: Setup, workdir: Workdir, this: Attempt, traced: range = range(0)):
+        self.setup, self.config, self.workdir = setup, setup.config, workdir
+        self.console, self.record, self.account, self.stop = this.console, this.record, this.account, this.stop
+        self.peers = this.peers
+        self.times, self.history = StepTimes(), CompileHistory(cache_folder(setup.config.compilation.cache_dir))
+        listening = (setup.config, workdir, this.console, this.record, self.history, self.times)
+        self.observers = make_observers(*listening) if self.peers.is_first else Observers()
+        self.progress = Progress(self.observers, self.times, self.history, this.account)
+        self.watchdog = Watchdog(setup.config.watchdog, this.account, self.times.typical_step_s, this.stalled)
+        self.checkpoints = Checkpoints(
+            workdir.checkpoints,
+            setup.config.checkpoint.num_kept,
+            this.console.note,
+            spared=lambda steps: spared_steps(steps, setup.config.checkpoint, self.evaluator.evaluations),
+            peers=self.peers,
+            saving=self.watchdog.saving,
+        )
+        self.saver = Saver(
+            self.checkpoints, workdir, setup.config, this.console, this.account, self.observers, this.stop
+        )
+        self.config_history = ConfigHistory(setup.config)
+        self.evaluator = Evaluator(setup, this.account, self.observers, this.stop)
+        self.trace = StepTrace(traced, workdir.profile, this.console, is_first=self.peers.is_first)
+        self.data_failure: TrainingFailed | None = None
+        self.is_amid_skipped = False
+        self.resumed_from: dict[str, Any] | None = None
+        """The record's entry about the checkpoint; None: the run is new."""
+        self.initial: InitialParams | None = None
+        """The parameters of `init_from`, until they are in the state."""
+        self.state: TrainState
+        self.programs: CompiledSteps
+
+    def restore(self) -> None:
+        """Restores the newest checkpoint; if there is none, loads the parameters of `init_from`."""
+        with self.account.measure("checkpoint"), running("restoring"):
+            resumed = restore(self.checkpoints, self.setup, self.workdir, self.console)
+            if resumed.state is None:
+                self.initial = load_initial_params(self.config, self.setup.functions, self.console, self.peers)
+                self.record.put(init_from=None if self.initial is None else self.initial.origin)
+        self.state, self.config_history, self.resumed_from = resumed.state, resumed.config_history, resumed.origin
+        self.progress.go_on_from(resumed.step)
+        self.trace.check(resumed.step)
+        if resumed.step < self.config.num_steps:
+            self.saver.rehearse([*self.setup.functions.mesh.devices.flat])
+
+    def compile(self) -> None:
+        """Compiles the functions, initialises the state where nothing was restored, and tells the observers."""
+        functions, initial, is_new = self.setup.functions, self.initial, self.state is None
+        with self.account.measure("compile"), self.console.working("compiling"):
+            given, on_recompile = initial is not None, self.progress.recompiled
+            self.programs = compile_steps(functions, with_init=is_new, with_params=given, on_recompile=on_recompile)
+            if self.programs.init_state is not None:
+                with running("init_state"):
+                    arguments = () if initial is None else (initial.params,)
+                    self.state = jax.block_until_ready(self.programs.init_state(*arguments))
+        self.initial = None  # its parameters belong to the state now
+        self.history.add_first(self.programs.reports)
+        changes = changes_to_json(self.config_history.changes)
+        self.record.put(resumed_from=self.resumed_from, config_changes=changes)
+        logged = LoggedEntries(self.workdir.metrics, self.progress.step if self.peers.is_first else 0, self.console)
+        evaluations = json.loads(self.peers.of_first("evaluations", lambda: json.dumps([*logged.evaluations.values()])))
+        if warning := self.evaluator.take_up(evaluations):
+            self.console.note(warning)
+        self.observers.observe(Start(self.progress.step, self.config.num_steps, logged, self.programs.reports))
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Records what is compiled again inside, and ends the process if the run hangs there."""
+        own = (self.programs.train_step, self.programs.eval_step)
+        with (
+            self.history.watch(own, lambda: self.progress.step),
+            self.watchdog.watching(lambda: self.programs.is_compiling),
+        ):
+            yield
+
+    @property
+    def goes_on(self) -> bool:
+        """False after the last step, a stop signal, or data that can't be read."""
+        is_done = self.progress.step >= self.config.num_steps
+        return not is_done and not self.stop.requested and self.data_failure is None
+
+    def run_window(self) -> None:
+        """Steps until the device has to be waited for: to log, to evaluate, to save, to stop, or for a trace."""
+        self.trace.begin_if_due(self.progress.step + 1)
+        progress, window = self.progress, RunningWindow(self.setup, self.account, self.progress.step + 1)
+        while not window.is_over(self.times, self.stop):
+            if window.num_steps > 0 and self.trace.splits(progress.step):
+                break
+            progress.begin()
+            try:
+                with self.account.measure("data_wait"):
+                    batch = next(self.setup.batches)
+            except TrainingFailed as failure:  # the steps so far are saved before it ends the run
+                if self.peers.count > 1:  # the others make this step, so there is none at which all could save
+                    raise
+                self.data_failure = failure
+                break
+            with self.account.measure("step"), running("train_step"), self.trace.around(progress.step + 1):
+                self.state, metrics = self.programs.train_step(self.state, self.setup.put(batch))
+                progress.step += 1
+                progress.finish(window.add(batch, metrics))
+        with self.account.measure("step"), running("train_step"):
+            window.wait(self.state)
+        progress.go_on_from(progress.step)
+        if window.num_steps > 0:
+            done = window.result(self.times, self.history)
+            self.observers.observe(done)
+            self.is_amid_skipped = done.is_amid_skipped
+            if done.failure is not None:
+                self.saver.finish(tries_again=False)
+                raise too_many_skipped(done.failure, self.checkpoints.newest)
+        self.trace.end_if_due(progress.step)
+
+    def evaluate_if_due(self) -> None:
+        """Evaluates after every `evaluation.every_num_steps` and after the last step."""
+        self.evaluator.evaluate_if_due(self.progress.step, self.programs.eval_step, self.state)
+
+    def save_if_due(self) -> None:
+        """Saves every `checkpoint.every_num_steps`, unless the last update was skipped.
+
+        Checkpoints of skipped updates could push out the last good one.
+        """
+        if self.progress.step % self.config.checkpoint.every_num_steps:
+            return
+        if self.is_amid_skipped:
+            self.console.note(f"step {self.progress.step} is not saved, since its update was skipped")
+        else:
+            self.saver.save(self.snapshot)
+
+    def warn_of_recompiles(self) -> None:
+        """Warns of functions that are compiled again and again."""
+        for warning in self.history.take_warnings():
+            self.console.warning(warning)
+
+    def snapshot(self) -> Snapshot:
+        """The content of a checkpoint of this very step."""
+        return Snapshot(self.progress.step, self.state, self.setup.batches.get_state(), self.config_history.to_json())
+
+    def end(self) -> int:
+        """Tells the observers that the attempt has ended well, and returns its exit status.
+
+        Raises:
+          TrainingFailed: the data couldn't be read any more.
+        """
+        if self.data_failure is not None:
+            raise self.data_failure
+        step, evaluator = self.progress.step, self.evaluator
+        is_completed = step >= self.config.num_steps and step in evaluator.evaluations
+        self.observers.observe(Stopped())
+        self.observers.observe(
+            Ending(
+                status="completed" if is_completed else "preempted",
+                step=step,
+                checkpoint=self.checkpoints.newest,
+                evaluation=evaluator.newest,
+                unigram_nats_per_token=self.setup.corpus.unigram_nats_per_token,
+                memory=measured_memory(jax.local_devices()[0]),
+            )
+        )
+        return COMPLETED if is_completed else PREEMPTED
+
+    def close(self) -> None:
+        """Lets go of threads and files; a save in progress is finished."""
+        self.trace.close()
+        self.observers.observe(Stopped())
+        self.setup.batches.close()
+        self.saver.close()
+        self.observers.close()

@@ -1,1 +1,0 @@
-"""The process of a run: its signals, streams, memory and packages."""

@@ -1,0 +1,259 @@
+"""The training step and the evaluation step, as pure functions of the state and a batch.
+
+The model is split into its structure, in `StepContext`, and its parameters, a nested dict that travels with the
+optimizer's state. Batches are dicts of [batch, sequence] arrays: tokens, targets, target_mask, segment_ids
+and positions, as `trainer.data` makes them, and the token order where sequences are sharded over `mesh.context`.
+
+`train_step` calls from top to bottom: `mean_loss_gradient`, in it `gradient_on_device` on each device, in it
+`training_loss`, in it `run_model` and `cross_entropy`; then `update`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from kernels.loss.exp_logits import ExpLogits
+from layers import GPT
+from layers.gpt import GatherLayer
+from layers.moe import RouterSums
+from trainer.config import TrainConfig
+from trainer.step.loss import CrossEntropy, chunked_cross_entropy
+from trainer.step.parameter_gather import ParameterGather
+from trainer.step.router_loss import LossSums, add_router_losses, sum_load
+from trainer.step.sharding import is_on_host
+from trainer.step.skipping import Skipping, judge, schedule_at
+
+Batch = dict[str, Array]
+BATCH_DTYPES = {
+    "tokens": jnp.int32,
+    "targets": jnp.int32,
+    "target_mask": jnp.bool_,
+    "segment_ids": jnp.int32,
+    "positions": jnp.int32,
+}
+
+
+class TrainState(NamedTuple):
+    """Everything that an update reads and writes."""
+
+    step: Int[Array, ""]
+    """Steps made so far, those whose update was skipped among them."""
+    params: Any
+    """Nested dict of float32 arrays, by the names of the model's attributes."""
+    opt_state: Any
+    """The optimizer's, its moments sharded like the parameters."""
+    skipping: Skipping
+    """The record of updates that were skipped."""
+
+
+class StepMetrics(NamedTuple):
+    """Scalars of one step, on the device until read."""
+
+    loss: Float[Array, ""]
+    """Nats per target, without z-loss."""
+    z_loss: Float[Array, ""]
+    """z-loss per target, weighted."""
+    grad_norm: Float[Array, ""]
+    """Global norm of the gradient before clipping."""
+    learning_rate: Float[Array, ""]
+    """The learning rate of this update."""
+    num_targets: Int[Array, ""]
+    """Tokens that the loss is averaged over."""
+    finite: Bool[Array, ""]
+    """False: loss or gradient overflowed."""
+    num_skipped: Int[Array, ""]
+    """Updates skipped up to this one, in the whole run."""
+    num_skipped_in_a_row: Int[Array, ""]
+    """0: this update was accepted."""
+    load_balance_loss: Float[Array, ""] | None = None
+    """Of the routers of a mixture of experts, the mean over tokens and layers, before its weight; None without them."""
+    router_z_loss: Float[Array, ""] | None = None
+    """The same of their z-loss."""
+    num_losses_recomputed: Int[Array, ""] | None = None
+    """Devices' micro-batches whose `CrossEntropy.num_recomputed` is 1; None: all losses are computed from logits."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """All that the functions of a step share, and that stays the same from step to step."""
+
+    config: TrainConfig
+    graphdef: Any
+    """The model's structure: `nnx.merge(graphdef, state.params)` is the model."""
+    gather: ParameterGather
+    """The exchange of parameters and gradients between devices."""
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: optax.Schedule
+    """Step → learning rate."""
+    exp_logits: ExpLogits | None
+    """The kernel of the loss; None: XLA computes logits."""
+    shardings: TrainState
+    """The NamedSharding of each array of the state."""
+    batch_sharding: NamedSharding
+    """Of each array of a batch."""
+
+    @property
+    def specs_of_params(self) -> Any:
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings.params)
+
+
+def train_step(context: StepContext, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    """One update of the state, unless it is skipped."""
+    grads, sums = mean_loss_gradient(context, state.params, batch)
+    return update(context, state, grads, sums)
+
+
+def eval_step(context: StepContext, params: Any, batch: Batch) -> tuple[Array, Array]:
+    """The sum of nats over all devices' targets, and the number of targets."""
+    mapped = context.gather.map_devices(
+        functools.partial(evaluate_on_device, context),
+        in_specs=(context.specs_of_params, context.batch_sharding.spec),
+        out_specs=P(),
+    )
+    sums = mapped(params, batch)
+    return sums.nats, sums.num_targets
+
+
+def evaluate_on_device(context: StepContext, params: Any, batch: Batch) -> CrossEntropy:
+    """Sums over all devices' tokens, of this device's shards and tokens."""
+    gather = context.gather
+    model, hidden, _ = run_model(context, gather.gather_others(params), batch, gather.gather_layer)
+    return gather.sum(cross_entropy(context, model, hidden, batch))
+
+
+def mean_loss_gradient(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:
+    """The gradient of the mean loss, sharded as the parameters are, and the sums over all targets."""
+    mapped = context.gather.map_devices(
+        functools.partial(gradient_on_device, context),
+        in_specs=(context.specs_of_params, context.batch_sharding.spec),
+        out_specs=(context.specs_of_params, P()),
+    )
+    grads, sums = mapped(params, batch)
+    return lax.with_sharding_constraint(grads, context.shardings.params), sums
+
+
+def gradient_on_device(context: StepContext, params: Any, batch: Batch) -> tuple[Any, LossSums]:
+    """The gradient of the mean over all devices' and micro-batches' targets, and their sums."""
+    gather = context.gather
+    num_targets = jnp.maximum(gather.sum(batch["target_mask"].sum(dtype=jnp.int32)), 1)
+
+    def share_of_loss(params, micro_batch, gather_layer=None):
+        sums = training_loss(context, params, micro_batch, gather_layer)
+        return sums.total / num_targets, sums
+
+    if context.config.gradient_accumulation == 1:
+        grads, sums = jax.grad(
+            lambda params: share_of_loss(gather.gather_others(params), batch, gather.gather_layer), has_aux=True
+        )(params)
+        return grads, gather.sum(sums)
+
+    whole = gather.gather(params)
+    gradient = jax.grad(share_of_loss, has_aux=True)
+
+    def accumulate(total, micro_batch):
+        return jax.tree.map(jnp.add, total, gradient(whole, micro_batch)), None
+
+    micro_batches = jax.tree.map(lambda x: _into_micro_batches(x, context.config.gradient_accumulation), batch)
+    # In the parameters' dtype, whatever the layers' matrices are used in.
+    no_grads = jax.tree.map(lambda w, stored: jnp.zeros(w.shape, stored.dtype), whole, params)
+    shapes = jax.eval_shape(functools.partial(training_loss, context), whole, batch)
+    no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (grads, sums), _ = lax.scan(accumulate, (no_grads, no_sums), micro_batches)
+    return gather.reduce(grads), gather.sum(sums)
+
+
+def training_loss(context: StepContext, params: Any, batch: Batch, gather_layer: GatherLayer | None = None) -> LossSums:
+    """Sums over this device's tokens, with the routers' losses."""
+    model, hidden, router = run_model(context, params, batch, gather_layer)
+    load = None
+    if router is not None:
+        hidden, load = sum_load(hidden, router, batch["target_mask"], context.gather.sum)
+    return add_router_losses(cross_entropy(context, model, hidden, batch), router, load, context.config.model.moe)
+
+
+def run_model(
+    context: StepContext, params: Any, batch: Batch, gather_layer: GatherLayer | None
+) -> tuple[GPT, Array, RouterSums | None]:
+    """The model, its output and its routers' sums, of this device's tokens."""
+    model = nnx.merge(context.graphdef, params)
+    apart = context.config.data.keep_documents_apart
+    hidden, router = model.with_router_sums(
+        batch["tokens"],
+        batch["segment_ids"] if apart else None,
+        batch["positions"] if apart else None,
+        batch.get("token_order"),
+        counted=batch["target_mask"],
+        gather_layer=gather_layer,
+    )
+    return model, hidden, router
+
+
+def cross_entropy(context: StepContext, model: GPT, hidden: Array, batch: Batch) -> CrossEntropy:
+    """Sums over this device's tokens."""
+    config = context.config
+    with jax.named_scope("loss"):
+        return chunked_cross_entropy(
+            hidden,
+            model.head_kernel,
+            batch["targets"],
+            batch["target_mask"],
+            chunk_size=config.loss.chunk_size,
+            z_loss=config.loss.z_loss,
+            logits_soft_cap=config.model.final_logits_soft_cap,
+            shared_over="tensor" if config.mesh.tensor > 1 else None,
+            exp_logits=context.exp_logits,
+        )
+
+
+def update(context: StepContext, state: TrainState, grads: Any, sums: LossSums) -> tuple[TrainState, StepMetrics]:
+    """The state after an update by a gradient, or after a skipped one, and the metrics of the step."""
+    num_targets = jnp.maximum(sums.num_targets, 1)
+    loss, z_loss = sums.nats / num_targets, sums.z / num_targets
+    load_balance, router_z = jax.tree.map(lambda total: total / num_targets, (sums.load_balance, sums.router_z))
+    with jax.named_scope("optimizer"):
+        grad_norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(z_loss) & jnp.isfinite(grad_norm)
+        skip_above = context.config.optimizer.skip_grad_norm_above
+        accepted, skipping = judge(state.skipping, finite, grad_norm, skip_above)
+        updates, opt_state = context.optimizer.update(grads, state.opt_state, state.params, finite=accepted)
+        updated = TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state, skipping)
+        # A select fuses into the update. A branch would keep both states alive. Moments on the host are kept there.
+        kept = jax.tree.map(
+            lambda new, old, sharding: new if is_on_host(sharding) else jnp.where(accepted, new, old),
+            updated,
+            state,
+            context.shardings,
+        )
+        # A skipped update is a step, too.
+        kept = kept._replace(step=updated.step, opt_state=schedule_at(kept.opt_state, updated.step), skipping=skipping)
+        learning_rate = context.schedule(state.step)
+    metrics = StepMetrics(
+        loss,
+        z_loss,
+        grad_norm,
+        learning_rate,
+        sums.num_targets,
+        finite,
+        skipping.num_skipped,
+        skipping.num_in_a_row,
+        load_balance,
+        router_z,
+        None if context.exp_logits is None else sums.num_recomputed,
+    )
+    return kept, metrics
+
+
+def _into_micro_batches(x: Array, count: int) -> Array:
+    """[B, T] → [count, B / count, T], every count-th sequence to each, so that no sequence leaves its device."""
+    return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
