@@ -122,10 +122,13 @@ def test_what_is_never_reached_counts_nothing():
         ("(bf16[32,8], bf16[32,8]) all-to-all(%p, %p), replica_groups={{0,1}}", "all-to-all", 2048),
         ("(f32[], pred[3]) all-reduce(%p, %p), replica_groups={}, to_apply=%add", "all-reduce", 2048),
         # A group along a named axis.
-        ("bf16[64,8] all-reduce(%p), replica_groups=mesh['a'=1,'b'=8], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%add",
-         "all-reduce", 1024),
+        (
+            "bf16[64,8] all-reduce(%p), replica_groups=mesh['b'=8], device_ids=([2,4]T(1,0)) {'b'}, to_apply=%add",
+            "all-reduce",
+            1024,
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_form_counts_once_with_its_payload(instruction, kind, num_bytes):
     done = [f"%d = bf16[256,8] {kind}-done(%s)"] if "-start" in instruction else []
     assert totals(entry(f"%s = {instruction}", *done)) == {kind: (1, 1, num_bytes, True)}

@@ -51,8 +51,12 @@ def make_loop(config, tmp_path, watched_console):
         loop.state = {"w": jnp.zeros(3)}
         loop.observers.observe(Start(0, config.num_steps, [], []))
         opened.append(loop)
-        close = loop.close
-        loop.close = lambda: (opened.remove(loop), close())
+
+        def close() -> None:
+            opened.remove(loop)
+            TrainingLoop.close(loop)
+
+        loop.close = close
         return loop
 
     yield make
