@@ -33,7 +33,7 @@ class ActivationSharding:
       sequence_axis: mesh axis that the tokens of each sequence are split over.
       head_axis: mesh axis that attention heads and the MLP's hidden features are split over.
       sequence_sharding: which tokens of a sequence each rank of `sequence_axis` holds.
-      exchange: how ranks get at each other's keys and values; None: the fastest for each mask, by a cost model.
+      exchange: how ranks get at each other's keys and values; None: the choice of `kernels.context` for each mask.
       collectives: how tokens go over `head_axis`: "xla", or "mosaic_gpu", by kernels of GPUs that write to each other's
         memory; None: the kernels where two to four GPUs can run them.
 

@@ -234,7 +234,7 @@ def _forget_masks() -> None:
     if "kernels.backends.mosaic_gpu" in sys.modules:
         from kernels.backends import mosaic_gpu
 
-        caches += [mosaic_gpu.forward, mosaic_gpu.backward]
+        caches += [mosaic_gpu.fwd, mosaic_gpu.bwd]
     for cached in caches:
         cached.cache_clear()  # type: ignore[attr-defined]
 

@@ -43,9 +43,9 @@ class BytesCase:
     packed: bool
     """True if a sequence has several documents, kept apart."""
     exchange: str | None
-    """None: by the cost model."""
+    """None: chosen by `kernels.context`."""
     sequence_sharding: str | None = None
-    """None: by the cost model."""
+    """None: chosen by `kernels.context`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Measured:
     trip_bytes: tuple[float, float]
     """Bytes of each such trip, forward and backward."""
     predicted_bytes: tuple[float, float]
-    """The cost model's, forward and backward."""
+    """The bytes of `kernels.context.exchange_cost`, forward and backward."""
     temporaries: int
     """Bytes of the program of both passes."""
     collectives: list[dict[str, Any]]

@@ -47,7 +47,7 @@ class ThroughputArguments:
     mesh: MeshConfig = MeshConfig()  # noqa: RUF009  (frozen)
     """Sizes of the mesh; data and fsdp get a sequence each."""
     exchange: Exchange | None = None
-    """Exchange of keys over mesh.context; None: the fastest by the cost model."""
+    """Exchange of keys over mesh.context; None: the choice of `kernels.context`."""
     collectives: Collectives | None = None
     """Collectives of tokens over mesh.tensor; None: the kernels, where they serve."""
     loss_implementation: LossImplementation | None = None
