@@ -168,7 +168,7 @@ def draw_arrays(case: AttentionShape) -> list[jax.Array]:
 
 
 def draw_segment_ids(case: AttentionShape, rng: np.random.Generator) -> Int[np.ndarray, " T"] | None:
-    """Of documents of log-normal lengths; None: one document."""
+    """Segment ids of documents of log-normal lengths; None: one document."""
     if case.documents is None:
         return None
     lengths: list[int] = []
@@ -197,7 +197,7 @@ def compile_contender(
       arrays: query, key, value and the output's gradient, in the row's order.
       ids: of the documents.
       expected: one device's output and gradients.
-      traced_one: what one device did.
+      traced_one: the same of one device.
 
     Raises:
       ValueError: the exchange can't serve the case.

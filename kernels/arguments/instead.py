@@ -1,4 +1,4 @@
-"""What to use instead of arguments that others' attention takes and ours doesn't."""
+"""Errors for arguments that others' attention takes and ours doesn't: each says what to use instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks of a mesh axis send each other with matmuls and attention, by kernels where GPUs share their memory.
+"""Collectives of a mesh axis's ranks with matmuls and attention, by kernels where GPUs share their memory.
 
 collective_matmul.py      matmuls between tokens and features split over one axis, their gradients, and the choice of
                           how tokens get to other ranks
@@ -8,7 +8,6 @@ gpu_peers.py              GPUs, as a kernel sees them that runs on all
 token_tiles.py            how kernels cut a GPU's tokens into tiles of a matmul
 all_gather_kernel.py      a matmul of several GPUs' tokens, which are sent under it
 reduce_scatter_kernel.py  a matmul whose products several GPUs sum up, and send under it
-chunk_tiles.py            the tiles that chunks are copied in
 chunk_kernels.py          copies of chunks of all GPUs' memory, and sums of them
 """
 

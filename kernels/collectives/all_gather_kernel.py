@@ -13,9 +13,11 @@ Shapes: R GPUs, B batch, T tokens, t tokens of one GPU (T/R), W width, F feature
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +43,100 @@ from kernels.hopper.registers import WGMMA_ROWS
 
 
 def num_joined(features: Sequence[int]) -> int:
-    """How many matrices, to so many features each, one kernel takes: all, if its tiles are as wide as for the first."""
+    """The number of matrices that one kernel takes: all, if its tiles are as wide as for the first one's features."""
     return len(features) if tile_columns(math.gcd(*features)) == tile_columns(features[0]) else 1
+
+
+class _AllGather(NamedTuple):
+    """The kernel on one GPU, with references to its arrays.
+
+    Attributes:
+      tiles: of one GPU's tokens.
+      peers: the other GPUs. There are flags for the tokens of each GPU before this one, the nearest first: one for each
+        block of rows.
+      part: this GPU's tokens.
+      matrix: all matrices side by side.
+      whole, next_whole: all GPUs' tokens, in this GPU's memory and in the next GPU's.
+      results: the products.
+      features: of each matrix.
+      transpose: whether to multiply by the matrices' transposes.
+    """
+
+    tiles: TokenTiles
+    peers: GpuPeers
+    part: Any
+    matrix: Any
+    whole: Any
+    next_whole: Any
+    results: Sequence[Any]
+    features: Sequence[int]
+    transpose: bool
+
+    def phase(self, hops: int) -> Phase:
+        """The tiles of tokens that have come `hops` hops: of the GPU that is `hops` ranks before."""
+        tiles, peers = self.tiles, self.peers
+        first = (peers.rank_after(peers.num_ranks - hops) if hops else peers.rank) * tiles.length
+        source, source_first = (self.whole, first) if hops else (self.part, 0)
+        is_last = hops == peers.num_ranks - 1
+        destinations = ([] if is_last else [self.next_whole]) + ([] if hops else [self.whole])
+
+        def wait_for_block(tile):
+            if hops:
+                peers.wait(self._flag(tile, hops), tiles.num_across * NUM_CONSUMERS)
+
+        def announce(tile, warpgroup):
+            if not is_last:
+                peers.signal(self._flag(tile, hops + 1), 1)
+
+        return Phase(
+            tiles.num_tiles,
+            lambda tile: tiles.operands(tile, source_first, [source], [self.matrix], transpose=self.transpose),
+            multiply_rows_by(transpose=self.transpose),
+            functools.partial(self._store, first),
+            before_loads=wait_for_block,
+            in_step=functools.partial(self._send_stage, first, destinations),
+            after_steps=announce,
+        )
+
+    def _flag(self, tile, hops: int):
+        """The flag of a tile of tokens that have come `hops` hops."""
+        return (hops - 1) * self.tiles.num_blocks + self.tiles.block(tile)[0]
+
+    def _send_stage(self, first, destinations: Sequence[Any], tile, step, left, warpgroup) -> None:
+        """Sends a step's tokens from shared memory, if this tile of those side by side has to."""
+        if not destinations:
+            return
+
+        @pl.when(lax.rem(step, self.tiles.num_across) == self.tiles.block(tile)[1])
+        def send():
+            sequence, first_token, _ = self.tiles.place(tile)
+            rows = warpgroup * WGMMA_ROWS
+            here = pl.ds(first + first_token + rows, WGMMA_ROWS)
+            stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
+            for each in destinations:
+                plgpu.copy_smem_to_gmem(stage, each.at[sequence, here, along], commit_group=False)
+
+        # Also a group of no copy: the stage before may have been sent, and is loaded anew after this step.
+        plgpu.commit_smem_to_gmem_group()
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+    def _store(self, first, products, tile, warpgroup, buffers) -> None:
+        """Stores a consumer's rows of a tile among the products by each matrix."""
+        sequence, first_token, first_column = self.tiles.place(tile)
+        here = pl.ds(first + first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
+
+        def start_copy(column, buffer):
+            for result, begin in zip(self.results, itertools.accumulate(self.features, initial=0), strict=False):
+                across = first_column + column - begin
+
+                @pl.when((across >= 0) & (across < result.shape[2]))
+                def copy(result=result, across=across):
+                    place = result.at[sequence, here, pl.ds(across, STORED_COLUMNS)]
+                    plgpu.copy_smem_to_gmem(buffer, place, commit_group=False)
+
+            plgpu.commit_smem_to_gmem_group()
+
+        store_columns(products[0], buffers, start_copy)
 
 
 def peer_all_gather_matmul(
@@ -75,75 +169,10 @@ def peer_all_gather_matmul(
 
     def make_phases(gmem) -> list[Phase]:
         part, matrix, whole, *results = gmem
-        # Flags for the tokens of each GPU before this one, the nearest first: one for each block of rows.
         peers = GpuPeers.of(axis, (num_ranks - 1) * tiles.num_blocks, num_ranks)
         next_whole = peers.reference_there(whole, 1)
-
-        def flag(tile, hops: int):
-            """Of a tile of tokens that have come so many hops."""
-            return (hops - 1) * tiles.num_blocks + tiles.block(tile)[0]
-
-        def phase_of(hops: int) -> Phase:
-            """The tiles of tokens that have come so many hops: of the GPU so many ranks before."""
-            first = (peers.rank_after(num_ranks - hops) if hops else peers.rank) * length
-            source, source_first = (whole, first) if hops else (part, 0)
-            places = [next_whole] if hops < num_ranks - 1 else []
-            if not hops:
-                places.append(whole)
-
-            def wait_for_block(tile):
-                if hops:
-                    peers.wait(flag(tile, hops), tiles.num_across * NUM_CONSUMERS)
-
-            def send_stage(tile, step, left, warpgroup):
-                if not places:
-                    return
-
-                @pl.when(lax.rem(step, tiles.num_across) == tiles.block(tile)[1])
-                def send():
-                    sequence, first_token, _ = tiles.place(tile)
-                    rows = warpgroup * WGMMA_ROWS
-                    here = pl.ds(first + first_token + rows, WGMMA_ROWS)
-                    stage, along = left.at[pl.ds(rows, WGMMA_ROWS)], pl.ds(step * BLOCK_DEPTH, BLOCK_DEPTH)
-                    for each in places:
-                        plgpu.copy_smem_to_gmem(stage, each.at[sequence, here, along], commit_group=False)
-
-                # Also a group of no copy: the stage before may have been sent, and is loaded anew after this step.
-                plgpu.commit_smem_to_gmem_group()
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-            def announce(tile, warpgroup):
-                if hops < num_ranks - 1:
-                    peers.signal(flag(tile, hops + 1), 1)
-
-            def store(products, tile, warpgroup, buffers):
-                sequence, first_token, first_column = tiles.place(tile)
-                here = pl.ds(first + first_token + warpgroup * WGMMA_ROWS, WGMMA_ROWS)
-
-                def start_copy(column, buffer):
-                    for result, begin in zip(results, itertools.accumulate(features, initial=0), strict=False):
-                        across = first_column + column - begin
-
-                        @pl.when((across >= 0) & (across < result.shape[2]))
-                        def copy(result=result, across=across):
-                            place = result.at[sequence, here, pl.ds(across, STORED_COLUMNS)]
-                            plgpu.copy_smem_to_gmem(buffer, place, commit_group=False)
-
-                    plgpu.commit_smem_to_gmem_group()
-
-                store_columns(products[0], buffers, start_copy)
-
-            return Phase(
-                tiles.num_tiles,
-                lambda tile: tiles.operands(tile, source_first, [source], [matrix], transpose=transpose),
-                multiply_rows_by(transpose=transpose),
-                store,
-                before_loads=wait_for_block,
-                in_step=send_stage,
-                after_steps=announce,
-            )
-
-        return list(map(phase_of, range(num_ranks)))
+        kernel = _AllGather(tiles, peers, part, matrix, whole, next_whole, results, features, transpose)
+        return list(map(kernel.phase, range(num_ranks)))
 
     whole, *products = launch_matmul(
         make_phases,

@@ -21,12 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from kernels.collectives.chunk_tiles import LINE, TILE_LINES
 from kernels.collectives.gpu_peers import GpuPeers
 from kernels.hopper.begin_kernel import begin_kernel
 from kernels.hopper.persistent_matmul import div_rem
 from kernels.tracing.number_types import types_of_32_bits
 
+LINE = 256
+"""Numbers of a line: the most that one copy can be wide."""
+TILE_LINES = 32
+"""Lines of a tile. A smaller one divides it."""
 # Lines of a tile, and stages of shared memory: for two arrays 96 KiB, and 80 KiB, or 112 KiB of four GPUs.
 _GATHER_LINES, _GATHER_STAGES = TILE_LINES, 3
 _SUM_LINES, _SUM_STAGES = TILE_LINES // 2, 4
@@ -58,7 +61,7 @@ class _ChunkTiles(NamedTuple):
     """How chunks are cut into tiles.
 
     Attributes:
-      num_chunks: the first so many of each row.
+      num_chunks: the number of each row's first chunks.
       lines: of a tile.
       of_chunk: tiles of a chunk.
       num_tiles: of all rows.
@@ -229,7 +232,7 @@ def _copy_chunks(
       num_stages: of shared memory.
       name: of the kernel, in profilers and dumps.
       add: (tile, sources, references to the arrays, what was loaded, buffers, their barriers) → adds the other GPUs'.
-      num_chunks: the first so many of each of the results' rows are copied, `[1]`; None: all.
+      num_chunks: the number of the first chunks of the results' rows that are copied, `[1]`; None: all.
     """
     assert num_multiprocessors is not None, "the target is a GPU"
     (batch, _, *chunk), dtype, num_arrays = arrays[0].shape, arrays[0].dtype, len(arrays)

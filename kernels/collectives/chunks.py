@@ -1,6 +1,6 @@
 """Rows put together from chunks that several GPUs hold: each reads those that it needs from the others' memory.
 
-The gradient brings each chunk's home: the sum over all GPUs, in float32, rounded once.
+The gradient of each chunk is the sum over all GPUs, in float32, rounded once.
 
 Shapes: R GPUs, B batch, n chunks of one GPU, C chunks of a row, l tokens of a chunk, X features.
 """
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels.collectives.chunk_tiles import LINE, TILE_LINES
+from kernels.collectives.chunk_kernels import LINE, TILE_LINES, peer_gather_chunks, peer_sum_chunks
 from kernels.tracing.slice_fusion import without_slice_fusion
 
 _TILE = TILE_LINES * LINE
@@ -29,7 +29,7 @@ class ChunkTables(NamedTuple):
         this one, where the first comes after the last. Any chunk may stand for one that isn't needed. `[B, C]`, int32.
       of_own: where each of this GPU's chunks stands: its place in this GPU's row, and then, for each other GPU, 1 + its
         place in that one's, or 0 if it isn't needed there; the next GPU first. `[B, n, R]`, int32.
-      num_chunks: the first so many places of each row are put together. The others hold anything. `[1]`, int32.
+      num_chunks: the number of each row's first places that are put together. The others hold anything. `[1]`, int32.
     """
 
     of_row: Int[Array, "B C"]
@@ -38,7 +38,7 @@ class ChunkTables(NamedTuple):
 
 
 def unsupported_reason(num_tokens: int, num_features: tuple[int, ...], dtype: jax.typing.DTypeLike) -> str | None:
-    """Why the kernels can't read chunks of so many tokens, or None if they can.
+    """Why the kernels can't read chunks of `num_tokens` tokens, or None if they can.
 
     Args:
       num_tokens: of a chunk.
@@ -68,8 +68,6 @@ def gather_chunks(
       axis: the mesh axis of the GPUs.
       num_multiprocessors: of a GPU.
     """
-    from kernels.collectives.chunk_kernels import peer_gather_chunks
-
     kernel = functools.partial(peer_gather_chunks, num_ranks=tables.of_own.shape[2])
     return _by_shape(kernel, arrays, (tables.of_row, tables.num_chunks), axis, num_multiprocessors)
 
@@ -77,8 +75,6 @@ def gather_chunks(
 def _gather_chunks_backward(
     axis: str, num_multiprocessors: int | None, tables: ChunkTables, gradients: tuple[Array, ...]
 ):
-    from kernels.collectives.chunk_kernels import peer_sum_chunks
-
     return _by_shape(peer_sum_chunks, gradients, (tables.of_own,), axis, num_multiprocessors), None
 
 

@@ -56,7 +56,7 @@ class GpuPeers(NamedTuple):
         pl.semaphore_signal(self.flags.at[flag], device_id={self.axis: self.rank_after(distance)})
 
     def wait(self, flag, num_signals: int = 1) -> None:
-        """Waits until a flag of this GPU has been raised so many times. Then the copy engine may read what arrived."""
+        """Waits until a flag of this GPU was raised `num_signals` times. Then the copy engine may read what arrived."""
         pl.semaphore_wait(self.flags.at[flag], value=num_signals, decrement=False)
         _fence_copy_engine()
 

@@ -12,11 +12,11 @@ on a GPU XLA multiplies every row by every group's matrix, and masks."""
 
 
 class GroupedMatmulChoice(NamedTuple):
-    """What multiplies groups of rows, and where.
+    """An implementation of grouped matmuls, and the device.
 
     Attributes:
       name: of the implementation.
-      alignment: each group begins at a multiple of so many rows.
+      alignment: each group begins at a multiple of this number of rows.
       passed_over: why the kernel can't serve; None: it does.
       target: the device.
       interpret: whether Pallas's interpreter runs the kernel.
@@ -30,5 +30,5 @@ class GroupedMatmulChoice(NamedTuple):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether kernels multiply, and so `grouped_gated_mlp` serves, and a kernel copies rows."""
+        """True if kernels multiply, and so `grouped_gated_mlp` serves, and a kernel copies rows."""
         return self.name == "mosaic_gpu"

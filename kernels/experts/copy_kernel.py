@@ -36,7 +36,7 @@ _INTERPRETED_PROGRAMS = 2
 
 
 def serves(rows: Float[Array, "N W"]) -> bool:
-    """Whether the kernel can copy such rows, which grouped matmuls can multiply."""
+    """True if the kernel can copy such rows, which grouped matmuls can multiply."""
     width = rows.shape[1]
     return width * rows.dtype.itemsize <= _LARGEST_ROW_BYTES and width // _line(width) <= _MOST_LINES
 
@@ -74,7 +74,7 @@ def copy_rows(
         program = lax.axis_index("program")
 
         def num_own(number: int):
-            """How many of so many are this program's."""
+            """This program's share of `number` tiles or groups."""
             return lax.div(number - program + (num_programs - 1), jnp.int32(num_programs))
 
         zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)

@@ -6,7 +6,7 @@ Dimensions: R rows, G groups, W features of a row, F hidden features of a group'
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,12 +48,12 @@ class GatedMatrices(NamedTuple):
 
     @property
     def reads_all_rows(self) -> bool:
-        """Whether a gradient sums over all rows, also over those after the last group's, which must then be finite."""
+        """True if a gradient sums over all rows, also over those after the last group's, which must then be finite."""
         return self.up_bias is not None
 
 
 class GatedFeatures(NamedTuple):
-    """What lies between the matrices of the groups' MLPs."""
+    """The features between the matrices of the groups' MLPs."""
 
     features: Float[Array, "R F"]
     gates: Float[Array, "R F"]
@@ -118,6 +118,89 @@ def multiply_gated(
     )
 
 
+class _GatedGradient(NamedTuple):
+    """The kernel of `differentiate_gated`, with references to its arrays.
+
+    Attributes:
+      tiles: of the gradients of features and gates.
+      features, gates, weights: of all rows.
+      results: the gradients of features and of gates, and the hidden features.
+      of_weights: the gradients of the weights, summed up over a tile's columns.
+      arrived: barriers of the features and gates that each consumer loads.
+      activation: as for `differentiate_gated`.
+    """
+
+    tiles: RowTiles
+    features: Any
+    gates: Any
+    weights: Any
+    results: Sequence[Any]
+    of_weights: Any
+    arrived: Any
+    activation: Activation
+
+    def start_loads(self, tile, warpgroup, buffers) -> None:
+        """Loads the first columns' features and gates while the products are computed."""
+        _, own, first_column = self._place(tile, warpgroup)
+
+        @pl.when(self.tiles.is_stored(tile))
+        def load():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for i, each in enumerate((self.features, self.gates)):
+                columns = each.at[own, pl.ds(first_column, STORED_COLUMNS)]
+                plgpu.copy_gmem_to_smem(columns, buffers.at[i], self.arrived.at[warpgroup * _NUM_LOADED + i])
+
+    def store(self, products, tile, warpgroup, buffers) -> None:
+        """Stores a consumer's rows of a tile."""
+        pl.when(self.tiles.is_stored(tile))(lambda: self._store_rows(products[0], tile, warpgroup, buffers))
+
+    def _place(self, tile, warpgroup) -> tuple[Any, Any, Any]:
+        """A consumer's first row, its rows, and the tile's first column."""
+        first_row, first_column = self.tiles.place(tile, warpgroup)
+        # The last pair may have one block of rows.
+        return first_row, pl.ds(jnp.minimum(first_row, self.tiles.num_rows - WGMMA_ROWS), WGMMA_ROWS), first_column
+
+    def _first_columns(self, warpgroup, buffers) -> list[Any]:
+        for i in range(_NUM_LOADED):
+            plgpu.barrier_wait(self.arrived.at[warpgroup * _NUM_LOADED + i])
+        return [load_matrix(buffers.at[i], shared=True) for i in range(_NUM_LOADED)]
+
+    def _store_rows(self, product, tile, warpgroup, buffers) -> None:
+        columns = self.tiles.columns
+        first_row, own, first_column = self._place(tile, warpgroup)
+        own_weights = load_vector(self.weights.at[own], rows=True, shared=False)
+        sums = []
+
+        def load(column):
+            """Starts to load other columns, for which nothing waits until they are asked for."""
+            across = pl.ds(first_column + column, STORED_COLUMNS)
+            loaded = [load_matrix(each.at[own, across], shared=False) for each in (self.features, self.gates)]
+            return lambda: loaded
+
+        def parts() -> Iterator[tuple[Any, Callable]]:
+            following = functools.partial(self._first_columns, warpgroup, buffers)
+            for column in range(0, columns, STORED_COLUMNS):
+                load_here = following
+                if column + STORED_COLUMNS < columns:
+                    following = load(column + STORED_COLUMNS)
+                of_rows, of_gates = (each.astype(jnp.float32) for each in load_here())
+                of_hidden = product[:, column : column + STORED_COLUMNS]
+                spread_weights = spread(own_weights, of_hidden.shape, rows=True)
+                activated, in_gates, in_rows = self.activation(of_gates, of_rows)
+                sums.append((of_hidden * activated).sum(axis=1))
+                weighted = of_hidden * spread_weights
+                for part, result in zip(
+                    (weighted * in_rows, weighted * in_gates, activated * spread_weights), self.results, strict=True
+                ):
+                    yield part, functools.partial(self.tiles.store, result, tile, warpgroup, column)
+
+        store_parts(parts(), buffers)
+
+        @pl.when(first_row < self.tiles.num_rows)
+        def store_sums():
+            self.of_weights.at[first_column // columns, own][...] = functools.reduce(jnp.add, sums)
+
+
 def differentiate_gated(
     gradients: Float[Array, "R W"],
     matrices: GatedMatrices,
@@ -140,69 +223,10 @@ def differentiate_gated(
     def make_phases(gmem, arrived) -> list[Phase]:
         gradients, down, features, gates, weights, block_groups, block_ends, *results, of_weights = gmem
         here = tiles.on(block_groups, block_ends)
-
-        def place(tile, warpgroup):
-            """A consumer's first row, its rows, and the tile's first column."""
-            first_row, first_column = here.place(tile, warpgroup)
-            # The last pair may have one block of rows.
-            return first_row, pl.ds(jnp.minimum(first_row, tiles.num_rows - WGMMA_ROWS), WGMMA_ROWS), first_column
-
-        def start_loads(tile, warpgroup, buffers):
-            """Loads the first columns' features and gates while the products are computed."""
-            _, own, first_column = place(tile, warpgroup)
-
-            @pl.when(here.is_stored(tile))
-            def load():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for i, each in enumerate((features, gates)):
-                    columns = each.at[own, pl.ds(first_column, STORED_COLUMNS)]
-                    plgpu.copy_gmem_to_smem(columns, buffers.at[i], arrived.at[warpgroup * _NUM_LOADED + i])
-
-        def store(products, tile, warpgroup, buffers):
-            pl.when(here.is_stored(tile))(lambda: store_rows(products[0], tile, warpgroup, buffers))
-
-        def store_rows(product, tile, warpgroup, buffers):
-            first_row, own, first_column = place(tile, warpgroup)
-            own_weights = load_vector(weights.at[own], rows=True, shared=False)
-            sums = []
-
-            def first_columns():
-                for i in range(_NUM_LOADED):
-                    plgpu.barrier_wait(arrived.at[warpgroup * _NUM_LOADED + i])
-                return [load_matrix(buffers.at[i], shared=True) for i in range(_NUM_LOADED)]
-
-            def load(column):
-                """Starts to load other columns, for which nothing waits until they are asked for."""
-                across = pl.ds(first_column + column, STORED_COLUMNS)
-                loaded = [load_matrix(each.at[own, across], shared=False) for each in (features, gates)]
-                return lambda: loaded
-
-            def parts() -> Iterator[tuple[Any, Callable]]:
-                following = first_columns
-                for column in range(0, columns, STORED_COLUMNS):
-                    load_here = following
-                    if column + STORED_COLUMNS < columns:
-                        following = load(column + STORED_COLUMNS)
-                    of_rows, of_gates = (each.astype(jnp.float32) for each in load_here())
-                    of_hidden = product[:, column : column + STORED_COLUMNS]
-                    spread_weights = spread(own_weights, of_hidden.shape, rows=True)
-                    activated, in_gates, in_rows = activation(of_gates, of_rows)
-                    sums.append((of_hidden * activated).sum(axis=1))
-                    weighted = of_hidden * spread_weights
-                    for part, result in zip(
-                        (weighted * in_rows, weighted * in_gates, activated * spread_weights), results, strict=True
-                    ):
-                        yield part, functools.partial(here.store, result, tile, warpgroup, column)
-
-            store_parts(parts(), buffers)
-
-            @pl.when(first_row < tiles.num_rows)
-            def store_sums():
-                of_weights.at[first_column // columns, own][...] = functools.reduce(jnp.add, sums)
-
+        kernel = _GatedGradient(here, features, gates, weights, results, of_weights, arrived, activation)
         operands = functools.partial(here.operands, rows=[gradients], matrices=[[down]], transpose=True)
         multiply = multiply_rows_by(transpose=True)
-        return [Phase(tiles.num_tiles, operands, multiply, store, before_steps=start_loads)]
+        return [Phase(tiles.num_tiles, operands, multiply, kernel.store, before_steps=kernel.start_loads)]
 
     result = jax.ShapeDtypeStruct((tiles.num_rows, num_columns), gradients.dtype)
     sums = jax.ShapeDtypeStruct((num_columns // columns, tiles.num_rows), jnp.float32)

@@ -35,7 +35,7 @@ def grouped_gated_mlp(
       weights: float32; 0 where no row lies.
       matrices: of the groups.
       groups: as by `group_rows`, at the choice's alignment.
-      activation: computes in float32. A function that is the same one in each call: programs are told apart by it.
+      activation: computes in float32. A function that is the same one in each call: programs differ by it.
       choice: one that `has_kernels`.
       residual_name: `checkpoint_name` of features and gates, all that the gradient needs beside the arguments.
 

@@ -108,7 +108,7 @@ class RowTiles(NamedTuple):
         return jnp.minimum(self.groups[first + of_pair], self.num_groups - 1)
 
     def is_stored(self, tile) -> Any:
-        """Whether a tile's rows are stored."""
+        """True if a tile's rows are stored."""
         first, of_pair, _ = self._place(tile)
         return self.stores_all or self.groups[first + of_pair] < self.num_groups
 

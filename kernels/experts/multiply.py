@@ -33,7 +33,7 @@ def choose_grouped_matmul(
 ) -> GroupedMatmulChoice:
     """The implementation of grouped matmuls from any of these numbers of features to any other.
 
-    A GPU that the kernel can't serve is told of once, in the log.
+    The log names once a GPU that the kernel can't serve.
 
     Args:
       dtype: of the operands.

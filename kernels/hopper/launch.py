@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -38,11 +38,23 @@ class Warpgroups:
         return {1: 40, 2: 24, 3: 32}[self.num_warpgroups]
 
 
+class Roles(NamedTuple):
+    """The roles of a kernel's warpgroups.
+
+    Attributes:
+      make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
+      producer: the last warpgroup's role. It gives most of its registers to the others.
+      consumers: one role for all other warpgroups, or one for each.
+    """
+
+    make_context: Callable[..., Any]
+    producer: Callable[[Any], None]
+    consumers: Sequence[Callable[[Any], None]]
+
+
 @types_of_32_bits()
 def launch(
-    make_context: Callable[..., Any],
-    producer: Callable[[Any], None],
-    consumers: Sequence[Callable[[Any], None]],
+    roles: Roles,
     operands: tuple[Any, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
     scratch: tuple[Any, Any],
@@ -57,29 +69,26 @@ def launch(
     Args:
       name: of the kernel's dumps, before the first operand's shape.
       scratch: arrays and barriers in shared memory, a named tuple of each; the roles get references to them.
-      make_context: (references to operands and outputs, shared memory, barriers, program) → what the roles are given.
-      producer: the last warpgroup's role. It gives most of its registers to the others.
-      consumers: one role for all other warpgroups, or one for each.
     """
     num_consumers = warpgroups.num_warpgroups
 
     def kernel(*refs):
         *gmem, smem, barriers = refs
         machine.begin_kernel(name, operands[0])
-        context = make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
+        context = roles.make_context(gmem, smem, barriers, jax.lax.axis_index("program"))
 
         @pl.when(context.warpgroup == num_consumers)
         def produce():
             plgpu.set_max_registers(warpgroups.load_registers, action="decrease")
-            producer(context)
+            roles.producer(context)
 
-        for i, consumer in enumerate(consumers):
+        for i, consumer in enumerate(roles.consumers):
 
             def consume(consumer=consumer):
                 plgpu.set_max_registers(warpgroups.compute_registers, action="increase")
                 consumer(context)
 
-            pl.when(context.warpgroup < num_consumers if len(consumers) == 1 else context.warpgroup == i)(consume)
+            pl.when(context.warpgroup < num_consumers if len(roles.consumers) == 1 else context.warpgroup == i)(consume)
 
     return plgpu.kernel(
         kernel,

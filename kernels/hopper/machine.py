@@ -52,7 +52,7 @@ class Output(NamedTuple):
     warpgroup: jax.Array
 
     def zero(self) -> jax.Array | None:
-        """What a loop carries of the output at its start."""
+        """The output at the start of a loop, as the loop carries it."""
         return None if self.memory is None else jnp.zeros(self.accumulator.shape, jnp.float32)
 
     def start_product(self, p, v) -> jax.Array | None:
@@ -72,7 +72,7 @@ class Output(NamedTuple):
         return plgpu.wgmma_accumulator_load(self.accumulator, wait_n=0) if self.memory is None else carried + product
 
     def store(self, output: jax.Array) -> jax.Array | None:
-        """Puts an output back, and returns what a loop carries of it."""
+        """Puts an output back, and returns it as a loop carries it."""
         if self.memory is not None:
             return output
         self.accumulator[...] = output
@@ -99,7 +99,7 @@ class Hopper:
         return None
 
     def length_multiple(self, block: int) -> int:
-        """What the length of a matrix that is copied in blocks must be a multiple of.
+        """The length of a matrix that is copied in blocks must be a multiple of this number.
 
         Past a matrix's end the copy engine reads zeros and writes nothing, so that the last block needs no padding.
         """

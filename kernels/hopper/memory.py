@@ -39,7 +39,7 @@ def num_bytes(scratch: Any) -> int:
 def matrix(*shape: int, dtype, column_multiple: int | None = None):
     """A stack of matrices `[..., rows, columns]`, tiled and swizzled for the tensor cores.
 
-    A product reads whole tiles. `column_multiple`: it may start at any multiple of so many columns; None: at the first.
+    A product reads whole tiles. It may start at any multiple of `column_multiple` columns; None: at the first column.
     """
     itemsize, columns = jnp.dtype(dtype).itemsize, math.gcd(*filter(None, (shape[-1], column_multiple)))
     swizzle = next(size for size in (128, 64, 32) if columns * itemsize % size == 0)
@@ -60,7 +60,7 @@ class Pipeline(NamedTuple):
     def memory(
         num_stages: int = 1, *, num_consumers: int, num_copies: int = 1, cluster_axis: str | None = None
     ) -> Pipeline:
-        """What a kernel allocates, for stages that `num_copies` copies fill.
+        """The barriers that a kernel allocates, for stages that `num_copies` copies fill.
 
         With `cluster_axis` the copies may go to all programs of a cluster: a stage is empty when the consumers of all
         of them have read it.

@@ -33,7 +33,7 @@ BLOCK_DEPTH = 64
 """Features that a step along the sum multiplies."""
 NUM_CONSUMERS = 2
 STORED_COLUMNS, STORE_BUFFERS = 64, 2
-"""A consumer's rows leave through so many buffers, so many columns at a time."""
+"""Columns that a consumer stores at a time, and the buffers that they leave through."""
 _NUM_STAGES = 4
 _COLUMNS = (256, 192, 128, 64)  # of a tile: the most that divide the result's
 _PANEL = 8  # tiles

@@ -59,7 +59,7 @@ class OnlineSoftmax(NamedTuple):
     """Softmax of logits that are −inf where a pair may not attend."""
 
     dtype: Any  # of the probabilities, as the matmul takes them
-    log2_scale: float  # brings logits to units of log₂
+    log2_scale: float  # converts logits to units of log₂
     machine: Hopper
 
     def first_tile(self, logits: Float[Array, "rows kv"]) -> tuple[Float[Array, "rows kv"], SoftmaxState]:

@@ -38,8 +38,8 @@ class TileScheduler:
     Neighbouring blocks of a head run at about the same time, and so share their operands in the L2 cache. More blocks
     share them when fewer heads run together; the load is balanced better when more do.
 
-    Without `num_multiprocessors` each block has its own program. With it there are at most so many persistent programs,
-    each of which computes one block after another.
+    Without `num_multiprocessors` each block has its own program. With it there is at most one
+    persistent program a multiprocessor, which computes one block after another.
     """
 
     batch: int
@@ -48,7 +48,7 @@ class TileScheduler:
     num_l2_heads: int  # number of heads processed together, counted over the batch
     last_blocks_first: bool = True  # under a causal mask the last queries and the first keys have the most work
     num_multiprocessors: int | None = None
-    num_blocks_in_use: Any = None  # within a kernel: the first so many of each head are computed; None: all
+    num_blocks_in_use: Any = None  # within a kernel: the number of blocks computed of each head; None: all
 
     @property
     def num_blocks(self) -> int:
@@ -112,7 +112,7 @@ class BlockClaims(NamedTuple):
 
     @staticmethod
     def memory(num_consumers: int) -> BlockClaims:
-        """What a kernel allocates for them."""
+        """The memory that a kernel allocates for claims."""
         return BlockClaims(
             plgpu.SMEM((_CLAIM_SLOTS,), jnp.int32), Pipeline.memory(_CLAIM_SLOTS, num_consumers=num_consumers)
         )

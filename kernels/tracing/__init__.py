@@ -1,1 +1,1 @@
-"""What kernels need of JAX while it traces them: device, number types, mesh axes, and calls that XLA leaves alone."""
+"""The parts of JAX that tracing depends on: device, number types, mesh axes, and calls that XLA leaves alone."""

@@ -4,7 +4,7 @@ In a scan over layers a kernel's operands may be slices of larger arrays, such a
 results go into larger arrays, where the backward pass finds them. XLA would then call the kernel on the larger arrays'
 memory ("dynamic-slice fusion"; seen in programs of JAX 0.11.2). That goes wrong in two ways. Where a result has other
 users, too, XLA keeps a call for those, and computes it twice. And a kernel that reaches for another device's memory is
-told of the wrong memory there: XLA looks up where the arrays lie before it slices them.
+given the wrong memory there: XLA looks up where the arrays lie before it slices them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import jax
 
 @dataclass(frozen=True)
 class Target:
-    """What a device is, attached or not.
+    """The kind of a device, attached or not.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".

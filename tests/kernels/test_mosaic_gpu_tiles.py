@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from kernels import CausalMask, FullMask, LocalMask, MaskFn, MosaicBackwardTuning, PrefixMask
+from kernels.backends.mosaic_gpu.backward_dkv import block_shift
 from kernels.backends.mosaic_gpu.block_range import read_block_range, union_of_ranges
-from kernels.backends.mosaic_gpu.block_shift import block_shift
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.masks import TileKind
 from kernels.plan import make_rows

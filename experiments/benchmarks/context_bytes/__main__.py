@@ -100,7 +100,7 @@ class BytesArguments:
     limit_s: float = 1800.0
     """Seconds for a case, after which its compilation is stopped."""
     seed: int = 0
-    """Of the documents' lengths."""
+    """Seed of the documents' lengths."""
     output: Path | None = None
     """File that the JSON lines are appended to, each as soon as it is measured."""
 

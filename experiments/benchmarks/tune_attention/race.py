@@ -58,7 +58,7 @@ def race(
     refused: dict[Any, str] = {}
     contenders: dict[Any, AttentionContender] = {}
     first: dict[Any, float] = {}
-    # One after another: threads mustn't lower kernels at a time (kernels/backends/mosaic_gpu/one_thread.py).
+    # One after another: threads mustn't lower kernels at a time (kernels/hopper/begin_kernel.py).
     for tuning, implementation in candidates.items():
         try:
             contender = compile_contender(problem, implementation, timed)
@@ -109,5 +109,5 @@ def _relative_differences(computed, expected):
 
 
 def largest_relative_difference(computed: Any, expected: Any) -> float:
-    """Of all arrays, by the Frobenius norm. NaN if any is NaN."""
+    """The largest relative difference of all arrays, by the Frobenius norm. NaN if any is NaN."""
     return float(_relative_differences(computed, expected).max())

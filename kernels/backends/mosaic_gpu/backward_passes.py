@@ -1,4 +1,4 @@
-"""What the backward passes share: what they read and write, and how their blocks are divided among programs.
+"""The parts that the backward passes share: their arrays, their context, and the division of blocks among programs.
 
 Sources: FlashAttention-3 (arXiv:2407.08608), FlashAttention-2 (arXiv:2307.08691).
 """
@@ -20,7 +20,7 @@ from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MAX_EQUAL_HEAD_DIM, MosaicBackwardTuning
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
 from kernels.call import AttentionCall
-from kernels.hopper.launch import launch
+from kernels.hopper.launch import Roles, launch
 from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import zeroed_ref
 from kernels.hopper.softmax import LOG2_E, finite_lse
@@ -32,9 +32,9 @@ LSE, DELTA = 0, 1
 
 
 class BackwardArrays(NamedTuple):
-    """What the passes read and write, padded to whole head dims, and rows of numbers to whole tiles.
+    """The arrays that the passes read and write, padded to whole head dims, and lse and delta to whole tiles.
 
-    Within a kernel, references to it.
+    Within a kernel, references to the arrays.
     """
 
     query: Any
@@ -47,7 +47,7 @@ class BackwardArrays(NamedTuple):
     offsets: Any  # columns that stand for delta, and mostly for lse (`offset_columns`); None where a pass reads both
     rows: BlockRows  # the tiles of each block, and what its warpgroups meet in them
     tokens: TokenArrays
-    num_blocks_in_use: Any = None  # the first so many blocks of each head hold keys, int32 `[1]`; None: all
+    num_blocks_in_use: Any = None  # the number of blocks of each head that hold keys, int32 `[1]`; None: all
     num_claimed: Any = None  # the dynamic tile scheduler's counter
     d_query: Any = None  # an output, or the reference that a fused pass adds to
     d_key: Any = None
@@ -61,7 +61,7 @@ BarriersT = TypeVar("BarriersT", bound=Any)
 
 
 class _PersistentProgram(NamedTuple):
-    """What the roles of a persistent program share, whichever block it computes."""
+    """The part of the context that is the same for all blocks of a persistent program."""
 
     gmem: BackwardArrays
     smem: Any
@@ -71,7 +71,7 @@ class _PersistentProgram(NamedTuple):
 
 
 class BackwardContext(NamedTuple, Generic[SmemT, BarriersT]):
-    """What every role of a pass knows: the call and how it runs, a program's memory and barriers, and one block."""
+    """The context of every role of a pass: the call and how it runs, a program's memory and barriers, and one block."""
 
     call: AttentionCall
     tuning: MosaicBackwardTuning
@@ -124,31 +124,35 @@ def padded_head_dims(call: AttentionCall, tuning: MosaicBackwardTuning) -> tuple
     return (head_dim, value_dim) if keeps_both else (max(head_dim, value_dim),) * 2
 
 
-def launch_pass(
-    arrays: BackwardArrays,
-    call: AttentionCall,
-    tuning: MosaicBackwardTuning,
-    machine: Hopper,
-    scratch: tuple[Any, Any],
-    producer: Callable[[BackwardContext], None],
-    consumers: Sequence[Callable[[BackwardContext], None]],
-    finish: Callable[[BarriersT, Any], None],
-    *,
-    name: str,
-    transposed: bool,
-    persistent: bool = False,
-    shift: int | None = None,
-) -> list[Any]:
-    """Runs a pass over blocks of keys (`transposed`) and returns dK and dV, or over blocks of queries for dQ alone.
+class BackwardPass(NamedTuple):
+    """A pass over blocks of keys, whose results are dK and dV, or over blocks of queries, whose result is dQ.
 
-    Args:
-      arrays: its lse is natural; the kernel gets it in units of log₂.
+    Attributes:
+      name: of the kernel's dumps.
+      transposed: whether the blocks are of keys.
+      scratch: arrays and barriers in shared memory, a named tuple of each.
       producer, consumers: their part of one block.
       finish: the producer's last act, given the barriers and the number of tiles of the program's last block.
       persistent: whether programs take one block after another from a tile scheduler. The barriers have `claims`.
-      shift: each block starts so many tiles after the one at which the block before it started; None: with its own
+      shift: each block starts this many tiles after the one at which the block before it started; None: with its own
         first tile.
     """
+
+    name: str
+    transposed: bool
+    scratch: tuple[Any, Any]
+    producer: Callable[[BackwardContext], None]
+    consumers: Sequence[Callable[[BackwardContext], None]]
+    finish: Callable[[Any, Any], None]
+    persistent: bool = False
+    shift: int | None = None
+
+
+def launch_pass(
+    backward: BackwardPass, arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
+) -> list[Any]:
+    """Runs a pass, and returns dK and dV, or dQ. The lse of the arrays is natural; the kernel gets it in log₂."""
+    transposed, persistent, shift = backward.transposed, backward.persistent, backward.shift
     if arrays.lse is not None:
         arrays = arrays._replace(lse=finite_lse(arrays.lse) * LOG2_E)
     if persistent:
@@ -205,7 +209,7 @@ def launch_pass(
     def produce(given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
         next_claim = None if claims is None else functools.partial(claims.claim, given.gmem.num_claimed)
-        finish(given.barriers, for_each_block(producer, given, next_claim))
+        backward.finish(given.barriers, for_each_block(backward.producer, given, next_claim))
 
     def consume(consumer, given: _PersistentProgram | BackwardContext) -> None:
         claims = given.barriers.claims if persistent else None
@@ -214,15 +218,14 @@ def launch_pass(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     out_type = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs]
+    consumers = [functools.partial(consume, consumer) for consumer in backward.consumers]
     return launch(
-        make_context,
-        produce,
-        [functools.partial(consume, consumer) for consumer in consumers],
+        Roles(make_context, produce, consumers),
         operands,
         out_type,
-        scratch,
+        backward.scratch,
         scheduler,
-        name=name,
+        name=backward.name,
         warpgroups=tuning,
         machine=machine,
     )

@@ -29,7 +29,7 @@ from kernels.backends.mosaic_gpu.padding import pad_matrices, padded_head_dim
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, TokenArrays, log2_scale, num_token_arrays, token_memory
 from kernels.backends.mosaic_gpu.tuning import MosaicForwardTuning, MosaicGpuTuning
 from kernels.call import AttentionCall, AttentionInputs
-from kernels.hopper.launch import launch
+from kernels.hopper.launch import Roles, launch
 from kernels.hopper.machine import Hopper, Output, machine_of
 from kernels.hopper.memory import Pipeline, matrix, zeroed_ref
 from kernels.hopper.registers import ROW_LAYOUT, WGMMA_ROWS, accumulator, spread
@@ -69,7 +69,7 @@ class ForwardBarriers(NamedTuple):
 
 
 class ForwardContext(NamedTuple):
-    """What every role knows: the call and how it runs, and one program's memory and barriers."""
+    """The context of every role: the call and how it runs, and one program's memory and barriers."""
 
     call: AttentionCall
     tuning: MosaicForwardTuning
@@ -156,9 +156,7 @@ def run_forward(
         jax.ShapeDtypeStruct((batch, num_heads, num_blocks * how.block_q), jnp.float32),
     )
     output, lse = launch(
-        make_context,
-        _load,
-        [_attend],
+        Roles(make_context, _load, [_attend]),
         operands,
         outputs,
         (smem, barriers),

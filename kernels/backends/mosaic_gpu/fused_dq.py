@@ -12,11 +12,11 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.backends.mosaic_gpu.key_value_memory import ConsumerKeys, KeyValueContext
+from kernels.backends.mosaic_gpu.dkv_memory import ConsumerKeys, DkvContext
 from kernels.hopper.registers import WGMMA_ROWS, accumulator
 
 
-def write_ds(context: KeyValueContext, keys: ConsumerKeys, ds, step) -> None:
+def write_ds(context: DkvContext, keys: ConsumerKeys, ds, step) -> None:
     """Gives a step's dS to all consumers."""
     memory = context.smem.ds.at[jax.lax.rem(step, context.smem.ds.shape[0])]
     for i in range(context.smem.ds.shape[1]):
@@ -25,12 +25,12 @@ def write_ds(context: KeyValueContext, keys: ConsumerKeys, ds, step) -> None:
     plgpu.barrier_arrive(context.barriers.ds_full)
 
 
-def dq_accumulator(context: KeyValueContext) -> plgpu.WGMMAAccumulatorRef:
+def dq_accumulator(context: DkvContext) -> plgpu.WGMMAAccumulatorRef:
     """The accumulator of a consumer's part of a tile of dQ."""
     return accumulator(_dq_place(context)[1].size)
 
 
-def start_dq(context: KeyValueContext, dq_acc, step) -> None:
+def start_dq(context: DkvContext, dq_acc, step) -> None:
     """Issues dQ = dSᵀ K of a step."""
     smem = context.smem
     _, columns = _dq_place(context)
@@ -39,7 +39,7 @@ def start_dq(context: KeyValueContext, dq_acc, step) -> None:
     plgpu.wgmma(dq_acc, ds.transpose((1, 0)), smem.k.at[:, columns])
 
 
-def add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
+def add_to_dq(context: DkvContext, dq, tile, predicate=None) -> None:
     """Starts to add the consumer's part of the dQ of a tile, a (number, head), in global memory."""
     (number, head), (rows, columns) = tile, _dq_place(context)
     rows = pl.ds(number * context.tuning.block_q + rows.start, WGMMA_ROWS)
@@ -57,7 +57,7 @@ def add_to_dq(context: KeyValueContext, dq, tile, predicate=None) -> None:
         plgpu.copy_smem_to_gmem(dq_smem, target, predicate, reduction_op="add")
 
 
-def add_last_dq(context: KeyValueContext, tile, step, *, frees_ds: bool) -> None:
+def add_last_dq(context: DkvContext, tile, step, *, frees_ds: bool) -> None:
     """Adds the last step's part to dQ, and if `frees_ds` says that its dS is read."""
     plgpu.barrier_wait(context.barriers.ds_full)
 
@@ -71,7 +71,16 @@ def add_last_dq(context: KeyValueContext, tile, step, *, frees_ds: bool) -> None
     pl.run_scoped(multiply, dq_accumulator(context))
 
 
-def _dq_place(context: KeyValueContext) -> tuple[Any, Any]:
+def finish_dq(context: DkvContext, last) -> None:
+    """Adds the part of the block's last step, of the tile `last`, to dQ."""
+    num_steps = context.num_steps
+    pl.when(num_steps > 0)(lambda: add_last_dq(context, last, num_steps - 1, frees_ds=False))
+    if context.smem.ds.shape[0] == 2:
+        # A waiting thread must see each completion of a barrier.
+        pl.when(num_steps > 1)(lambda: plgpu.barrier_wait(context.barriers.ds_read))
+
+
+def _dq_place(context: DkvContext) -> tuple[Any, Any]:
     """Rows and columns of a tile of dQ that the consumer computes."""
     by_columns = context.tuning.divides_dq_by_columns
     num_columns = context.smem.k.shape[-1] // (context.tuning.num_warpgroups if by_columns else 1)

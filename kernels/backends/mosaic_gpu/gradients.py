@@ -7,14 +7,14 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kernels.backends.mosaic_gpu.backward_dkv import backward_dkv
+from kernels.backends.mosaic_gpu.backward_dkv_by_gradient import backward_dkv_by_gradient
+from kernels.backends.mosaic_gpu.backward_dq import backward_dq
 from kernels.backends.mosaic_gpu.backward_passes import BackwardArrays, padded_head_dims
-from kernels.backends.mosaic_gpu.key_value_pass import key_value_pass
 from kernels.backends.mosaic_gpu.padding import pad_matrices, pad_matrix
-from kernels.backends.mosaic_gpu.query_pass import query_pass
 from kernels.backends.mosaic_gpu.tile_mask import TokenArrays
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning
 from kernels.backends.mosaic_gpu.warpgroup_tiles import BlockRows
-from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_pass
 from kernels.call import AttentionCall, AttentionInputs, Cotangent, Gradients
 from kernels.hopper.machine import machine_of
 
@@ -48,11 +48,11 @@ def run_backward(
         return kernel(arrays, call, how, machine)
 
     key_values = (
-        wide_key_value_pass if how.one_gradient_per_warpgroup else functools.partial(key_value_pass, fused=fused)
+        backward_dkv_by_gradient if how.one_gradient_per_warpgroup else functools.partial(backward_dkv, fused=fused)
     )
     d_key, d_value, d_query = run(key_values, how.block_q, how.block_kv, transposed=True)
     if d_query is None:
-        d_query = run(query_pass, how.block_q_dq, how.block_kv_dq, transposed=False)
+        d_query = run(backward_dq, how.block_q_dq, how.block_kv_dq, transposed=False)
     else:
         d_query = (d_query * call.scale).astype(call.dtype)
     d_key, d_value = d_key[:, : call.kv_len, :, : call.head_dim], d_value[:, : call.kv_len, :, : call.value_dim]

@@ -18,7 +18,7 @@ from kernels.plan import make_block_plan
 # Of each multiprocessor. With more, all are busy nearly to the end, and how fast a block is counts for more than what
 # this count knows of it: see docs/hopper_kernels.md.
 _MOST_BLOCKS = 4
-# A block's beginning and end take about as long as so many keys.
+# In keys: a block's beginning and end take about as long as these.
 _BLOCK_KEYS = 200
 
 

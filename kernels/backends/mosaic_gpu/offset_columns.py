@@ -30,7 +30,7 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-16, 2.0**10
 
 
 def lse_is_offset(call: AttentionCall) -> bool:
-    """Whether the tensor cores subtract lse. A soft cap comes between the product and lse."""
+    """True if the tensor cores subtract lse. A soft cap comes between the product and lse."""
     return call.logits_soft_cap is None and _LEAST_SCALE <= call.scale <= _LARGEST_SCALE
 
 

@@ -1,6 +1,6 @@
-"""What a backward of heads up to 128 wide starts from: columns of offsets, and the zeros that a dQ is added to.
+"""The inputs of a backward of heads up to 128 wide: columns of offsets, and the zeros that a dQ is added to.
 
-One kernel writes both. XLA's own zeros have programs of 512 numbers, and starting so many programs takes longer than
+One kernel writes both. XLA's own zeros have programs of 512 numbers, and starting these programs takes longer than
 writing the zeros. Here other programs compute the columns meanwhile. FlashAttention-3 has such a kernel, too, which
 also computes delta.
 """

@@ -31,7 +31,7 @@ FORWARD_SEARCHES: tuple[Searched, ...] = ("forward", "few_blocks")
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is searched, in stages, each from the best of the stage before."""
+    """The tunings that a search times, in stages, each from the best of the stage before."""
 
     start: MosaicForwardTuning | MosaicBackwardTuning  # where to begin if this form's tuned tiles don't serve the call
     stages: tuple[Settings, ...]  # settings that matter together

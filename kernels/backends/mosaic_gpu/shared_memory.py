@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from kernels.backends.mosaic_gpu.backward_dkv_by_gradient import dkv_by_gradient_scratch
+from kernels.backends.mosaic_gpu.backward_dq import dq_scratch
+from kernels.backends.mosaic_gpu.dkv_steps import step_class
 from kernels.backends.mosaic_gpu.forward_pass import forward_scratch
-from kernels.backends.mosaic_gpu.key_value_memory import key_value_scratch
-from kernels.backends.mosaic_gpu.query_pass import query_scratch
 from kernels.backends.mosaic_gpu.tuning import MosaicGpuTuning, backward_form
-from kernels.backends.mosaic_gpu.wide_key_value_pass import wide_key_value_scratch
 from kernels.call import AttentionCall
 from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import num_bytes
@@ -26,11 +26,11 @@ def shared_memory_bytes(call: AttentionCall, tuning: MosaicGpuTuning) -> dict[st
     if backward is not None:
         fused = backward_form(tuning, call) == "fused"
         if backward.one_gradient_per_warpgroup:
-            scratch["key_value"] = wide_key_value_scratch(call, backward, machine)
+            scratch["key_value"] = dkv_by_gradient_scratch(call, backward, machine)
         else:
-            scratch["key_value"] = key_value_scratch(call, backward, machine, fused=fused)
+            scratch["key_value"] = step_class(call, fused=fused).scratch(call, backward, machine)
         if not fused:
-            scratch["query"] = query_scratch(call, backward, machine)
+            scratch["query"] = dq_scratch(call, backward, machine)
     return {kernel: num_bytes(each) for kernel, each in scratch.items()}
 
 

@@ -1,4 +1,4 @@
-"""What the Mosaic GPU kernels can't do."""
+"""The calls that the Mosaic GPU kernels refuse."""
 
 from __future__ import annotations
 

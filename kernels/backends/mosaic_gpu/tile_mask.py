@@ -17,7 +17,7 @@ Side = Literal["query", "key_value"]
 
 
 def log2_scale(call: AttentionCall) -> float:
-    """The factor that brings logits to units of log₂; with a soft cap: tanh of the capped logits."""
+    """The factor that converts logits to units of log₂; with a soft cap: tanh of the capped logits."""
     return LOG2_E * (call.scale if call.logits_soft_cap is None else call.logits_soft_cap)
 
 
@@ -69,7 +69,7 @@ def token_memory(call: AttentionCall, num_stages: int, block: int) -> Any:
 
 
 def counts_up(call: AttentionCall, num_tokens: int) -> bool:
-    """Whether the positions of so many tokens, the rows or the columns of a tile, are known by the first one's."""
+    """True if the first token's position gives those of `num_tokens` tokens, the rows or the columns of a tile."""
     return call.position_run % num_tokens == 0
 
 

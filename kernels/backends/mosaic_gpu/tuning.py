@@ -20,7 +20,7 @@ _OTHERS_COST = 1.1
 MAX_EQUAL_HEAD_DIM = 128
 """Up to it a backward pads the keys' and the values' head dims to the wider one. Above it both count by themselves."""
 CallFamily = Literal["full", "causal", "window", "narrow_window", "packed", "other"]
-# Windows of up to so many tokens have blocks as short as those of short rows.
+# In tokens. Narrower windows have blocks as short as those of short sequences.
 _NARROW_WINDOW = 2048
 
 
@@ -115,7 +115,7 @@ class MosaicBackwardTuning(Warpgroups):
 
     @property
     def divides_dq_by_columns(self) -> bool:
-        """Whether the warpgroups of a fused backward share a tile of dQ by columns: it has too few queries."""
+        """True if the warpgroups of a fused backward share a tile of dQ by columns: it has too few queries."""
         return self.block_q < 64 * self.num_warpgroups
 
     @property
@@ -173,13 +173,13 @@ class MosaicGpuTuning:
 
     @property
     def may_fuse(self) -> bool:
-        """Whether the backward may be fused: not in Pallas's interpreter, which has no atomics, nor with some tiles."""
+        """True if the backward may be fused: not in Pallas's interpreter, which has no atomics, nor with some tiles."""
         only_split = self.backward_tiles is not None and self.backward_tiles.one_gradient_per_warpgroup
         return self.backward != "split" and not self.interpret and not only_split
 
 
 class TunedCall(NamedTuple):
-    """What calls are tuned by.
+    """The properties of a call that its tuning depends on.
 
     Attributes:
       head_dim: as of `tuned_head_dim`.
@@ -193,7 +193,7 @@ class TunedCall(NamedTuple):
 
     @staticmethod
     def of(mask: Mask, length: int, head_dims: tuple[int, int], *, packed: bool) -> TunedCall:
-        """What a call is tuned by.
+        """The key of a call in the tables of tunings.
 
         Args:
           mask: the call's.
@@ -226,7 +226,7 @@ def tuned_head_dim(head_dim: int, value_dim: int) -> int:
 
 
 def call_family(mask: Mask, *, packed: bool) -> CallFamily:
-    """What a mask, and documents where `packed`, leave out.
+    """The family of a mask, by the pairs that the mask, and documents where `packed`, leave out.
 
     >>> from kernels import CausalMask, LocalMask
     >>> call_family(CausalMask() & LocalMask(4095, 0), packed=False)
@@ -276,12 +276,12 @@ def backward_form(tuning: MosaicGpuTuning, call: AttentionCall) -> Literal["fuse
     if not tuning.may_fuse:
         return "split"
     forms = FASTEST_BACKWARD | FASTEST_BACKWARD_ON.get(call.target.device_kind, {})
-    return tuning.backward or forms[_likest_key(forms, call, at_least=_wide_values(call))]
+    return tuning.backward or forms[_nearest_key(forms, call, at_least=_wide_values(call))]
 
 
 def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
-    """The likest call's tiles; where blocks are few, maybe those found for such calls, which keep the GPU busier."""
-    key = _likest_key(FORWARD, call, at_least=_wide_values(call))
+    """The nearest call's tiles; where blocks are few, maybe those found for such calls, which keep the GPU busier."""
+    key = _nearest_key(FORWARD, call, at_least=_wide_values(call))
     best = FORWARD[key]
     least: float | None = makespan_of_few_blocks(best.block_q, best.block_kv, best.num_l2_heads, call)
     # Windows have blocks of equal, little work, of which there are seldom few.
@@ -296,12 +296,12 @@ def _forward_tiles(call: AttentionCall) -> MosaicForwardTuning:
 
 
 def _backward_tiles(form: Literal["fused", "split"], call: AttentionCall) -> MosaicBackwardTuning:
-    """The likest call's tiles.
+    """The nearest call's tiles.
 
     Blocks of keys that several heads of queries share are long, as in long rows.
     """
     table = FUSED if form == "fused" else SPLIT
-    tiles = table[_likest_key(table, call)]
+    tiles = table[_nearest_key(table, call)]
     return dataclasses.replace(tiles, persistent=tiles.persistent and call.group_size == 1)
 
 
@@ -310,19 +310,19 @@ def _wide_values(call: AttentionCall) -> int:
     return call.value_dim if call.value_dim > MAX_EQUAL_HEAD_DIM else 0
 
 
-def _likest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
+def _nearest_key(table: Mapping[TunedCall, Any], call: AttentionCall, at_least: int = 0) -> TunedCall:
     """The next head dim from `at_least` on, if possible of the same family, and then of the nearest length."""
     # Positions take as much shared memory as segment ids do.
     packed = call.has_segment_ids or call.has_positions
     tuned_call = TunedCall.of(call.mask, call.q_len, (call.head_dim, call.value_dim), packed=packed)
     head_dim = max(tuned_call.head_dim, at_least)
     family = tuned_call.family
-    likest_families = [family, *(["window"] if family == "narrow_window" else []), "causal"]
+    families = [family, *(["window"] if family == "narrow_window" else []), "causal"]
 
-    def unlikeness(key: TunedCall):
-        differs = (key.family != each for each in likest_families)
+    def distance(key: TunedCall):
+        differs = (key.family != each for each in families)
         length = tuned_call.length if key.family == family else call.q_len
         # Of two that are as near, the longer one.
         return key.head_dim, *differs, abs(math.log(key.length / length)), -key.length
 
-    return min((key for key in table if key.head_dim >= head_dim), key=unlikeness)
+    return min((key for key in table if key.head_dim >= head_dim), key=distance)

@@ -1,4 +1,4 @@
-"""What each warpgroup of a backward pass finds in the tiles of its block: some hold nothing for its 64 rows.
+"""The tile kinds of each warpgroup of a backward pass: some tiles of its block hold nothing for its 64 rows.
 
 A block has 64 rows of keys, or of queries, for each warpgroup, and visits every tile that holds something for any of
 them. Where short rows, windows or documents begin and end, a tile is often EMPTY to one warpgroup and not to another.
@@ -84,7 +84,7 @@ class BlockRows(NamedTuple):
 def _may_pass_over(
     call: AttentionCall, of_blocks: tuple[int, int], of_warpgroups: tuple[int, int], waits_in_each_step: bool
 ) -> bool:
-    """Whether enough tiles may be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
+    """True if enough tiles may be EMPTY to a warpgroup, given the sides of a block's tiles and of its own."""
     # A mask without a closed form is evaluated on all pairs for each plan.
     if not (call.mask.exact or call.has_positions):
         return False

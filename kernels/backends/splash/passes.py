@@ -42,7 +42,7 @@ class Tokens(NamedTuple):
 
     @staticmethod
     def of(inputs: AttentionInputs) -> Tokens:
-        """Those of a call's inputs."""
+        """The segment ids and positions of a call's inputs."""
         return Tokens(*(getattr(inputs, name) for name in Tokens._fields))
 
 

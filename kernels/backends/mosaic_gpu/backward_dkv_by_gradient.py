@@ -22,6 +22,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     LSE,
     BackwardArrays,
     BackwardContext,
+    BackwardPass,
     launch_pass,
     padded_head_dims,
 )
@@ -37,10 +38,10 @@ _NUM_CONSUMERS = 2
 _NUM_P_BUFFERS = 2
 
 
-WideSmem = namedtuple("WideSmem", "k v q do lse_delta p tokens operand")
+ByGradientSmem = namedtuple("ByGradientSmem", "k v q do lse_delta p tokens operand")
 
 
-class WideBarriers(NamedTuple):
+class ByGradientBarriers(NamedTuple):
     """Barriers: k and v are full once; P goes from one consumer to the other."""
 
     k: Any
@@ -51,17 +52,17 @@ class WideBarriers(NamedTuple):
     done: Any
 
 
-WideContext = BackwardContext[WideSmem, WideBarriers]
+ByGradientContext = BackwardContext[ByGradientSmem, ByGradientBarriers]
 
 
-def wide_key_value_scratch(
+def dkv_by_gradient_scratch(
     call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[WideSmem, WideBarriers]:
+) -> tuple[ByGradientSmem, ByGradientBarriers]:
     """Shared memory and barriers: k and v of the block, rings of stages for q, do and what belongs to them."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     block_q, num_stages = tuning.block_q, tuning.num_stages
     ring = functools.partial(Pipeline.memory, num_stages, num_consumers=_NUM_CONSUMERS)
-    smem = WideSmem(
+    smem = ByGradientSmem(
         k=matrix(WGMMA_ROWS, head_dim, dtype=call.dtype),
         v=matrix(WGMMA_ROWS, value_dim, dtype=call.dtype),
         q=matrix(num_stages, block_q, head_dim, dtype=call.dtype),
@@ -72,7 +73,7 @@ def wide_key_value_scratch(
         # In the interpreter alone: operands that a GPU's matmuls take from registers.
         operand=machine.operand_memory(_NUM_CONSUMERS, WGMMA_ROWS, block_q, dtype=call.dtype),
     )
-    return smem, WideBarriers(
+    return smem, ByGradientBarriers(
         k=plgpu.Barrier(),
         v=plgpu.Barrier(),
         q=ring(num_copies=2 + num_token_arrays(call)),
@@ -82,19 +83,17 @@ def wide_key_value_scratch(
     )
 
 
-def wide_key_value_pass(
+def backward_dkv_by_gradient(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], None]:
-    """dK and dV, and None for dQ. The arguments are `key_value_pass`'s."""
-    scratch = wide_key_value_scratch(call, tuning, machine)
-    consumers = [_compute_dv, _compute_dk]
-    d_key, d_value = launch_pass(
-        arrays, call, tuning, machine, scratch, _load, consumers, _finish, name="attention_dkv", transposed=True
-    )
+    """dK and dV, and None for dQ. The arguments are `backward_dkv`'s."""
+    scratch = dkv_by_gradient_scratch(call, tuning, machine)
+    dkv = BackwardPass("attention_dkv", True, scratch, _load, [_compute_dv, _compute_dk], _finish)
+    d_key, d_value = launch_pass(dkv, arrays, call, tuning, machine)
     return d_key, d_value, None
 
 
-def _load(context: WideContext) -> None:
+def _load(context: ByGradientContext) -> None:
     """Producer: copies the block's keys and values, then query tiles into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -115,13 +114,13 @@ def _load(context: WideContext) -> None:
         plgpu.copy_gmem_to_smem(gmem.delta.at[block.batch, head, queries], smem.lse_delta.at[DELTA, slot], do_full)
 
 
-def _finish(barriers: WideBarriers, num_steps) -> None:
+def _finish(barriers: ByGradientBarriers, num_steps) -> None:
     """Producer: waits until the consumers have read the last stages."""
     barriers.q.producer_tail(num_steps)
     barriers.do.producer_tail(num_steps)
 
 
-def _compute_dv(context: WideContext) -> None:
+def _compute_dv(context: ByGradientContext) -> None:
     """First consumer: P = exp(KQᵀ − lse), dV += P dO.
 
     A tile's KQᵀ is issued before the last tile's P dO, so that P is computed under a matmul.
@@ -189,7 +188,7 @@ def _compute_dv(context: WideContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.value.shape[-1]))
 
 
-def _compute_dk(context: WideContext) -> None:
+def _compute_dk(context: ByGradientContext) -> None:
     """Second consumer: dS = P∘(V dOᵀ − delta), dK += dS Q.
 
     A tile's dS Q is done before the next tile's V dOᵀ is issued. Issued after it, dS Q would hold its queries in their

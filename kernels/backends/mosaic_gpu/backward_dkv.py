@@ -2,7 +2,7 @@
 
 The fused form computes dQ, too: the consumers exchange dS through shared memory, multiply it with the keys, and add the
 product to a float32 dQ in global memory, in no fixed order. It takes five matmuls a tile. The split form leaves dQ to
-`query_pass`: it takes seven matmuls a tile, and gives the same bits in every run.
+`backward_dq`: it takes seven matmuls a tile, and gives the same bits in every run.
 
 A persistent program computes one block after another. Its producer copies the next block's first query tile as soon as
 the consumers have read the last one, and the next keys and values as soon as no product reads the last ones. Meanwhile
@@ -23,21 +23,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, BackwardArrays, launch_pass
-from kernels.backends.mosaic_gpu.block_shift import block_shift
-from kernels.backends.mosaic_gpu.fused_dq import add_last_dq
-from kernels.backends.mosaic_gpu.key_value_memory import (
+from kernels.backends.mosaic_gpu.backward_passes import DELTA, LSE, BackwardArrays, BackwardPass, launch_pass
+from kernels.backends.mosaic_gpu.dkv_memory import (
     HEAD,
     KINDS,
     TILE,
     ConsumerKeys,
-    KeyValueBarriers,
-    KeyValueContext,
+    DkvBarriers,
+    DkvContext,
     is_tall,
     is_wide,
-    key_value_scratch,
 )
-from kernels.backends.mosaic_gpu.key_value_tile import next_tile
+from kernels.backends.mosaic_gpu.dkv_steps import SplitStep, step_class
 from kernels.backends.mosaic_gpu.offset_columns import DELTA_OFFSET, LSE_OFFSET, offset_weights
 from kernels.backends.mosaic_gpu.preprocess import with_offsets
 from kernels.backends.mosaic_gpu.tile_mask import TileMask, num_token_arrays
@@ -47,8 +44,13 @@ from kernels.hopper.machine import Hopper
 from kernels.hopper.memory import zeroed_ref
 from kernels.hopper.registers import WGMMA_ROWS, accumulator, zeros
 
+# In query tiles, the largest first. A shift fits if the tiles that running blocks read and add to fit into half of the
+# L2 cache.
+_SHIFTS = (4, 2, 1)
+_HALF_OF_L2_BYTES = 25_000_000
 
-def key_value_pass(
+
+def backward_dkv(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper, *, fused: bool
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K V"], Float[Array, "B T N H"] | None]:
     """dK, dV and, if fused, dQ, in float32 and without the scale. `arrays.rows` are each key block's query tiles."""
@@ -58,26 +60,22 @@ def key_value_pass(
         arrays = arrays._replace(d_query=zeroed_ref(arrays.query.shape, jnp.float32, arrays.query))
     # Blocks that start with the same query tile would all add to the same part of dQ at once.
     same_start = call.mask.same_keys_for_all_queries and not num_token_arrays(call)
-    scratch = key_value_scratch(call, tuning, machine, fused=fused)
-    shift = block_shift(call, tuning) if same_start else None
-    d_key, d_value = launch_pass(
-        arrays,
-        call,
-        tuning,
-        machine,
-        scratch,
-        _load,
-        [_differentiate],
-        functools.partial(_finish, tuning),
+    form = step_class(call, fused=fused)
+    dkv = BackwardPass(
         name="attention_backward" if fused else "attention_dkv",
         transposed=True,
+        scratch=form.scratch(call, tuning, machine),
+        producer=_load,
+        consumers=[functools.partial(_differentiate, form)],
+        finish=functools.partial(_finish, tuning),
         persistent=tuning.persistent,
-        shift=shift,
+        shift=block_shift(call, tuning) if same_start else None,
     )
+    d_key, d_value = launch_pass(dkv, arrays, call, tuning, machine)
     return d_key, d_value, jax.freeze(arrays.d_query) if fused else None
 
 
-def _load(context: KeyValueContext) -> None:
+def _load(context: DkvContext) -> None:
     """Producer: copies the block's keys and values, and query tiles into the ring."""
     tuning, gmem, smem, barriers = context.tuning, context.gmem, context.smem, context.barriers
     block, tiles, num_steps = context.block, context.tiles, context.num_steps
@@ -103,7 +101,7 @@ def _load(context: KeyValueContext) -> None:
         head, number, rank = (block.head, tiles.tile(step), step) if one_head else context.query_tile(step)
         queries, full = pl.ds(number * tuning.block_q, tuning.block_q), barriers.q.full.at[slot]
         barriers.q.producer_acquire(step, slot)
-        # The consumers read these, and so need no registers for what determines them.
+        # The consumers read these numbers, and so need no registers for them.
         smem.steps[slot, TILE] = number
         smem.steps[slot, HEAD] = head
         for warpgroup, kind in enumerate(kinds):
@@ -139,7 +137,7 @@ def _load(context: KeyValueContext) -> None:
             plgpu.barrier_wait(barriers.done)
 
 
-def _finish(tuning: MosaicBackwardTuning, barriers: KeyValueBarriers, num_steps) -> None:
+def _finish(tuning: MosaicBackwardTuning, barriers: DkvBarriers, num_steps) -> None:
     """Producer: waits until the consumers have read the last stages, and in a persistent program the last keys."""
     barriers.q.producer_tail(num_steps)
     if barriers.do.empty is not None:
@@ -148,7 +146,7 @@ def _finish(tuning: MosaicBackwardTuning, barriers: KeyValueBarriers, num_steps)
         pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(barriers.done))
 
 
-def _differentiate(context: KeyValueContext) -> None:
+def _differentiate(form: type[SplitStep], context: DkvContext) -> None:
     """Consumer: dK and dV of 64 keys, and its part of dQ."""
     call, tuning, gmem = context.call, context.tuning, context.gmem
     barriers, block, warpgroup = context.barriers, context.block, context.warpgroup
@@ -165,7 +163,9 @@ def _differentiate(context: KeyValueContext) -> None:
             # The copy engine has read what the last block left in the memory of dS.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         pl.run_scoped(
-            lambda dk_acc, dv_acc: _accumulate(context, ConsumerKeys(first, place, mask, weights, dk_acc, dv_acc)),
+            lambda dk_acc, dv_acc: _accumulate(
+                form(context, ConsumerKeys(first, place, mask, weights, dk_acc, dv_acc))
+            ),
             accumulator(gmem.key.shape[-1]),
             accumulator(gmem.value.shape[-1]),
         )
@@ -184,13 +184,12 @@ def _differentiate(context: KeyValueContext) -> None:
         _store_in_persistent_program(context, first, dk, dv)
 
 
-def _accumulate(context: KeyValueContext, keys: ConsumerKeys) -> None:
+def _accumulate(form: SplitStep) -> None:
     """Adds up the gradients over all query tiles, and writes them."""
-    tuning, gmem = context.tuning, context.gmem
-    smem, barriers, num_steps = context.smem, context.barriers, context.num_steps
-    # One loop for all kinds of tiles and all heads: with one for each, registers spill.
-    add_tile = functools.partial(next_tile, context, keys)
-    last = jax.lax.fori_loop(0, num_steps, add_tile, (jnp.int32(0), jnp.int32(0)))
+    context, keys = form.context, form.keys
+    tuning, gmem, smem = context.tuning, context.gmem, context.smem
+    # One loop for all tile kinds and all heads: with one for each, registers spill.
+    last = jax.lax.fori_loop(0, context.num_steps, form.add_tile, (jnp.int32(0), jnp.int32(0)))
 
     def load_dk():
         return plgpu.wgmma_accumulator_load(keys.dk_acc, wait_n=0) * context.call.scale
@@ -204,11 +203,7 @@ def _accumulate(context: KeyValueContext, keys: ConsumerKeys) -> None:
     # No other consumer reads this one's values.
     if not is_tall(tuning) and not tuning.persistent:
         store_dv()
-    if smem.ds is not None:
-        pl.when(num_steps > 0)(functools.partial(add_last_dq, context, last, num_steps - 1, frees_ds=False))
-        if smem.ds.shape[0] == 2:
-            # A waiting thread must see each completion of a barrier.
-            pl.when(num_steps > 1)(lambda: plgpu.barrier_wait(barriers.ds_read))
+    form.finish(last)
     if tuning.persistent:
         _store_in_persistent_program(context, keys.first, load_dk(), load_dv())
         return
@@ -220,7 +215,7 @@ def _accumulate(context: KeyValueContext, keys: ConsumerKeys) -> None:
     context.store_gradient(dk, smem.k.at[keys.place], gmem.d_key, keys.first)
 
 
-def _store_in_persistent_program(context: KeyValueContext, first, dk, dv) -> None:
+def _store_in_persistent_program(context: DkvContext, first, dk, dv) -> None:
     """Writes dK and dV of a consumer's keys, and lets the next block's keys and values arrive as soon as it can."""
     smem, gmem, place = context.smem, context.gmem, pl.ds(context.warpgroup * WGMMA_ROWS, WGMMA_ROWS)
     if smem.ds is None:
@@ -229,12 +224,30 @@ def _store_in_persistent_program(context: KeyValueContext, first, dk, dv) -> Non
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         context.wait_for_consumers()
         return
-    # The gradients leave through the consumer's part of the memory of dS, a piece at a time.
+    # The gradients leave through the consumer's part of the memory of dS, some columns at a time.
     context.wait_for_consumers()
     num_buffers, num_parts, _, width = smem.ds.shape
     memory = [smem.ds.at[i, j, place] for i in range(num_buffers) for j in range(num_parts)]
-    pieces = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], width)]
-    for i, (gradient, ref, column) in enumerate(pieces):
+    parts = [(x, ref, i) for x, ref in ((dv, gmem.d_value), (dk, gmem.d_key)) for i in range(0, x.shape[1], width)]
+    for i, (gradient, ref, column) in enumerate(parts):
         if i >= len(memory):
             plgpu.wait_smem_to_gmem(len(memory) - 1, wait_read_only=True)
         context.store_gradient(gradient[:, column : column + width], memory[i % len(memory)], ref, first, column)
+
+
+def block_shift(call: AttentionCall, tuning: MosaicBackwardTuning) -> int:
+    """Query tiles by which the start of a block is behind that of the block before it.
+
+    A fused backward adds to dQ. Blocks that start with the same query tile, and run at the same time, would all add to
+    the same part of dQ at once.
+    """
+    # Queries and d_output have 16 bits, and dQ, which is added to, has 32.
+    bytes_of_tile = tuning.block_q * (6 * call.head_dim + 2 * call.value_dim)
+    num_tiles, num_running = pl.cdiv(call.q_len, tuning.block_q), call.target.num_multiprocessors or 1
+    num_heads = min(tuning.num_l2_heads, call.batch * call.num_kv_heads)
+
+    def fits(shift: int) -> bool:
+        tiles_of_head = min(num_tiles, pl.cdiv(num_running, num_heads) * shift)
+        return num_heads * tiles_of_head * bytes_of_tile <= _HALF_OF_L2_BYTES
+
+    return next((shift for shift in _SHIFTS if fits(shift)), _SHIFTS[-1])

@@ -20,6 +20,7 @@ from kernels.backends.mosaic_gpu.backward_passes import (
     LSE,
     BackwardArrays,
     BackwardContext,
+    BackwardPass,
     launch_pass,
     padded_head_dims,
 )
@@ -31,10 +32,10 @@ from kernels.hopper.memory import Pipeline, matrix
 from kernels.hopper.registers import WGMMA_ROWS, accumulator, load_vector, spread
 from kernels.masks import TileKind
 
-QuerySmem = namedtuple("QuerySmem", "q do lse_delta k v tokens ds")
+DqSmem = namedtuple("DqSmem", "q do lse_delta k v tokens ds")
 
 
-class QueryBarriers(NamedTuple):
+class DqBarriers(NamedTuple):
     """Barriers: of a consumer's queries and what belongs to them, and for each stage of k and v."""
 
     queries: Any
@@ -42,16 +43,14 @@ class QueryBarriers(NamedTuple):
     v: Pipeline
 
 
-QueryContext = BackwardContext[QuerySmem, QueryBarriers]
+DqContext = BackwardContext[DqSmem, DqBarriers]
 
 
-def query_scratch(
-    call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
-) -> tuple[QuerySmem, QueryBarriers]:
+def dq_scratch(call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper) -> tuple[DqSmem, DqBarriers]:
     """Shared memory and barriers: rings of stages for k, v and tokens; of the rest each consumer has its own."""
     head_dim, value_dim = padded_head_dims(call, tuning)
     num_consumers, block_kv, num_stages = tuning.num_warpgroups, tuning.block_kv_dq, tuning.num_stages_dq
-    smem = QuerySmem(
+    smem = DqSmem(
         q=matrix(num_consumers, WGMMA_ROWS, head_dim, dtype=call.dtype),
         do=matrix(num_consumers, WGMMA_ROWS, value_dim, dtype=call.dtype),
         lse_delta=plgpu.SMEM((2, num_consumers, WGMMA_ROWS), jnp.float32),
@@ -60,25 +59,24 @@ def query_scratch(
         tokens=token_memory(call, num_stages, block_kv),
         ds=machine.operand_memory(num_consumers, WGMMA_ROWS, block_kv, dtype=call.dtype),
     )
-    return smem, QueryBarriers(
+    return smem, DqBarriers(
         queries=plgpu.Barrier(num_arrivals=4, num_barriers=num_consumers),
         k=Pipeline.memory(num_stages, num_consumers=num_consumers, num_copies=1 + num_token_arrays(call)),
         v=Pipeline.memory(tuning.num_value_stages_dq, num_consumers=num_consumers),
     )
 
 
-def query_pass(
+def backward_dq(
     arrays: BackwardArrays, call: AttentionCall, tuning: MosaicBackwardTuning, machine: Hopper
 ) -> Float[Array, "B T N H"]:
     """dQ alone, scaled, in the query's dtype. `arrays.rows` are each query block's key/value tiles, in fixed order."""
-    scratch = query_scratch(call, tuning, machine)
-    (d_query,) = launch_pass(
-        arrays, call, tuning, machine, scratch, _load, [_differentiate], _finish, name="attention_dq", transposed=False
-    )
+    scratch = dq_scratch(call, tuning, machine)
+    dq = BackwardPass("attention_dq", False, scratch, _load, [_differentiate], _finish)
+    (d_query,) = launch_pass(dq, arrays, call, tuning, machine)
     return d_query
 
 
-def _load(context: QueryContext) -> None:
+def _load(context: DqContext) -> None:
     """Producer: copies the key/value tiles of the block into the rings."""
     tuning, gmem, smem = context.tuning, context.gmem, context.smem
     barriers, block, num_steps = context.barriers, context.block, context.num_steps
@@ -97,13 +95,13 @@ def _load(context: QueryContext) -> None:
         barriers.v.copy(gmem.value.at[block.batch, tile, kv_head], smem.v, slot)
 
 
-def _finish(barriers: QueryBarriers, num_steps) -> None:
+def _finish(barriers: DqBarriers, num_steps) -> None:
     """Producer: waits until the consumers have read the last stages."""
     barriers.k.producer_tail(num_steps)
     barriers.v.producer_tail(num_steps)
 
 
-def _differentiate(context: QueryContext) -> None:
+def _differentiate(context: DqContext) -> None:
     """Consumer: dQ of 64 query rows."""
     gmem, smem, block, warpgroup = context.gmem, context.smem, context.block, context.warpgroup
     first = block.number * context.tuning.block_q_dq + warpgroup * WGMMA_ROWS
@@ -129,7 +127,7 @@ def _differentiate(context: QueryContext) -> None:
     pl.run_scoped(accumulate, accumulator(gmem.query.shape[-1]))
 
 
-def _visit_tile(context: QueryContext, mask: TileMask, kind_of, lse, delta, dq_acc, step) -> None:
+def _visit_tile(context: DqContext, mask: TileMask, kind_of, lse, delta, dq_acc, step) -> None:
     """Waits for a tile, adds its part to dQ unless it is EMPTY to these queries, and releases it."""
     barriers, tiles = context.barriers, context.tiles
     slot, v_slot = barriers.k.slot(step), barriers.v.slot(step)
@@ -149,7 +147,7 @@ def _visit_tile(context: QueryContext, mask: TileMask, kind_of, lse, delta, dq_a
     barriers.k.consumer_release(slot)
 
 
-def _add_tile(context: QueryContext, mask: TileMask, kind, lse, delta, dq_acc, step, slot, v_slot) -> None:
+def _add_tile(context: DqContext, mask: TileMask, kind, lse, delta, dq_acc, step, slot, v_slot) -> None:
     """Adds a tile's part to dQ: P = exp(QKᵀ − lse), dS = P∘(dO Vᵀ − delta), dQ += dS K."""
     smem, barriers = context.smem, context.barriers
     k, v = smem.k.at[slot], smem.v.at[v_slot]
