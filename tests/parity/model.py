@@ -20,6 +20,7 @@ from tests.parity.oracle import mean_loss
 from trainer.config import ContextConfig, DataConfig, LossConfig, MeshConfig, OptimizerConfig, TrainConfig
 from trainer.data.sequence_sharding import SequenceSharder
 from trainer.step.functions import make_step_functions
+from trainer.step.plan import make_plan
 from trainer.step.sharding import batch_sharding, make_mesh, path_name
 
 # Any mesh of 8 devices divides all of these, whichever axis it puts them on.
@@ -73,13 +74,15 @@ class Model:
           ValueError: the project refuses the placement.
         """
         config = self._config(placement)
-        functions = make_step_functions(config, make_mesh(config.mesh))
+        mesh = make_mesh(config.mesh)
+        plan = make_plan(config, mesh)
+        functions = make_step_functions(config, mesh, plan)
         params = jax.tree.map(
             lambda x, abstract: jax.device_put(x.astype(abstract.dtype), abstract.sharding),
             self.params,
             functions.abstract_state.params,
         )
-        batch = jax.device_put(self._sharded(config, functions.sequence_sharding), batch_sharding(functions.mesh))
+        batch = jax.device_put(self._sharded(config, plan.sequence_sharding), batch_sharding(functions.mesh))
         gradients, sums = functions.gradients(params, batch)
         assert int(sums.num_targets) == self.batch["target_mask"].sum()
         return Outcome(np.asarray(sums.total) / int(sums.num_targets), _by_path(gradients))
@@ -151,7 +154,9 @@ class Model:
             return values.astype(np.float32).astype(np.float64)
 
         config = self._config(Placement())
-        functions = make_step_functions(config, make_mesh(config.mesh))
+        mesh = make_mesh(config.mesh)
+        plan = make_plan(config, mesh)
+        functions = make_step_functions(config, mesh, plan)
         return jax.tree_util.tree_map_with_path(draw, functions.abstract_state.params)
 
 
